@@ -1,1 +1,1 @@
-"""Devices: streams, fences, memory. Only this room uses torch's streams and events."""
+"""Devices: streams, fences, memory. Only this package uses torch's streams and events."""

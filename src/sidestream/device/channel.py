@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """A queue with one sending and one receiving thread; neither ever blocks.
+    """A queue from one sending thread to one receiving thread. Neither thread ever blocks.
 
-    wake   called by the sender after each message; None: the receiver polls
+    wake   function that the sender calls after each message; None: the receiver polls
     """
 
     def __init__(self, name: str, *, tracer: Tracer | None = None, wake: Callable[[], None] | None = None) -> None:
@@ -33,7 +33,7 @@ class Channel(Generic[T]):
         return len(self._messages)
 
     def put(self, message: T) -> None:
-        """Send a message. The sender must not change it any more."""
+        """Send a message. The sender must not change the message afterwards."""
         self._put += 1
         if self._tracer is not None:
             self._tracer.sent(self.name, self._put)
@@ -52,13 +52,15 @@ class Channel(Generic[T]):
 
 
 class Bell:
-    """One thread sleeps on it until any thread rings. Several rings before the sleeper wakes up count as one."""
+    """Wakes one thread: the thread sleeps on the bell until any other thread rings it. Several rings before the sleeper
+    wakes up count as one.
+    """
 
     __slots__ = ("_quiet",)
 
     def __init__(self) -> None:
-        # Locked while no ring is pending. Not a SimpleQueue: its `get` with a timeout of microseconds sometimes blocks
-        # forever.
+        # Locked while no ring is pending. A SimpleQueue does not work here: its `get` with a timeout of microseconds
+        # sometimes blocks forever.
         self._quiet = threading.Lock()
         self._quiet.acquire()
 
@@ -75,22 +77,24 @@ class Bell:
         return not self._quiet.locked()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a ring is pending, and take it; False after `timeout_s` (not negative)."""
+        """Block until a ring is pending, and take the ring; False after `timeout_s`, which must not be negative."""
         return self._quiet.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
 
 class Mark:
-    """A growing number, written by one thread and read by another: progress messages of which only the last matters."""
+    """A number that grows, written by one thread and read by another. It replaces progress messages of which only the
+    last matters.
+    """
 
     def __init__(self, name: str, *, tracer: Tracer | None = None, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` is called by the writer after each increase."""
+        """The writer calls `wake` after each increase."""
         self.name = name
         self._tracer = tracer
         self._wake = wake
         self._raised = self._read = 0
 
     def raise_to(self, number: int) -> None:
-        """Set the number, if it is higher."""
+        """Set the number, if `number` is higher."""
         if number > self._raised:
             if self._tracer is not None:
                 self._tracer.sent(self.name, number)

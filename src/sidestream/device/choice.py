@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 def torch_device(name: str) -> torch.device:
-    """The torch device for `"cpu"`, `"cuda"` or `"auto"`, which is cuda where a GPU is usable.
+    """The torch device for `"cpu"`, `"cuda"` or `"auto"`, which means cuda if a GPU is usable, else cpu.
 
-    Raises ConfigError that names the missing part if `"cuda"` is unusable.
+    Raises ConfigError if `"cuda"` is unusable; the error names the missing part.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -30,7 +30,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def why_no_gpu() -> str | None:
-    """Why a GPU is unusable, and the remedy; None if it is usable."""
+    """The reason why no GPU is usable, with a remedy; None if one is usable."""
     from sidestream.device.cuda.device import open_driver
 
     try:

@@ -54,7 +54,9 @@ class CpuDevice:
         self._closing = False
 
     def stream(self, name: str) -> HostStream:
-        """A new stream. `"compute"` runs its kernels on all compute threads, every other stream on one thread."""
+        """A new stream. The stream `"compute"` runs its kernels on all compute threads, any other stream on one
+        thread.
+        """
         if name in self._streams:
             raise InvariantError(f"stream {name} exists already")
         threads = self._compute_threads if name == "compute" else 1
@@ -66,7 +68,7 @@ class CpuDevice:
         return stream
 
     def worker(self, name: str) -> HostStream:
-        """A stream: on a CPU, every stream is a thread of the host."""
+        """A new stream. On a CPU, every stream is a host thread."""
         return self.stream(name)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
@@ -88,10 +90,10 @@ class CpuDevice:
         return batch
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
-        """Zeroed, page-aligned memory. A background thread touches its pages, so that allocation returns at once."""
+        """Zeroed, page-aligned memory. Returns at once: a background thread touches the pages."""
         available = available_bytes()
         if available is not None:
-            available -= self._untouched  # of earlier allocations, whose pages may not be mapped yet
+            available -= self._untouched  # bytes of earlier allocations whose pages may not be mapped yet
         if available is not None and num_bytes > available:
             raise ConfigError(
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
@@ -116,7 +118,7 @@ class CpuDevice:
         return memory.data
 
     def ready_bytes(self, memory: Memory) -> int:
-        """All bytes: a page that was not touched yet is only slower."""
+        """All bytes. A page that was not touched yet is slower, but can be copied."""
         return memory.num_bytes
 
     def grows(self, memory: Memory) -> bool:
@@ -124,7 +126,7 @@ class CpuDevice:
         return False
 
     def _touch(self, pages: mmap.mmap, num_bytes: int) -> None:
-        """Map the pages, as huge pages if possible, so that no copy has page faults. Changes no byte."""
+        """Map the pages, as huge pages if possible, so that copies have no page faults. Does not change any byte."""
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
             for start in range(0, num_bytes, _TOUCH_BYTES):
@@ -135,7 +137,7 @@ class CpuDevice:
                 with self._touching:
                     self._untouched -= size
         except (OSError, ValueError, AttributeError):
-            return  # another system, or an older kernel: pages are mapped when first written
+            return  # another system, or an older kernel: pages are mapped at their first write
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """See `Device.wait_host`."""
@@ -164,8 +166,8 @@ class CpuDevice:
         time.sleep(seconds)
 
     def rest(self) -> None:
-        """Return the C allocator's free memory to the system: tens of MiB after a large step. Takes milliseconds."""
-        with contextlib.suppress(OSError, AttributeError):  # only glibc has it, and only glibc needs it
+        """Return the C allocator's free memory to the system, tens of MiB after a large step. Takes milliseconds."""
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has this function, and only glibc needs it
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def close(self) -> None:
@@ -180,11 +182,11 @@ class CpuDevice:
 
 
 def _end_own_openmp_team() -> None:
-    """End the OpenMP threads of the calling thread, which has loaded a model with them.
+    """End the OpenMP threads that the calling thread has used to load a model.
 
     If a process has more OpenMP threads than cores, libgomp's threads sleep between kernels instead of spinning, and
-    each small kernel of a decode step pays for waking them: a step of SmolLM2-135M took 50 ms instead of 30 ms on two
-    cores. A thread that needs its OpenMP threads again gets new ones.
+    every small kernel of a decode step must wake them: a step of SmolLM2-135M took 50 ms instead of 30 ms on two cores.
+    If the calling thread needs OpenMP threads again, it gets new ones.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(_OMP_PAUSE_HARD)

@@ -28,7 +28,7 @@ Owner = TypeVar("Owner", bound=FenceOwner)
 
 
 class StreamFence(Generic[Owner]):
-    """A position on one stream; done once the stream has passed it. `owner` tells streams of equal names apart."""
+    """A position on one stream; done once the stream has passed it. `owner` distinguishes streams of equal names."""
 
     __slots__ = ("_failure", "_tick", "owner")
 
@@ -53,7 +53,7 @@ class StreamFence(Generic[Owner]):
         return self._failure
 
     def poll(self) -> bool:
-        """Whether the stream has passed this position. Never blocks. Raises DeviceLost if it never will."""
+        """Whether the stream has passed this position. Never blocks. Raises DeviceLost if the stream never will."""
         return self.owner.has_passed(self)
 
     def fail(self, error: BaseException) -> None:

@@ -1,8 +1,8 @@
-"""Streams that run on host threads, and worker threads that call one function over and over and sleep in between.
+"""Streams that run on host threads; and host threads that call one function repeatedly and sleep in between.
 
-Each stream runs its work in order on a thread of its own; torch and numpy release the interpreter lock inside their
-kernels, so streams run concurrently. `submit` appends to a queue and never blocks. All streams of the CPU device are of
-this kind; on every device, so are the streams that read and write files.
+Each stream runs its work in order on its own thread. torch and numpy release the interpreter lock inside their kernels,
+so streams run concurrently. `submit` appends to a queue and never blocks. All streams of the CPU device are such
+streams, and so are the streams of every device that read and write files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sidestream.errors import DeviceLost, InvariantError
 from sidestream.metrics import Timeline
 from sidestream.types import Accesses, Fence, Tracer
 
-# `wake` does not ring for a thread that sleeps no longer than this: ringing takes the caller about 5 us.
+# `wake` does not ring for a thread that sleeps for this time or less, because ringing takes the caller about 5 us.
 _SHORT_SLEEP_S = 100e-6
-# Shorter waits are left out of the timeline.
+# Shortest wait that the timeline shows.
 _VISIBLE_WAIT_NS = 50_000
 
 
@@ -34,7 +34,7 @@ class HostFence(StreamFence["HostStream"]):
     __slots__ = ()
 
     def block(self, timeout_s: float | None, bell: Bell | None = None) -> bool:
-        """Block the calling thread until done; False after `timeout_s`, or when `bell` rings."""
+        """Block the calling thread until the fence is done; False after `timeout_s`, or when `bell` rings."""
         return self.owner.block_until(self.tick, timeout_s, bell)
 
 
@@ -89,7 +89,7 @@ class HostStream:
         self._closed = False
         self._capture: list[Callable[[], None]] | None = None
         self._passed = threading.Condition()
-        self._bell: Bell | None = None  # of the thread in `block_until`; rung after each piece of work
+        self._bell: Bell | None = None  # bell of the thread in `block_until`, rung after each piece of work
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
         self._start()
@@ -129,7 +129,8 @@ class HostStream:
     def copy(self, batch: CopyBatch) -> None:
         """Copy the segments, on the calling thread. See `Stream.copy`."""
         pairs = list(batch.runs())
-        # One call for all: separate copies would compete for the interpreter lock with the kernels of a forward pass.
+        # One call copies all segments: with many calls, this thread would compete for the interpreter lock with the
+        # forward pass.
         if pairs:
             sources, targets = zip(*pairs, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -162,7 +163,7 @@ class HostStream:
         work()
 
     def join(self) -> None:
-        """Nothing to do: there is no side stream."""
+        """Does nothing: there is no side stream."""
 
     def stamp(self, times: torch.Tensor) -> None:
         """Write the system's monotonic clock. See `Stream.stamp`."""
@@ -175,7 +176,7 @@ class HostStream:
         memory.data[first : first + flat.numel()].copy_(flat)
 
     def has_passed(self, fence: HostFence) -> bool:
-        """Whether `fence`, of this stream, is done; if so, the calling thread has observed it."""
+        """Whether `fence`, of this stream, is done. If so, the calling thread counts as having observed it."""
         if self.done_tick < fence.tick:
             return False
         if self._tracer is not None:
@@ -207,10 +208,11 @@ class HostStream:
         self._thread.join()
 
     def _start(self) -> None:
-        """Start the thread with its own number of torch threads: one core for copies, all cores for a forward pass.
+        """Start the thread with its own number of torch threads: one for copies, all cores for a forward pass.
 
-        Torch keeps this number for each thread. A thread that never read it gets the number that any thread set last.
-        So the new thread reads it before it sets its own, and the caller sets its number again for later threads.
+        torch keeps this number for each thread. A thread that has never read its number gets the number that any thread
+        set last. So the new thread reads its number before it sets it, and then the caller sets its own number again,
+        for threads that start later.
         """
         caller_threads = torch.get_num_threads()
         self._thread.start()
@@ -293,11 +295,11 @@ class TurnTaker:
         """See `HostThread.wake`."""
         if not self._woken:
             self._woken = True
-            if self._asleep:  # else it checks `_woken` before it sleeps
+            if self._asleep:  # otherwise the thread checks `_woken` before it sleeps
                 self._bell.ring()
 
     def wake_for_fences(self) -> None:
-        """Take another turn if the last one asked to be woken by fences. Called after any fence is done."""
+        """Take another turn if the last turn asked to be woken by fences. Called after any fence is done."""
         if self._resting_for_fences:
             self.wake()
 
@@ -330,7 +332,7 @@ class TurnTaker:
     def _sleep(self, until_s: float | None, fences: Sequence[Fence] = ()) -> None:
         """Sleep until `wake`, `until_s`, or the completion of a fence.
 
-        Polls the fences here, because that takes a few microseconds and a turn takes fifty.
+        Polls the fences here instead of in a turn, because that takes a few microseconds and a turn takes fifty.
         """
         timeout_s: float | None = None
         while True:
@@ -342,7 +344,8 @@ class TurnTaker:
                     break
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
             self._asleep = timeout_s is None or timeout_s > _SHORT_SLEEP_S
-            # Checked after `_asleep` is set: an earlier `wake` has set `_woken`, a later one sees `_asleep` and rings.
+            # `_woken` is checked after `_asleep` is set: an earlier `wake` has set `_woken`, and a later `wake` sees
+            # `_asleep` and rings.
             if self._woken or self._closing:
                 break
             self._bell.wait(timeout_s)
@@ -355,4 +358,4 @@ def _any_done(fences: Sequence[Fence]) -> bool:
     try:
         return any(fence.poll() for fence in fences)
     except DeviceLost:
-        return True  # the next turn handles it
+        return True  # the next turn handles the error

@@ -1,4 +1,6 @@
-"""The kinds of devices by name. Only this room and `config.py` spell the names. Imports no torch."""
+"""The names of the kinds of devices. Only this package and `config.py` contain the names as text. Does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ if TYPE_CHECKING:
     import torch
 
 CPU = "cpu"
-"""Tensors in host memory."""
+"""A device whose tensors are in host memory."""
 CUDA = "cuda"
-"""Tensors on an NVIDIA GPU."""
+"""A device whose tensors are on an NVIDIA GPU."""
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether tensors of the device lie in host memory, where the host reads them without waiting for a GPU."""
+    """Whether tensors of the device are in host memory, so that the host reads them without waiting for a GPU."""
     return device.type == CPU
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether tensors of the device lie on an NVIDIA GPU."""
+    """Whether tensors of the device are on an NVIDIA GPU."""
     return device.type == CUDA

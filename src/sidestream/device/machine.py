@@ -21,14 +21,16 @@ def cpu_name() -> str:
 
 
 def instruction_set() -> str:
-    """Vector instructions of torch's kernels, such as `AVX2` or `AVX512`; an environment variable may limit them."""
+    """Vector instructions that torch's kernels use, such as `AVX2` or `AVX512`; an environment variable may limit
+    them.
+    """
     import torch
 
     return torch.backends.cpu.get_cpu_capability()
 
 
 def memory_bytes() -> tuple[int | None, int | None]:
-    """Total and available bytes: the smaller of the machine's and the container's."""
+    """Total and available bytes: those of the machine or of the container, whichever are fewer."""
     with contextlib.suppress(OSError, KeyError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -54,8 +56,8 @@ def available_bytes() -> int | None:
 def private_pages(name: str, num_bytes: int) -> mmap.mmap:
     """Anonymous memory of this process. Raises ConfigError if the system refuses it.
 
-    Private, because Linux gives huge pages to shared mappings only if the administrator enables them. With huge pages,
-    a load takes 0.8 times as long.
+    The mapping is private, because Linux gives huge pages to shared mappings only if the administrator enables that.
+    With huge pages, a load takes 0.8 times as long.
     """
     try:
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

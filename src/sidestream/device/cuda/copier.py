@@ -1,4 +1,4 @@
-"""Enqueues copies on one CUDA stream: by the copy engine, or by a kernel for small segments."""
+"""Enqueues copies on one CUDA stream: for the copy engine or, if segments are small, for a kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CopyDevice(Protocol):
     driver: Driver
 
     def take_table(self) -> Table | None:
-        """Mapped host memory for the segments of a kernel's copy, int64 `[3 * n]`; None when all of it is in use."""
+        """A segment table for a copy by kernel, in mapped host memory, int64 `[3 * n]`; None if all are in use."""
         ...
 
     def place(self, memory: Memory) -> Place:
@@ -34,16 +34,18 @@ class Copier:
         self._tables: list[Table] = []
 
     def take_tables(self) -> list[Table]:
-        """Segment tables that kernels read since the last call: in use until the fence of their work is done."""
+        """Segment tables that copies have used since the last call. They are in use until the work's fence is done."""
         tables, self._tables = self._tables, []
         return tables
 
     def copy(self, batch: CopyBatch, *, capturing: bool) -> None:
-        """Enqueue the batch by as few calls as the driver allows. After a DeviceError, some copies may be enqueued."""
+        """Enqueue the batch with as few calls as the driver allows. After a DeviceError, some copies may be
+        enqueued.
+        """
         if batch.source.pageable or batch.target.pageable:
             raise InvariantError(
                 f"copy from {batch.source.name} to {batch.target.name}: "
-                "pageable memory would stall this thread; pin it first"
+                "pageable memory would block this thread; pin it first"
             )
         source, target = self._device.place(batch.source), self._device.place(batch.target)
         calls = plan(batch, source, target, max_pitch=self._driver.max_pitch)
@@ -51,13 +53,13 @@ class Copier:
             self._copy_grid(calls, calls.targets, calls.sources)
         elif not calls.table.shape[1]:
             return
-        elif calls.by_kernel and not capturing:  # a graph's replays would read the table after its reuse
+        elif calls.by_kernel and not capturing:  # replays of a graph would read the table after its reuse
             self._copy_by_kernel(calls.table, source, target)
         else:
             self._copy_by_engine(calls.table, source, target)
 
     def copy_prepared(self, prepared: object, first: int, stop: int) -> None:
-        """Enqueue segments `[first, stop)` of a batch, from `CopyBatch.prepared`."""
+        """Enqueue segments `[first, stop)` of a prepared batch; `prepared` is `CopyBatch.prepared`."""
         if isinstance(prepared, Rows):
             self._driver.copy_rows(prepared, first, stop - first, self._handle)
         else:
@@ -93,7 +95,9 @@ class Copier:
             self._driver.copy_each(table, self._handle)
 
     def _copy_by_kernel(self, table: Table, source: Place, target: Place, *, programs: int = 2) -> None:
-        """One launch for each mapped table of segments. The copy engine takes the rest when no table is free."""
+        """Launch one kernel for each free segment table. If no table is left, the copy engine copies the remaining
+        segments.
+        """
         from sidestream.device.cuda.kernels import copy_segments
 
         first, count = 0, table.shape[1]

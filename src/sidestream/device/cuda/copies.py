@@ -11,11 +11,12 @@ import numpy.typing as npt
 from sidestream.device.base import CopyBatch, Memory, Starts
 from sidestream.device.cuda.driver import Table
 
-# Below this average segment size, a kernel copies: the copy engine needs more time for each segment than for its bytes.
-# On an H100 a batch moves 29 of 55 GB/s at 32 KiB each way, and at 16 KiB 19 GB/s to the host and 6 to the device.
+# Average segment size below which a kernel copies: the copy engine then needs more time per segment than for the bytes.
+# On an H100 with 55 GB/s, batch copies reach 29 GB/s in each direction with segments of 32 KiB; with 16 KiB they reach
+# 19 GB/s to the host and 6 GB/s to the device.
 KERNEL_BELOW = 32 << 10
-# Below this stripe size, striped memory goes by one two-dimensional copy for each block: at 64 KiB 0.93 of the link's
-# rate, where a batch reaches 0.895.
+# Stripe size below which striped memory is copied by one two-dimensional copy for each block. With 64 KiB these copies
+# reach 0.93 of the link's rate, and a batch copy 0.895.
 GRID_BELOW = 256 << 10
 
 
@@ -24,9 +25,9 @@ class Place:
     """Addresses of a memory.
 
     bases       int64 address of each part
-    borders     offsets between chunks that were pinned by separate calls: no segment may cross one
+    borders     offsets of the borders between chunks that were pinned by separate calls; no segment may cross a border
     pitch       bytes from each part to the next, if the parts are equally spaced in one allocation; else 0
-    on_device   False: on the host
+    on_device   True: device memory; False: host memory
     """
 
     bases: Starts
@@ -37,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments for one call: of a kernel (`by_kernel`), or of the copy engine."""
+    """Segments for one call: a kernel launch (`by_kernel`), or a call of the copy engine."""
 
     table: Table
     by_kernel: bool
@@ -45,7 +46,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks for one two-dimensional copy each: `height` rows of `width` bytes, with a pitch on either side."""
+    """Blocks that are copied by one two-dimensional copy each: `height` rows of `width` bytes, with one pitch for the
+    source and one for the target.
+    """
 
     targets: list[int]
     sources: list[int]
@@ -58,7 +61,7 @@ class Grid:
 
 
 def locate(memory: Memory, borders: Sequence[int] = ()) -> Place:
-    """The addresses of `memory`; `borders` as in `Place`."""
+    """The addresses of `memory`. For `borders` see `Place`."""
     parts = memory.parts
     bases = np.array([part.data_ptr() for part in parts], dtype=np.int64)
     gaps = set(np.diff(bases).tolist())
@@ -71,7 +74,7 @@ def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merg
     """The calls that copy `batch` between memories at `source` and `target`. `max_pitch` is the driver's limit.
 
     merged   merge segments that are neighbours on both sides. False: each segment keeps its own columns of the table,
-             equally many each
+             and all segments have the same number of columns
     """
     grid = _grid(batch, source, target, max_pitch)
     if grid is not None:
@@ -83,7 +86,7 @@ def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merg
 
 
 def segments(batch: CopyBatch, source: Place, target: Place, *, merged: bool = True) -> Table:
-    """The batch as a table of contiguous pieces; `merged` as in `plan`."""
+    """The batch as a table of contiguous pieces. For `merged` see `plan`."""
     return _table(batch.contiguous(), source, target, merged=merged)
 
 
@@ -113,7 +116,7 @@ def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Gri
 
 
 def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool, Memory, Place, Starts] | None:
-    """The striped side, if exactly one is: whether it is the source, its memory, place and starts."""
+    """If exactly one side is striped: whether it is the source, its memory, its place and its starts. Else None."""
     striped_source = len(source.bases) > 1
     if striped_source == (len(target.bases) > 1):
         return None
@@ -127,7 +130,7 @@ def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool,
 def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
     """The table of a batch of whole stripes between striped memory and memory with one part; None for other batches.
 
-    A fast path: computes addresses for each segment instead of each stripe.
+    This is a fast path: it computes addresses per segment instead of per stripe.
     """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
@@ -153,7 +156,7 @@ def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> 
     follows = (_steps(targets) == size) & merged
     if follows.any():
         follows &= _steps(sources) == size
-    if follows.any():  # rare; doubles the time
+    if follows.any():  # rare, and doubles the time
         follows &= _stays(pieces.source, source, pieces.source_starts) & _stays(
             pieces.target, target, pieces.target_starts
         )
@@ -175,7 +178,9 @@ def _addresses(memory: Memory, place: Place, starts: Starts) -> Starts:
 
 
 def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_]:
-    """Whether each segment is in the same allocation as the one before: neighbours may be separate allocations."""
+    """Whether each segment is in the same allocation as the segment before it. (Separate allocations may be
+    adjacent.)
+    """
     parts, _ = memory.locate(starts)
     same: npt.NDArray[np.bool_] = _steps(parts) == 0
     if len(place.borders):
@@ -184,5 +189,5 @@ def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_
 
 
 def _steps(values: Starts) -> Starts:
-    """Differences of neighbours: several times faster than `np.diff`."""
+    """Differences between neighbours, several times faster than `np.diff`."""
     return values[1:] - values[:-1]

@@ -30,10 +30,11 @@ from sidestream.types import Fence, Tracer
 
 log = logging.getLogger(__name__)
 
-# Polling interval of a thread that rests for GPU fences. It does not block in the driver: the driver spins there, and
-# another thread's wait would then end up to milliseconds late.
+# Interval at which a sleeping host thread polls GPU fences. It does not block in the driver, because the driver would
+# spin, and the wait of another thread could then end milliseconds late.
 _POLL_S = 50e-6
-# Segments of one kernel copy, and the number of such copies that may be unfinished; the copy engine takes the rest.
+# Number of segments of one kernel copy, and number of kernel copies that may be unfinished at the same time. Beyond
+# that, the copy engine copies.
 _TABLE_SEGMENTS = 4096
 _TABLES = 16
 
@@ -41,13 +42,13 @@ _TABLES = 16
 class CudaDevice:
     """One GPU.
 
-    lost   message of the error that ended the device; None while it works. On a lost device, polling an unfinished
-           fence and submitting work raise DeviceLost
+    lost   message of the error that ended the device; None while the device works. On a lost device, polling an
+           unfinished fence and submitting work raise DeviceLost
     """
 
     kind = "cuda"
-    # The last piece of a load is cut into copies of this size: a step's gates then open layer by layer. Smaller copies
-    # are slower than the link.
+    # The last piece of a load is cut into copies of this size, so that a step can follow the load layer by layer. With
+    # smaller copies, the link would not run at full speed.
     segment_bytes = 9 << 16
 
     def __init__(
@@ -59,7 +60,7 @@ class CudaDevice:
         tracer: Tracer | None = None,
         driver: Driver | None = None,
     ) -> None:
-        """Raises ConfigError without a usable GPU. `driver` replaces the machine's own, for tests."""
+        """Raises ConfigError without a usable GPU. `driver` replaces the machine's own driver in tests."""
         self.tracer = tracer
         self.history = None if tracer is None else History(tracer)
         self.timeline = timeline
@@ -84,7 +85,7 @@ class CudaDevice:
     # ------------------------------------------------------------------ streams and threads
 
     def stream(self, name: str) -> CudaStream:
-        """A new stream. Kernels of `"compute"` have a higher priority than those of other streams."""
+        """A new stream. Kernels of the stream `"compute"` have a higher priority than kernels of other streams."""
         self._claim(name)
         self._check_alive()
         high = name == "compute"
@@ -108,7 +109,7 @@ class CudaDevice:
         return worker
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
-        """See `Device.thread`. While the thread rests for fences, it polls them every 50 us."""
+        """See `Device.thread`. While the thread sleeps until a fence is done, it polls the fences every 50 us."""
         prepare = self.driver.prepare_thread
         thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, prepare=prepare, tracer=self.tracer)
         self._threads.append(thread)
@@ -142,7 +143,7 @@ class CudaDevice:
             raise ConfigError(
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
                 f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free; "
-                "ask for less, or end what else uses the GPU"
+                "ask for less, or end other programs that use the GPU"
             )
         return Memory(name, (self.driver.allocate(num_bytes),))
 
@@ -152,7 +153,7 @@ class CudaDevice:
         Raises ConfigError if the machine has too little memory, or if none of it can be pinned.
         """
         available = available_bytes()
-        if available is not None:  # earlier slabs will take the pages that they have not touched yet
+        if available is not None:  # earlier slabs will also need the pages that they have not touched yet
             available -= sum(slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values())
         if available is not None and num_bytes > available:
             raise ConfigError(
@@ -168,7 +169,7 @@ class CudaDevice:
         return self.driver.mapped(memory.data[: self.ready_bytes(memory)])
 
     def ready_bytes(self, memory: Memory) -> int:
-        """Pinned bytes. Device memory, and memory that was not allocated here, is always ready."""
+        """Number of pinned bytes. Device memory, and memory that was not allocated here, is always ready."""
         slab = self._slabs.get(memory)
         return memory.num_bytes if slab is None else slab.ready_bytes
 
@@ -186,7 +187,8 @@ class CudaDevice:
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """See `Device.wait_host`. Raises DeviceLost.
 
-        A bell ends the wait only while the thread sleeps: not when the end is near, and not with a `timeout_s`.
+        A bell ends the wait only while the thread sleeps. It has no effect shortly before the forecast end, nor if
+        `timeout_s` is given.
         """
         if self._waiter.is_done(fence):
             return True
@@ -217,7 +219,9 @@ class CudaDevice:
     # ------------------------------------------------------------------ life
 
     def warm_up(self) -> None:
-        """Launch each variant of the device's kernels once: a first launch waits for all running work. Blocks."""
+        """Launch each variant of the device's kernels once, because a first launch waits for all running work.
+        Blocks.
+        """
         from sidestream.device.cuda.kernels import copy_segments, deliver
 
         stream = self.stream("warm-up")
@@ -244,10 +248,10 @@ class CudaDevice:
             raise fence.failure
 
     def rest(self) -> None:
-        """Nothing to do: torch's cached memory is device memory, and freeing it would stall the device."""
+        """Does nothing: torch's cached memory is device memory, and freeing it would stall the device."""
 
     def close(self) -> None:
-        """See `Device.close`. Also unpins host memory. On a lost device, ends the parts that still can."""
+        """See `Device.close`. Also unpins host memory. On a lost device, ends the parts that can still be ended."""
         if self._closed:
             return
         self._closed = True
@@ -277,7 +281,7 @@ class CudaDevice:
         self._events.append(event)
 
     def take_table(self) -> Table | None:
-        """Mapped host memory for the segments of a kernel's copy; None when all of it is in use."""
+        """A segment table for a copy by kernel, in mapped host memory; None if all are in use."""
         try:
             return self._tables.pop()
         except IndexError:
@@ -288,7 +292,7 @@ class CudaDevice:
         self._tables.append(table)
 
     def place(self, memory: Memory) -> Place:
-        """Addresses of the memory; cached, which keeps the memory alive."""
+        """Addresses of the memory. They are cached, and the cache keeps the memory alive."""
         place = self._places.get(memory)
         if place is None:
             slab = self._slabs.get(memory)
@@ -296,7 +300,7 @@ class CudaDevice:
         return place
 
     def lose(self, error: BaseException) -> None:
-        """Mark the device as lost; the first error gives the message."""
+        """Mark the device as lost. The first error determines the message."""
         with self._lock:
             if self.lost is not None:
                 return
@@ -323,7 +327,7 @@ class CudaDevice:
 
 
 def open_driver(index: int = 0) -> Driver:
-    """The machine's driver. Raises ConfigError that names the missing part."""
+    """The machine's driver. Raises ConfigError, with the missing part, if there is no usable GPU."""
     library = load_library()
     if torch.version.cuda is None:
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""Calls to the GPU: torch's functions where they exist, else the CUDA driver's through ctypes. No stream state.
+"""Calls to the GPU: functions of torch where they exist, else functions of the CUDA driver through ctypes. Holds no
+state of streams. Any thread.
 
 ctypes releases the interpreter lock during a call, so that a long call blocks no other thread. Recording and polling an
 event and launching a graph keep the lock: they take less time than getting it back from another thread, which may hold
-it for 100 us. Any thread.
+it for 100 us.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 from sidestream.errors import ConfigError, DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory, SidestreamError
 
 _OUT_OF_MEMORY = 2
-# After these errors no call works: 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719
+# Errors after which no call works: 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719
 # faults of a kernel, 999 unknown.
 _LOST = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
-# The same errors by the driver's text: Triton's exceptions have no code.
+# Texts of the same errors, because Triton's exceptions have no error code.
 _LOST_TEXT = re.compile(
     r"illegal memory access|device-side assert|illegal instruction|misaligned address|unspecified launch failure"
     r"|launch timed out|uncorrectable (ECC|NVLink) error|hardware stack error|invalid program counter"
@@ -35,8 +36,8 @@ _OUT_OF_MEMORY_TEXT = re.compile(r"CUDA.*out of memory")
 _STREAM_NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 1 | 2
 _MAX_PITCH = 11
-_ON_DEVICE, _ON_HOST = 1, 2  # of a location in a batch
-_HOST_SIDE, _DEVICE_SIDE = 1, 2  # of a two-dimensional copy
+_ON_DEVICE, _ON_HOST = 1, 2  # kinds of locations in a batch copy
+_HOST_SIDE, _DEVICE_SIDE = 1, 2  # kinds of memory in a two-dimensional copy
 _IN_STREAM_ORDER = 1
 _TIMER_SLACK = 29
 _SLACK_NS = 1000
@@ -49,11 +50,11 @@ class Event(Protocol):
     """torch's event."""
 
     def record(self, stream: Any) -> None:
-        """Record everything that the stream was given so far."""
+        """Record all work submitted to the stream so far."""
         ...
 
     def wait(self, stream: Any) -> None:
-        """Make later work of the stream wait for the record."""
+        """Make later work of the stream wait for the recorded work."""
         ...
 
     def query(self) -> bool:
@@ -66,7 +67,9 @@ class Event(Protocol):
 
 
 def timed_event() -> torch.cuda.Event:
-    """A new event with a timestamp, for measurements. A record takes the host about 2 us; a `stamp` takes longer."""
+    """A new event with a timestamp, for measurements. Recording it takes about 2 us of host time, less than a
+    `stamp`.
+    """
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
@@ -105,7 +108,7 @@ def load_library() -> Any:
 
 
 def named(error: BaseException) -> BaseException:
-    """The DeviceError for an exception of torch, Triton or the driver; any other exception unchanged."""
+    """The DeviceError for an exception of torch, Triton or the driver. Any other exception is returned unchanged."""
     if isinstance(error, SidestreamError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -129,7 +132,7 @@ def named(error: BaseException) -> BaseException:
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """Translate torch's exceptions by `named`."""
+    """Translate exceptions of the block with `named`."""
     try:
         yield
     except RuntimeError as error:
@@ -165,13 +168,13 @@ class Rows:
     pieces: int
 
 
-# Unused stream handles, by GPU and priority. Never destroyed: when a pinned tensor is freed, torch records an event on
-# each stream that used it, and a record on a destroyed stream ends the process.
+# Unused stream handles, by GPU and priority. Streams are never destroyed: when a pinned tensor is freed, torch records
+# an event on each stream that used it, and a record on a destroyed stream ends the process.
 _spare_streams: dict[tuple[int, bool], list[int]] = {}
 
 
 class _Mapped:
-    """Host memory with the CUDA array interface; torch keeps it alive as long as its tensor."""
+    """Host memory with the CUDA array interface. A torch tensor made from it keeps it alive."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
@@ -192,7 +195,7 @@ class Driver:
     """
 
     def __init__(self, library: Any, *, index: int = 0) -> None:
-        """`index` of the GPU. Binds the calling thread; other threads call `bind`, or their first call does."""
+        """Binds the calling thread to GPU `index`. Other threads are bound by `bind`, or by their first call."""
         self.torch_device = torch.device("cuda", index)
         self._library = library
         self._call("cuInit", 0)
@@ -214,7 +217,7 @@ class Driver:
             "cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         )
         self._copy_2d = self._function("cuMemcpy2DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
-        # The second version lacks the argument for the index of the failed copy.
+        # Version 2 of the function has no argument for the index of the failed copy.
         self._second_batch = hasattr(library, "cuMemcpyBatchAsync_v2")
         self.has_batch = self._second_batch or hasattr(library, "cuMemcpyBatchAsync")
         if self.has_batch:
@@ -222,7 +225,7 @@ class Driver:
             between = () if self._second_batch else (void,)
             name = "cuMemcpyBatchAsync_v2" if self._second_batch else "cuMemcpyBatchAsync"
             self._copy_batch = self._function(name, void, void, void, size, void, void, size, *between, void)
-        # Made once: calls pass their addresses.
+        # These objects are made once; calls pass their addresses.
         self._first = (ctypes.c_size_t * 1)(0)
         self._failed = (ctypes.c_size_t * 1)(0)
         places = {True: _Location(_ON_DEVICE, index), False: _Location(_ON_HOST, 0)}
@@ -235,7 +238,9 @@ class Driver:
     # ------------------------------------------------------------------ threads, streams, events
 
     def _bound_only_now(self) -> bool:
-        """Bind the calling thread if it is not bound; False if it was. Without a binding, calls fail with any error."""
+        """Bind the calling thread, and return True; False if it was bound already. Calls of an unbound thread fail,
+        with various errors.
+        """
         current = ctypes.c_void_p()
         if (
             self._context.value is None
@@ -259,7 +264,9 @@ class Driver:
             )
 
     def make_stream(self, *, high: bool) -> int:
-        """A handle of a stream that does not synchronise with the default stream. `high`: kernels of high priority."""
+        """Handle of a stream that does not synchronise with the default stream. `high`: its kernels have high
+        priority.
+        """
         spare = _spare_streams.setdefault((self.torch_device.index, high), [])
         with suppress(IndexError):
             return spare.pop()
@@ -281,7 +288,7 @@ class Driver:
         return torch.cuda.ExternalStream(handle, device=self.torch_device)  # type: ignore[no-untyped-call]
 
     def current(self, external: Any) -> AbstractContextManager[Any]:
-        """A context in which the stream is current, for kernels. Reusable, by one thread at a time."""
+        """A context in which kernels are launched on the stream. It can be reused, by one thread at a time."""
         return torch.cuda.stream(external)
 
     def event(self, *, external: bool = False) -> Event:
@@ -302,7 +309,7 @@ class Driver:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def mapped(self, data: torch.Tensor) -> torch.Tensor:
-        """Registered host memory, uint8 `[num_bytes]`, as a tensor on the GPU; it keeps `data` alive."""
+        """Registered host memory `data`, uint8 `[num_bytes]`, as a tensor on the GPU, which keeps `data` alive."""
         with naming():
             mapped = torch.as_tensor(_Mapped(data), device=self.torch_device)
         if mapped.data_ptr() != data.data_ptr():
@@ -310,7 +317,7 @@ class Driver:
         return mapped
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host pages, for copies and for kernels, at the same address. Takes 0.035 s per GiB."""
+        """Pin host pages for copies and kernels, which use the host's address. Takes 0.035 s per GiB."""
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED)
 
     def unregister(self, address: int) -> None:
@@ -320,11 +327,11 @@ class Driver:
     # ------------------------------------------------------------------ copies
 
     def copy_batch(self, table: Table, stream: int, *, from_device: bool, to_device: bool) -> None:
-        """Enqueue all segments by one call, in any order."""
+        """Enqueue all segments with one call, in any order."""
         self.copy_rows(self.rows(table, from_device=from_device, to_device=to_device), 0, table.shape[1], stream)
 
     def copy_each(self, table: Table, stream: int) -> None:
-        """Enqueue the segments by one call each: for drivers before 12.8."""
+        """Enqueue each segment with its own call, for drivers before 12.8."""
         targets, sources, sizes = table.tolist()
         for target, source, size in zip(targets, sources, sizes, strict=True):
             self._checked("cuMemcpyAsync", self._copy_one, target, source, size, stream)
@@ -342,7 +349,9 @@ class Driver:
         width: int,
         height: int,
     ) -> None:
-        """Enqueue a two-dimensional copy for each pair of addresses: `height` rows of `width` bytes, `pitch` apart."""
+        """Enqueue a two-dimensional copy for each pair of addresses: `height` rows of `width` bytes. The pitches are
+        the distances between rows.
+        """
         copy = _Copy2D(_side(from_device, source_pitch), _side(to_device, target_pitch), width, height)
         there, here, address = copy.target, copy.source, ctypes.addressof(copy)
         for target, source in zip(targets, sources, strict=True):
@@ -361,7 +370,7 @@ class Driver:
         )
 
     def copy_rows(self, rows: Rows, first: int, count: int, stream: int) -> None:
-        """Enqueue `count` segments by one call, in any order; before CUDA 12.8, by one call for each piece."""
+        """Enqueue `count` segments with one call, in any order; before CUDA 12.8, with one call for each piece."""
         first, count = first * rows.pieces, count * rows.pieces
         if not self.has_batch:
             self.copy_each(rows.table[:, first : first + count], stream)
@@ -389,7 +398,7 @@ class Driver:
     # ------------------------------------------------------------------ graphs
 
     def launch_graph(self, executable: int, stream: int) -> None:
-        """Enqueue an instantiated graph. Keeps the interpreter lock."""
+        """Enqueue an instantiated graph, without releasing the interpreter lock."""
         self._checked("cuGraphLaunch", self._launch_graph, executable, stream)
 
     # ------------------------------------------------------------------ calls
@@ -416,7 +425,7 @@ class Driver:
         name, text = self._error_text("cuGetErrorName", rc), self._error_text("cuGetErrorString", rc)
         message = f"{call.removesuffix('_v2')} failed: {name} ({rc}), {text}"
         if rc == _OUT_OF_MEMORY:
-            raise OutOfDeviceMemory(f"{message}; lower the memory asked for")
+            raise OutOfDeviceMemory(f"{message}; ask for less memory")
         if rc in _LOST:
             raise DeviceLost(f"the GPU is lost: {message}; restart the process")
         raise DeviceError(message)

@@ -1,6 +1,6 @@
 """Fences of one CUDA stream. A pooled event marks the end of each piece of work; polling a fence polls its event.
 
-From any thread. Polling any fence updates the progress of the whole stream.
+Any thread may use them. Polling any fence updates the progress of the whole stream.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FenceDevice(Protocol):
 
 
 class CudaFence(StreamFence["FenceQueue"]):
-    """A position on one CUDA stream; done once a poll found the event after it completed.
+    """A position on one CUDA stream. The fence is done once a poll has found its event, or a later one, completed.
 
     `failure` is an exception raised while the work was enqueued. A fence with tick 0 is never done.
     """
@@ -62,7 +62,7 @@ class CudaFence(StreamFence["FenceQueue"]):
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """An unfinished fence. `num_waiters` threads block on its event, which cannot be reused before they wake up."""
+    """An unfinished fence. `num_waiters` threads block on its event; the event is not reused before they wake up."""
 
     fence: CudaFence
     event: Event
@@ -96,7 +96,7 @@ class FenceQueue:
         return fence
 
     def record(self, fence: CudaFence, label: str, tables: list[Table]) -> None:
-        """Record an event after everything enqueued so far. The fence can be polled from here on.
+        """Record an event after everything enqueued so far. After this, the fence can be polled.
 
         tables   segment tables that the work reads; they return to the device's pool when the fence is done
         """
@@ -112,7 +112,9 @@ class FenceQueue:
             self._pending.append(pending)
 
     def has_passed(self, fence: CudaFence) -> bool:
-        """Whether `fence`, of this stream, is done; if so, the calling thread has observed it. Raises DeviceLost."""
+        """Whether `fence`, of this stream, is done. If so, the calling thread counts as having observed it. Raises
+        DeviceLost.
+        """
         tick = fence.tick
         if self.done_tick < tick:
             self.check_alive()
@@ -124,9 +126,9 @@ class FenceQueue:
         return True
 
     def hold_up(self, external: Any, fence: CudaFence) -> None:
-        """Make torch's stream `external` wait for `fence` before it runs anything enqueued after this call."""
+        """Make torch's stream `external` wait for `fence` before it runs work that is enqueued after this call."""
         self._update()
-        with self._lock:  # else the event could complete, return to the pool and be recorded again in between
+        with self._lock:  # without the lock, the event could complete, return to the pool and be recorded again
             if fence.tick > self.done_tick:
                 try:
                     self._find(fence).event.wait(external)
@@ -134,7 +136,7 @@ class FenceQueue:
                     raise self.lose(error) from error  # the other stream continues without the wait
 
     def launched(self, fence: CudaFence) -> tuple[str, float] | None:
-        """Label and enqueue time (seconds of `time.perf_counter`) of the work that `fence` ends; None: it is done."""
+        """Label and enqueue time (seconds of `time.perf_counter`) of the work of `fence`; None if the fence is done."""
         with self._lock:
             if fence.tick <= self.done_tick:
                 return None
@@ -177,7 +179,7 @@ class FenceQueue:
         return self._pending[fence.tick - self.done_tick - 1]
 
     def _update(self) -> None:
-        """Poll the events from the oldest on, up to the first that is not complete."""
+        """Poll the events, oldest first, until one is not complete."""
         pending, device = self._pending, self.device
         with self._lock:
             while pending and self._is_complete(pending[0].event):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 
-# A label names a step's shape and size. Labels that were not used for long are dropped.
+# Number of labels that are kept; a label names a step's shape and size. The least recently used label is dropped.
 _MAX_LABELS = 256
 _NUM_SAMPLES = 8
 
 
 class Forecast:
-    """For one stream, whose work runs in order."""
+    """The forecasts for one stream, whose work runs in order."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, deque[float]] = {}
         self._last_end_s = 0.0
 
     def soonest_end_s(self, label: str, enqueued_s: float) -> float | None:
-        """The end if the work takes the shortest of the last eight durations; None: no work had this label."""
+        """The end of the work if it takes the shortest of the last eight durations; None if no work had this label."""
         seconds = self._seconds.get(label)
         return None if seconds is None else max(enqueued_s, self._last_end_s) + min(seconds)
 

@@ -18,13 +18,13 @@ class CudaEvent:
     """See `GraphEvent`."""
 
     def __init__(self, name: str, event: Event) -> None:
-        """`event` is external: inside a capture, a wait for it becomes a node of the graph."""
+        """`event` must be external, so that a wait for it inside a capture becomes a node of the graph."""
         self.name = name
         self.event = event
         self.fence: CudaFence | None = None
 
     def record(self, stream: CudaStream) -> CudaFence:
-        """See `GraphEvent.record`. Replays that are enqueued already wait for this record, too."""
+        """See `GraphEvent.record`. Replays that are enqueued already also wait for this record."""
         fence = stream.submit(lambda: self.event.record(stream.external), label=f"record {self.name}")
         self.fence = fence
         return fence
@@ -35,10 +35,10 @@ class CudaGraph:
     """Captured work.
 
     graph           torch's graph
-    accesses        declared by the captured work
+    accesses        accesses that the captured work declared
     waits           events that each replay waits for
-    ignored_waits   number of waits for fences during the capture: they are not in the graph
-    executable      the driver's handle; None: this torch does not expose it
+    ignored_waits   number of waits for fences during the capture, which are not part of the graph
+    executable      the driver's handle; None: this version of torch does not expose it
     """
 
     graph: Any
@@ -50,7 +50,7 @@ class CudaGraph:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """State of a capture in progress. Written by the capturing thread."""
+    """State of a running capture. Written by the capturing thread."""
 
     accesses: list[Accesses]
     waits: list[CudaEvent]

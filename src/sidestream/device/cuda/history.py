@@ -1,8 +1,8 @@
 """Reports a GPU's events to a tracer, once fences prove that they have happened.
 
-A GPU reports neither the start of work nor the end of a wait. But when a fence is done, so is everything before it on
-its stream, and everything that the stream waited for there. So each stream keeps a log, and `done` reports it up to the
-fence.
+A GPU reports neither the start of work nor the end of a wait. But when a fence is done, all earlier work of its stream
+is done, and also all work that the stream has waited for. So each stream has a log, and `done` reports the log up to
+the fence.
 """
 
 from __future__ import annotations
@@ -50,30 +50,32 @@ class History:
         self._reporting = threading.Lock()
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """The host is about to enqueue work on `fence.stream`. Reported at once."""
+        """Report, at once, that the host will now enqueue work on `fence.stream`."""
         self._tracer.submitted(fence, accesses, label)
         self._logs[fence.stream].append(_Started(fence))
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """Work that `stream` gets from now on waits for `fence`."""
+        """Log that later work of `stream` waits for `fence`."""
         self._logs[stream].append(_Waited(fence))
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """The work that is being enqueued on `stream` declared further accesses."""
+        """Log that the work that is being enqueued on `stream` has declared more accesses."""
         self._logs[stream].append(_Touched(accesses()))
 
     def enqueued(self, fence: Fence) -> None:
-        """All of the fence's work was enqueued, and an event after it."""
+        """Log that all work of the fence, and the event after it, was enqueued."""
         self._logs[fence.stream].append(_Finished(fence))
 
     def done(self, fence: Fence) -> None:
-        """`fence` is done: report all that led to it. Call it before any other thread can see the fence done."""
+        """Report everything that happened before `fence`, which is done. Call it before another thread can see that the
+        fence is done.
+        """
         with self._reporting:
             self._report(fence)
 
     def _report(self, fence: Fence) -> None:
         stream, tracer = fence.stream, self._tracer
-        # The recursion ends: a wait is for a fence that is older than the wait.
+        # The recursion ends, because a wait is always for a fence that is older than the wait.
         while self._reported_ticks[stream] < fence.tick and self._logs[stream]:
             match self._logs[stream].popleft():
                 case _Started(own):

@@ -1,8 +1,8 @@
-"""Triton kernels in place of the copy engine: for small segments, and for small results that must not queue behind bulk
+"""Triton kernels that replace the copy engine for small segments, and for small results that must not queue behind bulk
 copies.
 
-Addresses are plain integers that Triton does not specialise on: it compiles one variant for lanes of eight bytes and
-one for lanes of one byte. A further variant would be loaded during serving, which stalls until the GPU is idle.
+Addresses are plain integers that Triton does not specialise on. So there are only two variants, for lanes of eight
+bytes and for lanes of one byte. Loading another variant during serving would wait until the GPU is idle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Few: eight programs that copy halve the speed of decode.
+# Number of programs of a copy. It is small, because eight programs that copy would halve the speed of decode.
 PROGRAMS = 2
 _LANES = 4096
 _DELIVERY_LANES = 1024
@@ -20,7 +20,7 @@ _DELIVERY_LANES = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _span(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Copy `num_bytes` from one address to another. WIDE: all three are multiples of eight."""
+    """Copy `num_bytes` from one address to another. WIDE: both addresses and the size are multiples of eight."""
     if WIDE:
         lane = tl.pointer_type(tl.int64)
         count = num_bytes // 8
@@ -46,7 +46,9 @@ def _deliver(target, source, num_bytes, offset, OFFSET: tl.constexpr, WIDE: tl.c
 
 @triton.jit(do_not_specialize=["table", "count"])  # type: ignore[untyped-decorator]
 def _copy_segments(table, count, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Program `i % programs` copies segment `i`. The table is on the host, so each program prefetches its next row."""
+    """Segment `i` is copied by program `i % programs`. The table is in host memory, so each program prefetches its next
+    row.
+    """
     targets = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     sources = targets + count
     sizes = sources + count
@@ -71,15 +73,15 @@ def _stamp(target):  # type: ignore[no-untyped-def]
 
 
 def stamp(target: int) -> None:
-    """Write the GPU's clock in ns to `target`, a device or mapped host address, on the current stream."""
+    """Write the GPU's clock in ns to the address `target` (device or mapped host memory), on the current stream."""
     grid: Any = _stamp[(1,)]
     grid(target, num_warps=1)
 
 
 def deliver(target: int, source: int, num_bytes: int, *, offset_address: int = 0) -> None:
-    """Copy `num_bytes` from a device address to a mapped host address, on the current stream, by one program.
+    """Copy `num_bytes` from a device address to a mapped host address with one program, on the current stream.
 
-    offset_address   device address of an int64, a multiple of eight, to add to `target`; 0: none
+    offset_address   device address of an int64 that is added to `target`, a multiple of eight; 0: nothing is added
     """
     wide = not (target | source | num_bytes) % 8
     grid: Any = _deliver[(1,)]

@@ -1,4 +1,5 @@
-"""Pinned host memory: anonymous pages, touched and pinned in the background, because pinning takes 0.035 s per GiB.
+"""Pinned host memory: anonymous pages that are touched and pinned in the background, since pinning takes 0.035 s per
+GiB.
 
 The constructor pins the first chunk. After that, several threads touch the pages from front to back, and one thread
 pins each chunk when its pages exist.
@@ -25,16 +26,17 @@ from sidestream.errors import ConfigError, DeviceError
 
 log = logging.getLogger(__name__)
 
-# Memory up to this size is ready when the constructor returns; of larger memory, the first chunk is.
+# Memory of up to READY_AT_ONCE_BYTES is ready when the constructor returns. Of larger memory, the first chunk is ready.
 READY_AT_ONCE_BYTES = 64 << 20
 FIRST_CHUNK_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 30
 _PAGE_BYTES = 4096
-# Bytes that a thread touches in one call: large enough to hide the call's cost, small enough for a fast `close`.
+# Bytes that a thread touches in one call: enough to hide the cost of the call, and few enough for a fast `close`.
 _TOUCH_BYTES = 32 << 20
-# 16 threads clear pages no faster than 8: memory is the limit (bench/results/host-tier-h200.json).
+# Number of touching threads. 16 threads are not faster, because memory is the limit
+# (bench/results/host-tier-h200.json).
 _MAX_TOUCHERS = 8
-# Niceness of touching threads: the engine's threads, which start at the same time, go first.
+# Niceness of touching threads, so that the engine's threads, which start at the same time, run first.
 _TOUCH_NICE = 10
 # Linux 5.14; Python has no name for it yet.
 _MADV_POPULATE_WRITE = 23
@@ -43,7 +45,7 @@ _MADV_DONTFORK = 10
 
 
 class Pins(Protocol):
-    """Pins pages: the driver."""
+    """The part of the driver that pins pages."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin. Raises DeviceError."""
@@ -55,7 +57,7 @@ class Pins(Protocol):
 
 
 def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
-    """End offset of each pinned chunk: a multiple of items and pages, except the last."""
+    """End offset of each pinned chunk. Each is a multiple of `item_bytes` and of the page size, except the last."""
     if num_bytes <= READY_AT_ONCE_BYTES:
         return [num_bytes]
     unit, borders, start, chunk = math.lcm(item_bytes, _PAGE_BYTES), [], 0, FIRST_CHUNK_BYTES
@@ -80,17 +82,17 @@ class Slab:
 
     memory        all bytes, zeroed
     borders       end offset of each pinned chunk
-    ready_bytes   pinned bytes, from the start on; later bytes must not be used yet. Never falls
-    mapped_bytes  bytes whose pages exist
-    growing       `ready_bytes` will rise. Read it first: once it is False, `ready_bytes` is final
+    ready_bytes   number of pinned bytes at the start; later bytes must not be used yet. Never decreases
+    mapped_bytes  number of bytes whose pages exist
+    growing       whether `ready_bytes` will still increase. Read it before `ready_bytes`, which is final after False
 
-    Written by the slab's threads only; read by any thread.
+    Only the slab's threads write these; any thread may read them.
     """
 
     def __init__(
         self, name: str, num_bytes: int, *, item_bytes: int, pins: Pins, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        """Blocks until the first chunk is pinned. `prepare` is called first on the slab's thread.
+        """Blocks until the first chunk is pinned. The slab's thread first calls `prepare`.
 
         Raises ConfigError if the machine has less than `num_bytes` of memory, or if the first chunk cannot be pinned.
         """
@@ -108,7 +110,7 @@ class Slab:
         self._closing = False
         self._thread: threading.Thread | None = None
         advise(self._address, num_bytes, _MADV_HUGEPAGE)  # if refused, pinning and copies are slower
-        advise(self._address, num_bytes, _MADV_DONTFORK)  # after a fork, the first write to a page would move it
+        advise(self._address, num_bytes, _MADV_DONTFORK)  # otherwise the first write after a fork would move the page
         try:
             self._pin(self.borders[:1])
         except DeviceError as error:
@@ -123,7 +125,7 @@ class Slab:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop pinning and unpin; the bytes stay. Streams must be done with the memory. Idempotent."""
+        """Stop pinning, and unpin the memory, whose bytes stay. Streams must not use it any more. Idempotent."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
@@ -131,7 +133,7 @@ class Slab:
             try:
                 self._pins.unregister(self._pinned.pop())
             except DeviceError as error:
-                log.debug("%s memory: %s", self.memory.name, error)  # a lost device unpins nothing
+                log.debug("%s memory: %s", self.memory.name, error)  # on a lost device, unpinning fails
 
     def _run(self) -> None:
         name, start_s = self.memory.name, time.perf_counter()
@@ -179,7 +181,7 @@ class Slab:
     def _touch(self, start: int, stop: int) -> int:
         """Map these pages, and return `stop`. Releases the interpreter lock."""
         if not self._closing and not advise(self._address + start, stop - start, _MADV_POPULATE_WRITE):
-            # An older kernel. Zeroing is safe: bytes that are not ready hold zeros.
+            # An older kernel. Writing zeros is safe, because bytes that are not ready hold zeros.
             ctypes.memset(self._address + start, 0, stop - start)
         with self._mapping:
             self.mapped_bytes += stop - start

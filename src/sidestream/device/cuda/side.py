@@ -1,4 +1,6 @@
-"""The side stream of a CUDA stream: runs a part of its work concurrently; in a captured graph, a branch."""
+"""The side stream of a CUDA stream: runs a part of that stream's work concurrently. In a captured graph, its work is a
+branch.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from sidestream.device.cuda.driver import Driver
 
 
 class SideStream:
-    """Made with its first work. Its kernels have the lowest priority. `external` is torch's object for the main stream.
+    """The driver's stream is made at the first `enqueue`. Its kernels have the lowest priority.
 
-    handle   the driver's handle; None: it has had no work
-    active   it has work that the main stream has not joined
+    external   torch's object for the main stream
+    handle     the driver's handle of the side stream; None: there was no work yet
+    active     whether the side stream has work that the main stream has not joined
     """
 
     def __init__(self, driver: Driver, external: Any) -> None:
@@ -25,7 +28,7 @@ class SideStream:
         self._current: AbstractContextManager[Any] | None = None
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Enqueue `work` after everything that the main stream has so far."""
+        """Enqueue `work` after all work that the main stream has so far."""
         if self._current is None:
             self.handle = self._driver.make_stream(high=False)
             self._external = self._driver.external(self.handle)

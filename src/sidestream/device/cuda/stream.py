@@ -1,6 +1,6 @@
 """A CUDA stream with fences. The thread that submits work enqueues it at once; an event marks its end.
 
-Any thread may submit; the work of one submission is contiguous on the stream.
+Any thread may submit. The work of one submission is contiguous on the stream.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class StreamDevice(CopyDevice, FenceDevice, Protocol):
 
 
 class CudaStream:
-    """One stream. `handle` is the driver's name for it, `external` is torch's object.
+    """One stream.
 
-    fences   the stream's progress
+    handle     the driver's handle of the stream
+    external   torch's object for the stream
+    fences     the fences of the stream, with its progress
     """
 
     def __init__(self, name: str, handle: int, device: StreamDevice, on_close: Callable[[CudaStream], None]) -> None:
@@ -113,12 +115,12 @@ class CudaStream:
     def wait(self, fence: Fence) -> None:
         """Make later work wait for `fence`, on the device. See `Stream.wait`. Does nothing while a graph is captured.
 
-        A fence of a worker must be done already: a GPU cannot wait for a thread of the host.
+        The fence of a host stream must be done already, because a GPU cannot wait for a host thread.
         """
         if isinstance(fence, HostFence):
             if not fence.poll():
                 raise InvariantError(
-                    f"stream {self.name} cannot wait for {fence!r}: work of the host must be seen done, not waited for"
+                    f"stream {self.name} cannot wait for {fence!r}: a GPU cannot wait for host work: poll it first"
                 )
         elif not isinstance(fence, CudaFence) or fence.owner.device is not self.fences.device:
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
@@ -136,12 +138,12 @@ class CudaStream:
             self._history.waited(self.name, fence)
 
     def wait_event(self, event: CudaEvent) -> None:
-        """Make later work wait for the last record of `event`; does nothing if it was never recorded."""
+        """Make later work wait for the last record of `event`. Does nothing if `event` was never recorded."""
         if event.fence is not None:
             self.wait(event.fence)
 
     def close(self) -> None:
-        """Give the stream's handles back. Submitted work still runs and its fences complete. Idempotent."""
+        """Return the stream's handles to the driver. Submitted work still runs, and its fences complete. Idempotent."""
         with self._submitting:
             if not self._closed:
                 self._closed = True
@@ -149,7 +151,7 @@ class CudaStream:
 
     @property
     def side_handle(self) -> int | None:
-        """The driver's handle of the side stream; None: there is none."""
+        """The driver's handle of the side stream; None if there is no side stream."""
         return self._side.handle
 
     # ------------------------------------------------------------------ inside work
@@ -206,7 +208,7 @@ class CudaStream:
     # ------------------------------------------------------------------ graphs
 
     def capture(self, build: Callable[[], None], *, beside: CudaGraph | None = None) -> CudaGraph:
-        """See `Stream.capture`. An error of `build` is raised under our name for it."""
+        """See `Stream.capture`. Raises errors of `build`, translated by `named`."""
         pool = None if beside is None else beside.graph.pool()
         with self._submitting:
             self.fences.check_alive()
@@ -215,7 +217,7 @@ class CudaStream:
             try:
                 with (
                     self._driver.current(self.external),  # a capture that fails to end leaves it current
-                    # Calls of other threads continue: their streams are not captured.
+                    # Other threads may go on calling CUDA, because their streams are not captured.
                     torch.cuda.graph(graph, pool=pool, stream=self.external, capture_error_mode="thread_local"),
                 ):
                     self._capture = capture
@@ -250,7 +252,9 @@ class CudaStream:
         self._capture.waits.append(event)
 
     def replay(self, graph: CudaGraph, accesses: Accesses | None = None, *, label: str = "") -> CudaFence:
-        """Submit the graph as work of its own. `accesses` default to those that its work declared during capture."""
+        """Submit the graph as a separate piece of work. `accesses` default to the accesses declared during the
+        capture.
+        """
 
         def captured() -> list[Access]:
             return [access for declared in graph.accesses for access in declared()]
@@ -260,7 +264,7 @@ class CudaStream:
             return self.submit(lambda: self._launch(graph), accesses or captured, label=label or "graph")
 
     def enqueue(self, graph: CudaGraph) -> None:
-        """See `Stream.enqueue`. The work around it declares the accesses."""
+        """See `Stream.enqueue`. The work that calls this declares the accesses."""
         if not self._running:
             raise InvariantError(f"stream {self.name}: only its own work may enqueue a graph; others call `replay`")
         self._record_waits(graph)
@@ -273,7 +277,7 @@ class CudaStream:
             self._driver.launch_graph(graph.executable, self.handle)
 
     def _record_waits(self, graph: CudaGraph) -> None:
-        """Record the waits inside the graph for the tracer, as if they all were at its beginning."""
+        """Record the waits inside the graph for the tracer, as if all of them were at the beginning of the graph."""
         if self._history is not None:
             for event in graph.waits:
                 if event.fence is not None:

@@ -9,20 +9,22 @@ from sidestream.device.cuda.fences import CudaFence
 from sidestream.device.cuda.forecast import Forecast
 from sidestream.types import Fence
 
-# Polling starts this long before the forecast end: a sleep ends late, and the thread needs the interpreter lock then.
+# Time before the forecast end at which polling starts: a sleep ends late, and then the thread needs the interpreter
+# lock.
 _AHEAD_S = 1e-3
-# Polling lasts this long after the forecast end, a usual error of the forecast; then the thread blocks in the driver.
+# Time after the forecast end at which the thread stops polling and blocks in the driver; a usual error of the forecast.
 _POLLING_S = 1e-3
-# Longest sleep: the forecast may be wrong, as when an earlier step waited for a load and this one does not.
+# Longest sleep. The forecast may be wrong, for example if an earlier step waited for a load and this step does not.
 _NAP_S = 500e-6
 
 
 class FenceWaiter:
-    """Waits of one thread, with a forecast of the end for each stream."""
+    """The waits of one thread, with a forecast for each stream."""
 
     def __init__(self) -> None:
         self.forecasts: dict[str, Forecast] = {}
-        self._interrupted: tuple[CudaFence, tuple[str, float]] | None = None  # a wait that a bell ended, and its work
+        # Fence of a wait that a bell ended, with label and enqueue time of its work.
+        self._interrupted: tuple[CudaFence, tuple[str, float]] | None = None
 
     def is_done(self, fence: Fence) -> bool:
         """Poll `fence`. If it ended after a bell interrupted the wait for it, its forecast is updated."""
@@ -34,7 +36,7 @@ class FenceWaiter:
         return True
 
     def wait(self, fence: CudaFence, bell: Bell | None) -> bool:
-        """Block until `fence` is done; False when `bell` rings while the thread sleeps. Raises DeviceLost."""
+        """Block until `fence` is done; False if `bell` rings while the thread sleeps. Raises DeviceLost."""
         launched = fence.owner.launched(fence)
         if launched is None:
             return fence.poll()
@@ -46,9 +48,9 @@ class FenceWaiter:
         return fence.poll()
 
     def wait_until(self, fence: CudaFence, soonest_s: float | None, bell: Bell | None) -> bool:
-        """Sleep until shortly before `soonest_s`, then poll, then block; False when `bell` rings during the sleep.
+        """Sleep until shortly before `soonest_s`, then poll, then block; False if `bell` rings during the sleep.
 
-        A polling thread holds the interpreter lock when the fence is done. A thread that blocked in the driver must
+        A thread that polls holds the interpreter lock when the fence is done. A thread that blocks in the driver must
         first get the lock back from other threads, which takes up to about 0.2 ms.
         """
         now_s = time.perf_counter()

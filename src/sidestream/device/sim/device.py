@@ -1,8 +1,8 @@
-"""The simulated device: streams, events, graphs and memory as on CUDA, but a policy decides what runs when.
+"""The simulated device: streams, events, graphs and memory as on CUDA, but a policy decides the order of work.
 
-Any order that the fences, events and streams allow happens with some seed. A stream's work runs on the stream's turn.
-Other actors may run between the moment when its bytes have moved and the moment when its fence is done. Fresh memory
-holds poison. Time is virtual, so waits take no real time.
+Every order that the fences, events and streams allow happens with some seed. A stream's work runs on the stream's turn.
+Other actors may run between the moment when a copy has moved its bytes and the moment when its fence is done. Fresh
+memory holds poison. Time is virtual, so waits take no real time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ POISON = 0xA5
 
 
 class SimDevice:
-    """A device whose policy decides the order. One thread, "the host", makes, drives and closes it.
+    """A device whose policy decides the order of work. One thread, "the host", makes, uses and closes the device.
 
-    turns     decides which actor runs; virtual time
+    turns     the scheduler of actors, with the virtual time
     pin_s     virtual seconds until all items of a host memory are ready, one after another; set it before
-              `allocate_host`. 0: ready at once
+              `allocate_host`. 0: all are ready at once
     records   last record of each event
     """
 
@@ -45,7 +45,7 @@ class SimDevice:
         self.timeline = timeline
         self.closed = False
         self.pin_s = 0.0
-        # Start time and item size of each host memory that becomes ready by and by.
+        # Start time and item size of each host memory that becomes ready item by item.
         self._pinned_from: dict[str, tuple[float, int]] = {}
         self.records: Mapping[SimEvent, SimFence | None] = {}
         self._streams: dict[str, SimStream] = {}
@@ -65,7 +65,7 @@ class SimDevice:
         return stream
 
     def worker(self, name: str) -> SimStream:
-        """A stream: its work may sleep in virtual time."""
+        """A new stream, whose work may sleep in virtual time."""
         return self.stream(name)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> SimThread:
@@ -105,7 +105,7 @@ class SimDevice:
         return self.ready_bytes(memory) < memory.num_bytes
 
     def check_ready(self, batch: CopyBatch) -> None:
-        """Raise InvariantError for a copy of host memory that is not ready: on a GPU it would block or fail."""
+        """Raise InvariantError for a copy of host memory that is not ready: on a GPU, the copy would block or fail."""
         for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts)):
             if memory.name in self._pinned_from and len(starts) and int(starts.max()) >= self.ready_bytes(memory):
                 raise InvariantError(
@@ -113,7 +113,7 @@ class SimDevice:
                 )
 
     def allocate_pageable(self, name: str, num_bytes: int) -> Memory:
-        """Pageable host memory: a copy from or to it stalls the host, which is an error."""
+        """Pageable host memory. A copy from or to it stalls the host, which is an error."""
         return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),), pageable=True))
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
@@ -127,7 +127,7 @@ class SimDevice:
                 lambda: fence.done or (bell is not None and bell.rung), lambda: fence.stream, wake_s=wake_s
             )
             if bell is not None and not fence.done:
-                bell.wait(0)  # takes a pending ring
+                bell.wait(0)  # take a pending ring
         if fence.done and self.tracer is not None:
             self.tracer.observed(fence)
         return fence.done
@@ -158,8 +158,8 @@ class SimDevice:
         return SimEvent(self, name)
 
     def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        """Overwrite dead bytes when the fences `after`, their last uses, are done. A memory that is not the device's
-        belongs to a tier and stays as it is.
+        """Overwrite unused bytes when the fences `after`, their last uses, are done. A memory of another name belongs
+        to a tier and is not changed.
         """
         if memory not in self._memories:
             return
@@ -170,7 +170,7 @@ class SimDevice:
             self._memories[memory].data.numpy()[start:stop] = POISON
 
     def passed(self) -> None:
-        """A fence is done: poison the bytes that waited for it, before any other actor runs."""
+        """Called when a fence is done, before any other actor runs: poison the bytes that waited for the fence."""
         if not self._dying:
             return
         left = []
@@ -190,7 +190,7 @@ class SimDevice:
         self.kill()
 
     def kill(self) -> None:
-        """End at once; pending work never runs. Idempotent."""
+        """End at once, without running pending work. Idempotent."""
         self.closed = True
         self.turns.end()
 

@@ -1,13 +1,15 @@
-"""Choose the next actor when several can run. Deterministic: a policy sees names and a seeded generator only.
+"""Policies choose the next actor if several can run. A policy is deterministic: it sees only names and a seeded random
+generator.
 
-random        all with equal probability
+random        all actors have the same probability
 late          the host runs ahead as far as it can; a stream runs only when the host waits for it
 early         every stream runs as soon as it can; the host runs when no stream can
-starve:NAME   random, but NAME runs only when no other actor can
-pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010): random
-              priorities, the highest runs, and at D - 1 random points the running actor gets the lowest. Each run of n
-              actors and k points finds a bug of depth D with probability at least 1 / (n * k ** (D - 1))
-pct:D:K       the same for programs of about K points; the default, 150, fits a schedule of the torture test
+starve:NAME   random, but the actor NAME runs only when no other actor can
+pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010). Actors have
+              random priorities, and the actor with the highest priority runs; at D - 1 random points, the running
+              actor gets the lowest priority. Each run of n actors and k points finds a bug of depth D with probability
+              at least 1 / (n * k ** (D - 1))
+pct:D:K       pct:D for programs of about K points; the default, 150, fits a schedule of the torture test
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from sidestream.errors import ConfigError
 HOST = "host"
 POLICIES = ("random", "late", "early", "starve", "pct")
 
-# How often a sleeping host may wake up before a held-back stream runs.
+# Number of times that a sleeping host may wake up before a stream that was held back runs.
 _NAPS = 4
 
 
@@ -31,10 +33,10 @@ _NAPS = 4
 class Choice:
     """One decision.
 
-    able         names of the actors that can run, the host first if it can
-    current      the actor that has just given its turn away
-    may_nap      the host sleeps: choosing `HOST` lets time pass until it wakes up
-    needed       returns the actor that the host waits for, if there is one
+    able         names of the actors that can run; if the host can, it is the first
+    current      the actor that has just ended its turn
+    may_nap      whether the host sleeps; choosing `HOST` then lets time pass until it wakes up
+    needed       function that returns the actor that the host waits for, if there is one
     """
 
     able: Sequence[str]
@@ -52,7 +54,7 @@ class Policy(Protocol):
 
 
 class Random:
-    """All with equal probability."""
+    """Chooses all actors with the same probability."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -63,7 +65,7 @@ class Random:
 
 
 class Late:
-    """The host first, else the stream that it waits for."""
+    """Chooses the host if it can run, else the stream that the host waits for."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -93,7 +95,7 @@ class Early:
 
 
 class Starve:
-    """Random without one actor, as long as another can run."""
+    """Chooses at random, but never chooses one actor while another can run."""
 
     def __init__(self, rng: random.Random, victim: str) -> None:
         self._rng = rng
@@ -113,10 +115,10 @@ class Starve:
 
 
 class Pct:
-    """Random priorities, with a few points at which the running actor gets the lowest."""
+    """Chooses by random priorities. At a few points, the running actor gets the lowest priority."""
 
     def __init__(self, rng: random.Random, depth: int, length: int = 150) -> None:
-        """`length`: approximate number of decisions of a run; the points are among these."""
+        """`length`: approximate number of decisions of a run, from which the points are chosen."""
         self._rng = rng
         self._ranks: dict[str, float] = {}
         self._falls = {rng.randrange(length) for _ in range(depth - 1)}
@@ -138,9 +140,9 @@ class Pct:
 
 
 class Steered:
-    """Keeps the running actor, except at given decisions: the result of shrinking a failure.
+    """Keeps the running actor, except at given decisions. Used for the result of shrinking a failure.
 
-    turns   decision number → name; ignored if that actor cannot run then
+    turns   name of the actor to choose, by number of the decision; ignored if that actor cannot run
     """
 
     def __init__(self, turns: dict[int, str]) -> None:
@@ -158,7 +160,7 @@ class Steered:
 
 
 def make_policy(spec: str, rng: random.Random) -> Policy:
-    """The policy of this name: see the module's list. Raises ConfigError with the known names."""
+    """The policy with this name (see the list at the top of the module). Raises ConfigError with the known names."""
     name, _, argument = spec.partition(":")
     match name:
         case "random" if not argument:

@@ -18,7 +18,7 @@ from sidestream.types import Accesses, Fence
 if TYPE_CHECKING:
     from sidestream.device.sim.device import SimDevice
 
-# Operations that fit in a CUDA stream's queue before a submission blocks the thread (measured: 1,020).
+# Number of operations in a CUDA stream's queue above which a submission blocks the thread (measured: 1,020).
 QUEUE_LIMIT = 1020
 
 
@@ -55,7 +55,9 @@ class SimFence:
         return self._failure
 
     def poll(self) -> bool:
-        """Whether the stream has passed this position. A point, but little time passes: a loop must sleep."""
+        """Whether the stream has passed this position. A point, at which little time passes, so a polling loop must
+        sleep.
+        """
         if not self.done:
             self._device.turns.point()
         if self.done and self._device.tracer is not None and self._device.turns.at_host:
@@ -77,7 +79,7 @@ class _Work:
     accesses: Accesses
     label: str
     records: Mapping[SimEvent, SimFence | None] = field(default_factory=dict)
-    """The last record of each event when this was submitted: a graph in the work waits for it."""
+    """The last record of each event at the submission. Graphs in the work wait for these records."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +103,7 @@ class SimEvent:
     def record(self, stream: SimStream) -> SimFence:
         """See `GraphEvent.record`."""
         self.fence = stream.submit(lambda: None, label=f"record {self.name}")
-        # A new dict: work that was submitted before keeps the old one.
+        # A new dict, because work that was submitted before keeps the old dict.
         self._device.records = {**self._device.records, self: self.fence}
         return self.fence
 
@@ -117,7 +119,7 @@ class SimGraph:
 class SimStream:
     """A stream of a simulated device. See `Stream`.
 
-    At each *point*, other actors may run (see `turns`). `submit` is a point; so are the places in work that say so.
+    At each *point*, other actors may run (see `turns`). `submit` is a point; docstrings name the other points.
     """
 
     def __init__(self, device: SimDevice, name: str) -> None:
@@ -219,7 +221,7 @@ class SimStream:
             self._capture = None
 
     def wait_external(self, event: SimEvent) -> None:
-        """See `Stream.wait_external`. Captured work may call it, too, when it runs."""
+        """See `Stream.wait_external`. Captured work may also call it when it runs."""
         if self._capture is not None:
             self._capture.append(_ExternalWait(event))
         elif self._turns.current is not self._actor:
@@ -228,7 +230,9 @@ class SimStream:
             self.wait(fence)
 
     def replay(self, graph: SimGraph, *, label: str = "") -> SimFence:
-        """Submit the graph as work of its own. The fence covers all of it, also a wait at its end."""
+        """Submit the graph as a separate piece of work. The fence covers the whole graph, including a wait at its
+        end.
+        """
         for node in graph.nodes:
             if isinstance(node, _ExternalWait):
                 self.wait_event(node.event)
@@ -239,7 +243,7 @@ class SimStream:
         return fence
 
     def enqueue(self, graph: SimGraph) -> None:
-        """See `Stream.enqueue`. Each node's end is a point."""
+        """See `Stream.enqueue`. The end of each node is a point."""
         for node in graph.nodes:
             if isinstance(node, _Work):
                 node.run()
@@ -265,7 +269,7 @@ class SimStream:
         return fence
 
     def _make_room(self) -> None:
-        """Block the caller while the queue is full; waits take room, too."""
+        """Block the caller while the queue is full. Waits also take a place in the queue."""
         if len(self._queue) >= QUEUE_LIMIT:
             self._device.stall("queue full")
             self._turns.block(lambda: len(self._queue) < QUEUE_LIMIT, lambda: self.name)
@@ -296,7 +300,7 @@ class SimStream:
         self._trace_wait(head.fence)
 
     def _do(self) -> None:
-        """Run the first work of the queue. Its tensors and leases are dropped before its fence is seen done (H24)."""
+        """Run the first work of the queue. Its tensors and leases are dropped before its fence is done (H24)."""
         head = self._queue.popleft()
         assert not isinstance(head, _Wait)
         work, fence = head

@@ -1,8 +1,8 @@
-"""Cooperative scheduling: exactly one thread runs at any moment, and a policy chooses the next.
+"""Cooperative scheduling: exactly one thread runs at any moment, and a policy chooses the next thread.
 
-Knows actors, never streams or work. An actor yields its turn at *points*. It can run again at once, or when a condition
+Knows actors, not streams or work. An actor ends its turn at *points*. It can run again at once, or when a condition
 holds, or at a virtual time. The same policy with the same seed gives the same run on any machine: neither the system's
-scheduler nor a real clock has an influence.
+scheduler nor a real clock has any influence.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from sidestream.device.sim.policies import HOST, Choice, Policy
 from sidestream.errors import SidestreamError
 
-# Virtual time of a point; sleeps are much longer.
+# Virtual time that a point takes; sleeps are much longer.
 _POINT_S = 1e-6
-# Consecutive turns after which the host counts as spinning: a full queue would have stopped it long before.
+# Number of consecutive turns after which the host counts as spinning: a full queue would have stopped it much earlier.
 _SPIN_LIMIT = 100_000
 
 
@@ -30,7 +30,7 @@ class _Ended(BaseException):
 
 
 def _held() -> threading.Lock:
-    """A locked lock. Not a `threading.Semaphore`: that is slow Python code, and a schedule uses it 200 times."""
+    """A locked lock. It replaces `threading.Semaphore`, which is slow Python code; a schedule uses 200 of them."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -40,11 +40,11 @@ def _held() -> threading.Lock:
 class Actor:
     """A thread that takes turns.
 
-    ready     whether it can run; evaluated at every point
-    awaits    name of the actor that it waits for, for messages and policies
-    is_host   a thread of the host: the host knows what this thread observed
-    wake_s    virtual time from which it can run in any case
-    baton     lock that is free only while the turn is being passed to it
+    ready     function that returns whether the actor can run; called at every point
+    awaits    function that returns the name of the actor that this actor waits for, for messages and policies
+    is_host   whether the actor is a host thread; the host knows everything that host threads have observed
+    wake_s    virtual time from which the actor can run in any case
+    baton     lock that is free only while the turn is being passed to the actor
     """
 
     name: str
@@ -56,7 +56,7 @@ class Actor:
     baton: threading.Lock = field(default_factory=_held)
 
     def can_go(self, now_s: float) -> bool:
-        """Whether the turn may be given to it."""
+        """Whether the actor can take a turn."""
         return self.ready() or (self.wake_s is not None and self.wake_s <= now_s)
 
 
@@ -73,11 +73,11 @@ def _no_actor() -> None:
 
 
 class Turns:
-    """Decides which actor runs. The first actor is the host: the thread that made this object.
+    """Decides which actor runs. The first actor is the host, which is the thread that made this object.
 
     now_s   virtual time
-    points  number of decisions
-    log     the chosen actor at each point where several could run
+    points  number of decisions so far
+    log     the chosen actor at each point where several actors could run
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -101,7 +101,7 @@ class Turns:
         *,
         is_host: bool = False,
     ) -> Actor:
-        """Start an actor on a new thread. `run` begins with the first turn; it calls `block` for each later one."""
+        """Start an actor on a new thread. `run` is called on the first turn, and calls `block` for each later turn."""
         actor = Actor(name, ready, awaits, is_host)
         self._actors.append(actor)
 
@@ -111,7 +111,7 @@ class Turns:
                 run()
             except _Ended:
                 pass
-            except BaseException as error:  # of a tracer or a policy; a fence keeps its work's error
+            except BaseException as error:  # raised by a tracer or a policy; errors of work are kept in its fence
                 self._fail(actor, error)
 
         actor.thread = threading.Thread(target=body, name=f"sidestream-sim-{name}", daemon=True)
@@ -120,7 +120,7 @@ class Turns:
 
     @property
     def current(self) -> Actor:
-        """The actor whose turn it is: the caller."""
+        """The actor whose turn it is, which is the caller."""
         return self._running
 
     @property
@@ -129,19 +129,19 @@ class Turns:
         return self._running.is_host
 
     def point(self) -> None:
-        """Let the policy choose; the caller itself can run at once."""
+        """Let the policy choose the next actor. The caller is one of the actors that can run."""
         self.block(_always, _no_actor)
 
     def sleep(self, seconds: float) -> None:
-        """Give the turn away for this virtual time."""
+        """End the turn, and take the next one after this virtual time."""
         self.block(_never, _no_actor, wake_s=self.now_s + seconds)
 
     def block(
         self, ready: Callable[[], bool], awaits: Callable[[], str | None], *, wake_s: float | None = None
     ) -> None:
-        """Give the turn away until `ready`, or until `wake_s`.
+        """End the turn, and take the next one when `ready` returns True, or at `wake_s`.
 
-        Raises, on the host, Deadlock when no actor can run, and any error of an actor outside its work.
+        On the host, raises Deadlock if no actor can run, and any error that an actor raises outside its work.
         """
         caller = self._running
         if self._ended and caller is not self._host:
@@ -162,8 +162,8 @@ class Turns:
         self._ended = True
         actors, self._actors = self._actors[1:], [self._host]
         for actor in actors:
-            self._running = actor  # it unwinds during its turn
-            # Suppressed: if the host was interrupted, the turn may already be on its way to this actor.
+            self._running = actor  # the actor unwinds during its turn
+            # If the host was interrupted, the turn may already be passed to this actor, and the lock is free.
             with contextlib.suppress(RuntimeError):
                 actor.baton.release()
             if actor.thread is not None:
@@ -171,7 +171,7 @@ class Turns:
         self._running = self._host
 
     def needed(self) -> str | None:
-        """The actor at the end of the chain of waits that begins at the host; None without such a chain."""
+        """The actor at the end of the chain of waits that begins at the host; None if there is no such chain."""
         names = {actor.name: actor for actor in self._actors}
         actor, seen = self._host, set[str]()
         while not actor.can_go(self.now_s):
@@ -222,7 +222,7 @@ class Turns:
         name = self._policy.choose(choice)
         self.log.append(name)
         chosen = next((actor for actor in able if actor.name == name), None)
-        if chosen is None:  # the policy chose the sleeping host: let time pass
+        if chosen is None:  # the policy chose the host, which sleeps: let time pass
             self.now_s = self._host.wake_s or self.now_s
             return self._host
         return chosen
