@@ -188,7 +188,7 @@ def test_the_entry_of_another_key_under_this_name_is_a_miss(tmp_path: Path) -> N
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     shutil.copyfile(file_of(tmp_path, key(2)), file_of(tmp_path, key(1)))
-    with pytest.raises(TierCorrupt, match="header of something else"):
+    with pytest.raises(TierCorrupt, match="header of another block or tier"):
         load(tier, key(1))
 
 
@@ -197,7 +197,7 @@ def test_the_same_key_written_by_another_model_is_a_miss_H14(tmp_path: Path) -> 
     store(ours, key(1))
     store(theirs, key(1))
     shutil.copyfile(file_of(tmp_path / "b", key(1)), file_of(tmp_path / "a", key(1)))
-    with pytest.raises(TierCorrupt, match="header of something else"):
+    with pytest.raises(TierCorrupt, match="header of another block or tier"):
         load(ours, key(1))
 
 

@@ -65,7 +65,7 @@ def test_another_format_version_is_refused(made: Path) -> None:
     tier_file = made / "sidestream-tier.json"
     tier_file.write_text(json.dumps({"format_version": 2, "anything": "else"}))
     before = snapshot(made)
-    with pytest.raises(ConfigError, match="has format version 2, this version of Sidestream reads and writes 1"):
+    with pytest.raises(ConfigError, match="has format version 2, but this version of Sidestream uses 1"):
         open_tier(made)
     assert snapshot(made) == before
 
@@ -83,7 +83,7 @@ def test_a_capacity_below_one_entry_is_refused(made: Path) -> None:
     before = snapshot(made)
     with pytest.raises(
         ConfigError,
-        match=f"disk_capacity is {ENTRY_BYTES - 1} bytes, one block .* takes {ENTRY_BYTES} .*raise disk_capacity",
+        match=f"disk_capacity is {ENTRY_BYTES - 1} bytes, but one block .* takes {ENTRY_BYTES} .*raise disk_capacity",
     ):
         open_tier(made, capacity_bytes=ENTRY_BYTES - 1)
     assert snapshot(made) == before

@@ -1,4 +1,5 @@
-"""KV beside the device: `connector` on the engine thread, `worker` on its own thread, `tiers` for the places.
+"""Keeps KV outside the device: `connector` runs on the engine thread, `worker` on its own thread, and `tiers` are the
+storage levels.
 
-Imports nothing, so that a process without torch can ask `tiers.registry` for the names of the tiers.
+Imports nothing, so that a process without torch can read the names of the tiers from `tiers.registry`.
 """

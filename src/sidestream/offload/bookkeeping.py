@@ -10,16 +10,16 @@ from sidestream.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# A broken tier fails often. The log shows at most one failure in this time; transfers_total counts all of them.
+# Period in which at most one failure is logged, because a broken tier fails often. transfers_total counts all failures.
 _WARNING_PERIOD_S = 1.0
 
 
 @dataclass(slots=True)
 class Switches:
-    """Written by the engine thread, or by the thread that closes the engine; read by the worker.
+    """Switches that the engine thread, or the thread that closes the engine, sets and that the worker reads.
 
     generation   number of resets so far; transfers of an earlier generation publish nothing (H8)
-    abandoned    the engine is closing: no transfer begins any more. Never reset
+    abandoned    the engine is closing, so no more transfers begin. Never set back to False
     """
 
     generation: int = 0
@@ -37,12 +37,12 @@ class UnsettledJobs:
         return len(self._unsettled)
 
     def opened(self, job_ids: Iterable[int], *, last: int) -> None:
-        """Add jobs of one command, of which `last` is the highest id."""
+        """Add the jobs of one command. `last` is the highest job id of the command."""
         self._unsettled.update(dict.fromkeys(job_ids))
         self._last = last
 
     def settle(self, job_id: int) -> None:
-        """Remove a job that uses no device block any more. Raises KeyError if it is not there."""
+        """Remove a job that no longer uses device blocks. Raises KeyError if the job is unknown."""
         del self._unsettled[job_id]  # rule: job-settles-once
 
     def settled_through(self) -> int:

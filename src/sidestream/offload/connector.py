@@ -37,7 +37,7 @@ _FLUSH_POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class LoadReady:
-    """All copies of a load were submitted to the device, so a step may be gated by its fences."""
+    """All copies of a load were submitted to the device, so a step can be gated by the load's fences."""
 
     request_id: RequestId
     epoch: int
@@ -57,10 +57,10 @@ TransferEvent = Promoted | LoadReady | LoadFailed | StoreAgain
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load that has not settled. Single writer: the engine thread.
+    """A load that has not settled. Only the engine thread writes it.
 
-    submitted   the load's fences, once all of them exist
-    reported    the load's failure was returned as an event
+    submitted   the message with the load's fences, once all of them exist
+    reported    whether the load's failure was returned as an event
     """
 
     plan: LoadPlan
@@ -74,17 +74,17 @@ class _Load:
         return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.groups[group].fences[-1])
 
     def share_left(self) -> float:
-        """Share of the load's bytes that have not arrived, from 0 to 1."""
+        """Share of the load's bytes that have not arrived yet, from 0 to 1."""
         if self.submitted is None:
             return 1.0
         parts = (*self.submitted.before, *self.submitted.groups)
         return sum(part.bytes_left() for part in parts) / self.submitted.num_bytes
 
     def seconds_left(self, load_s: float, step_s: float) -> float:
-        """Seconds until a step of `step_s` may begin without ever waiting for the load: each group of layers has
-        arrived when the step comes to it.
+        """Seconds until a step of duration `step_s` can begin without waiting for the load: each group of layers then
+        arrives before the step reaches it. Infinite while fences are missing, and if the load has failed.
 
-        `load_s`: duration of the load on an idle link. Infinite while fences are missing, and if the load failed.
+        `load_s` is the duration of the load on an idle link.
         """
         if self.submitted is None:
             return math.inf
@@ -100,7 +100,7 @@ class _Load:
         return soonest
 
     def has_failed(self) -> bool:
-        """Whether a part of the load has failed, and the failure was not reported."""
+        """Whether a part of the load has failed, and the failure was not reported yet."""
         if self.reported or self.submitted is None:  # rule: load-failure-is-reported-once
             return False
         # rule: load-fails-with-any-of-its-slices
@@ -109,7 +109,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class SettledFence:
-    """Done when every store and load up to job `tick` has settled. For the host only: no stream can wait for it."""
+    """A fence that is done when every store and load up to job `tick` has settled. Only the host can wait for it."""
 
     tick: int
     settled: Mark
@@ -117,14 +117,14 @@ class SettledFence:
     failure: BaseException | None = None
 
     def poll(self) -> bool:
-        """Whether it is done. Never blocks."""
+        """Whether the fence is done. Never blocks."""
         return self.settled.read() >= self.tick  # rule: settled-fence-is-done-with-its-job
 
 
 class OffloadConnector:
     """The scheduler's view of the tiers, and the engine thread's handle of all transfers in flight.
 
-    notify   called by the worker's thread when there is an event to `poll`
+    notify   function that the worker's thread calls when there is an event to `poll`
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class OffloadConnector:
         kept = {"commands": len(self._commands), "events": len(self._events), "loads": len(self._loads)}
         return kept | self._worker.sizes()
 
-    # ------------------------------------------------------------------ questions of the scheduler
+    # ------------------------------------------------------------------ queries of the scheduler
 
     def locate(self, keys: Sequence[Key]) -> list[str]:
         """See `TierStack.locate`."""
@@ -204,18 +204,18 @@ class OffloadConnector:
         self._send(SubmitPlans(tuple(jobs), self._switches.generation))
 
     def transfers_fence(self) -> Fence | None:
-        """A fence that is done when every submitted store and load has settled; None if all have settled already."""
+        """A fence that is done when all submitted stores and loads have settled; None if all have settled already."""
         # rule: release-waits-for-the-last-submitted-transfer
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
-        """The fences of the loads of the batch's requests, layer by layer: a step of `batch` waits for them (H5)."""
+        """For each layer, the fences of the loads for the requests of `batch`. The batch's step waits for them (H5)."""
         if not self._loads:
             return LayerGates()
         members: set[tuple[RequestId, int]] = set()
         for row in reversed(batch.rows):
             if row.tokens is None:
-                break  # a decode row's first step has waited for the loads already
+                break  # the first step of a decode row has waited for its loads already
             members.add((row.request_id, row.epoch))
         loads = [  # rule: loads-of-a-step
             load
@@ -232,12 +232,14 @@ class OffloadConnector:
         return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
-        """Seconds until a step of `step_s` may begin without waiting for the request's loads; infinite if unknown.
+        """Seconds until a step of duration `step_s` can begin without waiting for the request's loads; infinite if
+        unknown.
 
         Never blocks.
         """
         ahead_s = soonest_s = 0.0
-        for load in self._loads.values():  # loads are submitted to the device in this order, but prefetches last
+        # Loads are submitted to the device in this order, except that prefetches come last.
+        for load in self._loads.values():
             load_s = self._costs.seconds_from_host(len(load.plan.keys))
             if (load.plan.request_id, load.plan.epoch) == (request_id, epoch):
                 left_s = load.seconds_left(load_s, step_s)
@@ -250,7 +252,7 @@ class OffloadConnector:
 
     @property
     def busy(self) -> bool:
-        """Whether any transfer is in flight, writes to tiers included, or an event waits to be polled."""
+        """Whether any transfer is in flight, including writes to tiers, or an event was not polled yet."""
         idle = self._worker.idle_after == self._num_sent
         return not idle or len(self._events) > 0 or self._blocks.is_settling or bool(self._loads)
 
@@ -266,7 +268,7 @@ class OffloadConnector:
         """
         events: list[TransferEvent] = []
         # rule: settled-is-read-before-the-events
-        settled = self._settled.read()  # before the events: every event of a job that has settled by now is there
+        settled = self._settled.read()  # read before the events, so that all events of these jobs are in the channel
         while (event := self._events.take()) is not None:  # rule: transfer-events-are-taken
             if isinstance(event, LoadSubmitted):  # a `match` takes twice as long, in every step
                 load = self._loads[event.job_id]
@@ -291,9 +293,9 @@ class OffloadConnector:
         return events
 
     def failed_loads(self) -> list[TransferEvent]:
-        """Loads whose fences have failed, but whose failure the worker has not reported yet; each is returned once.
+        """Failures of loads whose fences have failed, before the worker reports them; each is returned once.
 
-        Called when a step that was gated by them has ended: the results of that step must not be used.
+        Called at the end of each gated step: if one of its loads has failed, the results of the step must not be used.
         """
         events: list[TransferEvent] = []
         for load in self._loads.values():
@@ -306,28 +308,28 @@ class OffloadConnector:
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether every `forget_all` has reached the tiers' ledgers."""
+        """Whether every `forget_all` has reached the indices of the tiers."""
         # rule: reset-waits-for-the-tiers
         return self._thread.failure is not None or self._worker.forgotten == self._switches.generation
 
     def forget_all(self) -> None:
-        """Make every block in the tiers unreachable (H8): plans that are submitted after this find none of them.
+        """Make every block in the tiers unreachable (H8): plans submitted after this call find none of the blocks.
 
-        Transfers in flight end by their fences, and publish nothing.
+        Transfers in flight end with their fences, and publish nothing.
         """
         self._switches.generation += 1  # rule: reset-begins-a-generation
         self._send(Forget())
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Make these blocks unreachable in the tiers, for later requests. They may be stored anew."""
+        """Make these blocks unreachable in the tiers for later requests. They may be stored again."""
         self._send(Forget(frozenset(keys)))
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Wait until every transfer has ended, writes to tiers included. Blocks; any thread, after the engine thread
-        has ended.
+        """Wait until every transfer has ended, including writes to tiers. Blocks. Any thread may call it after the
+        engine thread has ended.
 
-        Returns False if `timeout_s` passed first. Then transfers that have not begun are dropped, which loses only
-        cached blocks.
+        Returns False after `timeout_s`. Transfers that have not begun by then are dropped, which loses only cached
+        blocks.
         """
         deadline = self._clock() + timeout_s
         while self.busy:
@@ -340,11 +342,11 @@ class OffloadConnector:
         return True
 
     def close(self) -> None:
-        """Take in transfers that ended since the last poll, and close the tiers. After streams and threads have ended;
-        idempotent.
+        """Handle transfers that ended since the last poll, and close the tiers. Call it after streams and threads have
+        ended. Idempotent.
         """
         try:
-            self._switches.abandoned = True  # no transfer begins: there is no stream for it
+            self._switches.abandoned = True  # the streams have ended, so no transfer may begin
             if self._thread.failure is None:
                 self._worker.turn()
                 while len(self._commands):

@@ -1,4 +1,4 @@
-"""Copies of blocks between two memories of one layout: their segments and accesses. Moves nothing itself."""
+"""Describes copies of blocks between two memories of one layout: segments and accesses. Does not copy anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from sidestream.types import Access
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """A memory of blocks: the device's pool or the host's slab. One allocation, or one for each layer (striped)."""
+    """A memory of blocks: the device's pool or the host's slab. It is one allocation, or one for each layer
+    (striped).
+    """
 
     memory: Memory
     layout: KVLayout
@@ -27,7 +29,7 @@ class BlockMemory:
 def layers_batch(
     source: BlockMemory, source_ids: Sequence[int], target: BlockMemory, target_ids: Sequence[int], layers: range
 ) -> CopyBatch:
-    """Copies some layers of each block of `source_ids` to the same layers of its partner in `target_ids`."""
+    """A copy of some layers of each block: from `source_ids[i]` to the same layers of `target_ids[i]`."""
     layout = source.layout
     skipped = layers.start * layout.layer_bytes
     return CopyBatch(

@@ -1,6 +1,7 @@
-"""Whether loading is faster than computing: bytes over measured bandwidth against tokens over measured prefill rate.
+"""Decides whether loading is faster than computing. Compares bytes / measured bandwidth with tokens / measured prefill
+rate.
 
-Pure arithmetic on moving averages. The offload worker writes the transfer rates, the engine thread reads them.
+Pure arithmetic on moving averages. The offload worker writes the transfer rates, and the engine thread reads them.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from sidestream.kv.layout import KVLayout
 from sidestream.types import HOST
 
 _WEIGHT = 0.2
-# Rates of a healthy host tier and of any other healthy tier. They are assumed until a transfer was measured: with lower
-# ones, a fast GPU would rather compute, so that no block is ever loaded and no rate ever measured.
+# Rates that are assumed for the host tier and for other tiers until a transfer was measured. With lower rates, a fast
+# GPU would always compute, so no block would be loaded and no rate would be measured.
 _HEALTHY_HOST = 5e10
 _HEALTHY_TIER = 2e9
-# A slow rate is discarded if no transfer was measured for this long.
+# Time without measured transfers after which a slow rate is discarded.
 _STALE_S = 30.0
 
 
 class CostModel:
     """Moving averages of the cost of loading and of computing.
 
-    prefill_rate   tokens a second; None until a prefill was measured: until then, loading always pays
+    prefill_rate   tokens per second; None until a prefill was measured: until then, loading counts as faster
     """
 
     def __init__(self, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +35,7 @@ class CostModel:
         self.prefill_rate: float | None = None
 
     def saw_transfer(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """A transfer from `tier` moved `num_bytes` in `seconds` of its stream's time."""
+        """Record that a transfer from `tier` moved `num_bytes` in `seconds` of its stream's time."""
         if seconds > 0:
             self._measured_s[tier] = self._clock()
             rate = num_bytes / seconds
@@ -42,7 +43,7 @@ class CostModel:
             self._bytes_per_s[tier] = before + _WEIGHT * (rate - before)
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed `num_tokens` prompt tokens in `seconds`."""
+        """Record that a step computed `num_tokens` prompt tokens in `seconds`."""
         if seconds > 0:
             rate = num_tokens / seconds
             self.prefill_rate = (
@@ -52,8 +53,8 @@ class CostModel:
     def load_seconds(self, blocks: Mapping[str, int], *, num_loaded: int) -> float:
         """Expected time until `num_loaded` blocks are on the device.
 
-        `blocks`: number of blocks to read from each tier, including reads that are queued already. Blocks of every tier
-        pass through the host.
+        `blocks` is the number of blocks to read from each tier, including reads that are queued already. Blocks of all
+        tiers pass through the host.
         """
         size = self._layout.block_bytes
         promoted_s = sum(count * size / self._rate(tier) for tier, count in blocks.items() if tier != HOST)
@@ -64,8 +65,8 @@ class CostModel:
         return num_blocks * self._layout.block_bytes / self._rate(HOST)
 
     def _rate(self, tier: str) -> float:
-        """Bytes a second. Without a recent measurement, at least the rate of a healthy tier: else a tier that stalled
-        once would never be used again.
+        """Bytes per second. Without a recent measurement, at least the assumed rate of a healthy tier, because a tier
+        that stalled once would otherwise never be used again.
         """
         healthy = _HEALTHY_HOST if tier == HOST else _HEALTHY_TIER
         if tier not in self._bytes_per_s:

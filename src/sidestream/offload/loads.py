@@ -1,6 +1,6 @@
-"""Loads: host slots to device blocks, after the last use of the blocks (H3). Worker thread only.
+"""Loads copy host slots to device blocks, after the last use of the blocks (H3). Worker thread only.
 
-A load job is executed in pieces. Every piece but the last copies whole blocks. The last one is split by groups of
+A load job is executed in pieces. All pieces except the last copy whole blocks. The last piece is split by groups of
 layers, so that a step can follow it layer by layer. When all pieces were submitted to the device, their fences are
 reported.
 """
@@ -68,13 +68,14 @@ class Loads:
         return {"waiting loads": len(self._waiting), "load copies": len(self._jobs)}
 
     def submit(self, job_id: int, plan: LoadPlan) -> None:
-        """Lease the source slots and queue the job. If a source block is gone, the load is a miss."""
+        """Lease the source slots and queue the job. If a source block was evicted, the load is a miss."""
         source_ids = self._host.pool.match(plan.keys)
         if len(source_ids) < len(plan.keys) or self._switches.abandoned:  # rule: missing-source-fails-the-load
             self._report(LoadMissed(job_id, gone=not self._switches.abandoned))  # rule: missing-load-is-reported
             self._unsettled.settle(job_id)  # rule: missing-load-is-settled
             return
-        self._tiers.touch_persistent(plan.keys)  # a hit in host memory is a use of the entries in slower tiers, too
+        # A hit in host memory also counts as a use of the entries in slower tiers.
+        self._tiers.touch_persistent(plan.keys)
         slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
         self._waiting.append(LoadJob(job_id, plan, slots, self._device.now()))
 
@@ -87,8 +88,8 @@ class Loads:
             del self._waiting[0]
 
     def _begin_piece(self, job: LoadJob) -> None:
-        """Queue the copy of the job's next blocks. Only the last piece is split by layers, since such copies are
-        slower: the others have arrived when a step can be gated.
+        """Queue the copy of the job's next blocks. Only the last piece is split by layers, because such copies are
+        slower, and the other pieces have arrived when a step can be gated.
         """
         plan, layout, first = job.plan, self._memory.layout, job.begun
         piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // layout.block_bytes)
@@ -109,14 +110,14 @@ class Loads:
         self._lane.add(copy)
 
     def submitted(self, copy: Copy) -> None:
-        """Record that all of a piece was submitted to the device; report the job's fences if this completes them.
+        """Record that a piece was submitted to the device completely. If all pieces were, report the job's fences.
 
-        A piece may be submitted before an earlier one: both wait for the same fences, and these may end between two
-        polls of the lane.
+        A later piece may be submitted before an earlier one: both wait for the same fences, and these may end between
+        two polls of the lane.
         """
         job = self._jobs[copy]
         job.submitted += 1
-        # A copy may have failed although its end was not handled yet.
+        # A copy may have failed, although its end was not handled yet.
         failed = job.failure is not None or any(copy.failure is not None for copy in job.copies)
         if job.all_begun and job.submitted == len(job.copies) and not failed:  # rule: load-is-submitted
             *others, last = [
@@ -127,7 +128,7 @@ class Loads:
             self._report(LoadSubmitted(job.job_id, tuple(part for parts in others for part in parts), tuple(last)))
 
     def end(self, copy: Copy) -> None:
-        """Take in a piece that has ended."""
+        """Handle a piece that has ended."""
         job = self._jobs.pop(copy)
         job.ended += 1
         if copy.failure is None:
@@ -150,15 +151,15 @@ class Loads:
         while self._waiting:
             job = self._waiting.popleft()
             # rule: dropped-load-settles-once
-            if job.failure is None:  # a failed job has settled, or will with its last piece in flight
+            if job.failure is None:  # a failed job has settled, or settles with its last piece in flight
                 job.failure = reason
                 self._settle(job)  # rule: dropped-load-is-settled
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
-    """Number of a block's layers that a load copies as one segment: the fewest that have `segment_bytes`.
+    """Number of a block's layers that a load copies as one segment: the smallest number with at least `segment_bytes`.
 
-    With few layers in a group, the first layers of a step can start early; small segments copy slowly.
+    With few layers in a group, the first layers of a step can start early; but small segments are copied slowly.
     """
     num_groups = min(layout.num_layers, max(1, layout.block_bytes // segment_bytes))
     return -(-layout.num_layers // num_groups)

@@ -1,4 +1,4 @@
-"""Messages between the engine thread and the offload worker. Frozen values: the sender does not touch them again."""
+"""Messages between the engine thread and the offload worker. They are frozen values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SubmitPlans:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Command: make the blocks of these keys unreachable, in the tiers and in flight to them. None: the blocks of all
+    """Command: make the blocks of these keys unreachable, both in the tiers and in transfers to them. None: all
     keys.
     """
 
@@ -33,7 +33,9 @@ Command = SubmitPlans | Forget
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a load: its bytes, and the fences of its slices in stream order. The slices have about equal sizes."""
+    """A part of a load: its bytes, and the fences of its slices in stream order. The slices have about the same
+    size.
+    """
 
     fences: tuple[Fence, ...]
     num_bytes: int
@@ -45,10 +47,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LoadSubmitted:
-    """Event: all of a load was submitted to the device, so all of its fences exist.
+    """Event: a load was submitted to the device completely, so all of its fences exist.
 
-    before   every piece but the last; each layer needs all of them
-    groups   the last piece by layer group
+    before   all pieces except the last; every layer needs all of them
+    groups   the last piece, by layer group
     """
 
     job_id: int
@@ -68,7 +70,7 @@ class LoadSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class LoadMissed:
-    """Event: a load failed, or its source blocks were `gone`; the content of its device blocks must not be used."""
+    """Event: a load failed, or its source blocks had been evicted (`gone`). Its device blocks must not be used."""
 
     job_id: int
     gone: bool = False
@@ -76,7 +78,7 @@ class LoadMissed:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """Event: a request's wait for a persistent tier ended. `complete`: all its blocks are in the host tier."""
+    """Event: a request's wait for a persistent tier has ended. `complete`: all its blocks are in the host tier."""
 
     request_id: RequestId
     epoch: int
@@ -86,14 +88,14 @@ class Promoted:
 
 @dataclass(frozen=True, slots=True)
 class StoreAgain:
-    """Event: the host tier has grown, and has slots for these blocks now, which were deferred."""
+    """Event: these blocks were deferred, but the host tier has grown and now has slots for them."""
 
     keys: tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """Event: the offload worker ended with `error`; no transfer in flight will be reported."""
+    """Event: the offload worker ended with `error`. The ends of transfers in flight will not be reported."""
 
     error: BaseException
 

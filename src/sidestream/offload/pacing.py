@@ -1,8 +1,8 @@
-"""Decides when each part of a transfer is submitted to the device: one lane for each direction of the link.
+"""Decides when each part of a transfer is submitted to the device. There is one lane for each direction of the link.
 
-The device carries out copies in the order of their submission; an urgent copy cannot overtake. So a lane submits a copy
-in slices, keeps few of them in flight, and queues the rest by urgency. Knows copies and streams, not blocks, keys or
-tiers. Worker thread only.
+The device executes copies in the order of their submission, so an urgent copy cannot overtake others. Therefore a lane
+submits a copy in slices, keeps few slices in flight, and queues the other slices by urgency. Knows copies and streams,
+not blocks, keys or tiers. Worker thread only.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import NamedTuple
 from sidestream.device.base import CopyBatch, Stream
 from sidestream.types import Fence
 
-# The most blocks that the worker begins in one turn, and the number of blocks in a piece of a store. The worker needs
-# about 3 us for a block, with the interpreter lock held.
+# Maximum number of blocks that the worker begins in one turn, and number of blocks in a piece of a store. The worker
+# holds the interpreter lock for about 3 us per block.
 BLOCKS_PER_TURN = 16
-# Size of a load's pieces, and the largest size of its last piece. The last piece is copied layer by layer while the
-# forward pass already runs, so its size is about the bytes that the link moves during one pass.
+# Size of a load's pieces, and maximum size of its last piece. The last piece is copied layer by layer while the forward
+# pass already runs, so its size is about the number of bytes that the link moves during one pass.
 LOAD_PIECE_BYTES = 64 << 20
 LAST_PIECE_BYTES = 384 << 20
-# This many copies at the head of a queue are searched for one that is ready; a queue may hold a hundred thousand.
+# Number of copies at the head of a queue that are searched for a copy that is ready; a queue may hold a hundred
+# thousand.
 _LOOK_AHEAD = 16
 
 
 class Urgency(IntEnum):
-    """The lane submits copies of a lower number first."""
+    """Urgency of a copy. The lane submits copies with a lower number first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -40,10 +41,11 @@ class Urgency(IntEnum):
 class Pace:
     """Limits of one direction of the link.
 
-    slice_bytes, slice_segments           of one call: a batch of 8,192 segments costs the calling thread 8 ms
-    bytes_in_flight, segments_in_flight   limits of submitted work; they keep the link busy while the worker is
-                                          busy with other work
-    streams                               number of streams that take slices in turn; a slice waits for the one before
+    slice_bytes, slice_segments           limits of one call: a batch of 8,192 segments costs the calling thread 8 ms
+    bytes_in_flight, segments_in_flight   limits of submitted work, large enough to keep the link busy while the worker
+                                          does other work
+    streams                               number of streams that take slices in turn; each slice waits for the previous
+                                          slice
     """
 
     slice_bytes: int
@@ -53,23 +55,23 @@ class Pace:
     streams: int
 
 
-# To the host, two streams take slices in turn: each slice waits for the one before, on the other stream. Resolving that
-# wait takes the device a moment, in which the copy engine starts a copy of any other stream. So a copy of another
-# library waits for one slice; with one stream it would wait for all slices in flight (docs/decisions/0014).
+# To the host, two streams take slices in turn: each slice waits for the previous slice, on the other stream. Resolving
+# that wait takes the device a moment, in which the copy engine can start a copy of another stream. So the copy of
+# another library waits for one slice; with one stream, it would wait for all slices in flight (docs/decisions/0014).
 TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
-# To the device there are no other copies: kernels fetch the inputs of a step (docs/decisions/0018). A step can be
-# launched once its load is submitted completely. With these limits that is more than one step before the load's end.
+# To the device, there are no other copies: kernels fetch the inputs of a step (docs/decisions/0018). A step can be
+# launched when its load was submitted completely. With these limits, this is more than one step before the load ends.
 TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
 
 
 class Copy:
-    """One piece of a transfer: groups of segments, each group with its own fences. Single writer: its lane.
+    """One piece of a transfer: groups of segments, each group with its own fences. Only its lane writes it.
 
     after    fences that must be done before the first slice is submitted
-    groups   copied one after another
-    fences   of the submitted slices, by group
-    failure  of the first slice that failed; no slice is submitted after that
-    seconds  time that the link spent on it, once it is done; copies that ended together share the time by bytes
+    groups   groups of segments, which are copied one after another
+    fences   fences of the submitted slices, by group
+    failure  failure of the first slice that failed; no slice is submitted after that
+    seconds  time that the link spent on the copy, once it is done; copies that ended together share the time by bytes
     """
 
     def __init__(self, groups: Sequence[CopyBatch], *, after: Sequence[Fence], urgency: Urgency, label: str) -> None:
@@ -81,9 +83,9 @@ class Copy:
         self.groups = groups
         self._after = list(after)
         self._group = self._segment = 0
-        self._left = sum(group.num_bytes for group in groups)  # bytes that were not submitted yet
+        self._left = sum(group.num_bytes for group in groups)  # bytes not submitted yet
         self._segments_left = sum(len(group.source_starts) for group in groups)
-        self._in_flight = 0  # slices
+        self._in_flight = 0  # number of slices
         self._began_s = 0.0
 
     @property
@@ -93,7 +95,9 @@ class Copy:
 
     @property
     def done(self) -> bool:
-        """Whether all of it was submitted, and the fence of every submitted slice is done."""
+        """Whether every slice was submitted (or the copy has failed), and the fences of all submitted slices are
+        done.
+        """
         return self.submitted and not self._in_flight  # rule: copy-is-done
 
     def is_ready(self) -> bool:
@@ -104,7 +108,7 @@ class Copy:
 
 
 class _Slice(NamedTuple):
-    """A slice that was submitted and not seen done."""
+    """A submitted slice whose end was not observed yet."""
 
     fence: Fence
     copy: Copy
@@ -115,7 +119,7 @@ class _Slice(NamedTuple):
 class Lane:
     """One direction of the link: slices in flight, in the device's order, and a queue of copies for each urgency.
 
-    streams   makes the stream of a number below `pace.streams`
+    streams   function that makes stream number i, for each i below `pace.streams`
     """
 
     def __init__(self, pace: Pace, streams: Callable[[int], Stream], *, clock: Callable[[], float]) -> None:
@@ -124,20 +128,20 @@ class Lane:
             streams(number) for number in range(pace.streams)
         )  # the first stream is for the next slice
         self._clock = clock
-        # Only the first copy of a queue may have begun.
+        # Only the first copy of each queue may have submitted slices.
         self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)
         self._in_flight: deque[_Slice] = deque()  # in the device's order
-        self._bytes = self._segments = 0  # in flight
-        self._left = self._segments_left = 0  # bytes of queued copies that were not submitted
+        self._bytes = self._segments = 0  # numbers in flight
+        self._left = self._segments_left = 0  # bytes and segments of queued copies that were not submitted
         self._num_copies = 0
         self._last_end_s = 0.0
 
     def __len__(self) -> int:
-        """Copies that are not done."""
+        """Number of copies that are not done."""
         return self._num_copies
 
     def add(self, copy: Copy) -> None:
-        """Queue a copy after those of its urgency."""
+        """Queue a copy behind the other copies of its urgency."""
         self._queues[copy.urgency].append(copy)
         self._num_copies += 1
         self._left += copy._left
@@ -179,8 +183,8 @@ class Lane:
         return submitted
 
     def cancel(self, reason: BaseException) -> list[Copy]:
-        """Submit no further slice of any queued copy. Removes and returns the copies without a slice in flight; the
-        others end by their fences.
+        """Submit no more slices of any queued copy. Removes and returns the copies without a slice in flight; the other
+        copies end with their fences.
         """
         queued = [copy for queue in self._queues for copy in queue]
         for queue in self._queues:
@@ -193,10 +197,11 @@ class Lane:
         return dropped
 
     def awaited(self) -> Iterator[Fence]:
-        """Fences that the worker should wake up for. Call it after `retire` and `fill`, which drop finished fences.
+        """Fences whose end should wake the worker. Call it after `retire` and `fill`, which drop finished fences.
 
-        While copies are queued: the slice in flight whose end makes enough room (`_wake_index`). Otherwise: the last
-        slice of the oldest copy. In addition, if there is room: the first fence that each queued copy waits for.
+        While copies are queued: the fence of the slice in flight whose end makes enough room (`_wake_index`).
+        Otherwise: the fence of the last slice of the oldest copy. In addition, if there is room: the first fence that
+        each queued copy waits for.
         """
         if self._in_flight:
             yield self._in_flight[self._wake_index() if self.has_more else self._last_of_first()].fence
@@ -217,8 +222,9 @@ class Lane:
         return 2 * self._bytes < self._pace.bytes_in_flight and 2 * self._segments < self._pace.segments_in_flight
 
     def _wake_index(self) -> int:
-        """Index of the slice whose end wakes the worker: the middle one of those in flight, or an earlier one if all
-        queued bytes fit once it ends: a step can be launched only when all of its load was submitted.
+        """Index of the slice in flight whose end wakes the worker: the middle slice, or an earlier slice if all queued
+        bytes can be submitted after its end (because a step can be launched only when its load was submitted
+        completely).
         """
         half, pace = len(self._in_flight) // 2, self._pace
         over, segments_over = (
@@ -226,7 +232,7 @@ class Lane:
             self._segments + self._segments_left - pace.segments_in_flight,
         )
         if over <= 0 and segments_over <= 0:
-            return half  # everything queued fits: the queued copies wait for fences
+            return half  # there is room for everything queued: the queued copies wait for their fences
         for index, slice_ in enumerate(islice(self._in_flight, half)):
             over, segments_over = over - slice_.num_bytes, segments_over - slice_.num_segments
             if over <= 0 and segments_over <= 0:
@@ -239,7 +245,7 @@ class Lane:
 
     @property
     def _has_room(self) -> bool:
-        """Whether a slice of full size fits; always, if none is in flight."""
+        """Whether there is room for a slice of full size. Always True if no slice is in flight."""
         pace = self._pace
         return not self._bytes or (
             self._bytes + pace.slice_bytes <= pace.bytes_in_flight
@@ -247,9 +253,9 @@ class Lane:
         )
 
     def _next_copy(self) -> Copy | None:
-        """The most urgent copy that is ready, the oldest among equals. It is moved to the head of its queue.
+        """The most urgent copy that is ready, and the oldest of these. It is moved to the head of its queue.
 
-        A copy that is not ready is not submitted (H1, H3): on the device it would hold up every copy after it.
+        A copy that is not ready is not submitted (H1, H3), because on the device all later copies would wait for it.
         """
         for queue in self._queues:  # rule: urgent-copies-go-first
             for index, copy in enumerate(islice(queue, _LOOK_AHEAD)):
@@ -261,7 +267,7 @@ class Lane:
         return None
 
     def _submit_slice(self, copy: Copy) -> None:
-        """Submit the next slice of `copy`. It runs after the last submitted slice, even if that is of another copy."""
+        """Submit the next slice of `copy`. It runs after the last submitted slice of any copy."""
         stream, group = self._streams[0], copy.groups[copy._group]
         self._streams.rotate(-1)
         if not copy._group and not copy._segment:
@@ -271,7 +277,7 @@ class Lane:
         first, count = copy._segment, len(group.source_starts)
         most = max(1, min(self._pace.slice_segments, self._pace.slice_bytes // group.size))
         slices = -(-(count - first) // most)
-        # Slices of equal size: a small slice at the end would take as much time to submit as a large one.
+        # Slices have equal sizes, because submitting a small slice at the end would take as long as a large slice.
         stop = first + -(-(count - first) // slices)
         fence = stream.submit_copy(group, first, stop, label=copy.label)
         copy.fences[copy._group].append(fence)

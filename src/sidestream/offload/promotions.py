@@ -1,4 +1,4 @@
-"""Promotions: blocks of persistent tiers are read into host slots, for requests that wait. Worker thread only."""
+"""Promotions read blocks of persistent tiers into host slots, for requests that wait. Worker thread only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from sidestream.types import Key, PromotePlan
 
 
 class Promotions:
-    """Requests that wait for persistent tiers. `io`: by tier. `report` sends an event to the engine thread."""
+    """The requests that wait for persistent tiers.
+
+    io       reads and writes of each tier, by name
+    report   function that sends an event to the engine thread
+    """
 
     def __init__(
         self,
@@ -46,24 +50,24 @@ class Promotions:
         return {"waiters": len(self._waiters)}
 
     def deadlines(self) -> list[float]:
-        """Times at which a wait ends at the latest."""
+        """Deadlines of the waits."""
         return [waiter.deadline_s for waiter in self._waiters]
 
     def submit(self, plans: Sequence[PromotePlan], generation: int) -> None:
-        """Begin the promotions of one step. First, every promotion leases the slots of its run that are in the host
-        tier, so that no promotion evicts a block of another one.
+        """Begin the promotions of one step. First, every promotion leases those slots of its run that are in the host
+        tier already, so that no promotion evicts a block of another promotion.
         """
         promotions = [(plan, self._keep(plan)) for plan in plans]  # rule: loads-come-before-promotions
         for plan, kept in promotions:
             self._promote(plan, kept, generation)
 
     def _keep(self, plan: PromotePlan) -> Lease:
-        """Lease the slots of the run that are in the host tier already."""
+        """Lease the slots of the run's blocks that are in the host tier already."""
         # rule: kept-slots-are-held
         return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
-        """Join the reads that are in flight and begin the others. Without room, the run is cut."""
+        """Join the reads of blocks that are in flight, and begin the other reads. If there is no room, cut the run."""
         reads: dict[Key, ReadTicket] = {}
         complete = True
         for key in plan.keys:
@@ -81,18 +85,20 @@ class Promotions:
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
 
     def finish_reads(self) -> None:
-        """Take in reads that have ended."""
+        """Handle reads that have ended."""
         for io in self._io.values():
             io.finish_reads(self._keep_for_waiters)
 
     def _keep_for_waiters(self, ticket: ReadTicket) -> None:
-        """Lease a promoted block for requests that wait for more blocks: it must not be evicted before they load it."""
+        """Lease a promoted block for requests that still wait for other blocks, so that it is not evicted before they
+        load it.
+        """
         for waiter in self._waiters:
             if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
                 waiter.kept.extend(self._host.pool.share([slot]))  # rule: promoted-block-is-held-for-its-request
 
     def finish_waits(self) -> None:
-        """Report the waits that are complete or past their deadline, and release their slots."""
+        """Report each wait that is complete or past its deadline, and release its slots."""
         now = self._clock()
         for waiter in list(self._waiters):
             done = all(read.taken_in for read in waiter.reads.values())

@@ -1,7 +1,7 @@
-"""Stores: device blocks to host slots, after the step that filled the blocks (H1). Worker thread only.
+"""Stores copy device blocks to host slots, after the step that filled the blocks (H1). Worker thread only.
 
-A store job is executed in pieces. While host memory is still being pinned, the host tier grows and nothing is evicted:
-blocks without a slot are deferred, and reported when the tier has grown.
+A store job is executed in pieces. While host memory is still being pinned, the host tier grows, and no block is evicted
+from it: blocks without a slot are deferred, and reported when the tier has grown.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Key, StorePlan
 
 WriteThrough = Callable[[Key, int, StoreTicket], None]
-"""Called with key, slot and ticket of each block that a store has published in the host tier."""
+"""Function that is called with key, slot and ticket of each block that a store has published in the host tier."""
 
 
 class Stores:
-    """Store jobs from their command to their end. `write_through` gets every stored block."""
+    """Store jobs from their command to their end. `write_through` is called for every stored block."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Stores:
         self._waiting: deque[StoreJob] = deque()  # jobs with blocks that have not begun
         self._storing: dict[Key, StoreTicket] = {}
         self._tickets: dict[Copy, StoreTicket] = {}
-        self._deferred: dict[Key, None] = {}  # oldest first; at most as many as the tier will have slots
+        self._deferred: dict[Key, None] = {}  # oldest first; at most the number of slots that the tier will have
         self.growing = True
-        """More host memory is being pinned."""
+        """Whether more host memory is being pinned."""
 
     @property
     def waiting(self) -> bool:
@@ -76,8 +76,8 @@ class Stores:
         }
 
     def grow(self) -> Sequence[Key]:
-        """Use the host memory that was pinned since the last call. Returns deferred blocks that have a slot now."""
-        self.growing = self._device.grows(self._host.memory)  # read first: if it is False, all memory is ready below
+        """Use the host memory that was pinned since the last call. Returns deferred blocks that now have a slot."""
+        self.growing = self._device.grows(self._host.memory)  # read first: if it is False, `ready_bytes` below is final
         self._host.grow(self._device.ready_bytes(self._host.memory))  # rule: host-tier-uses-only-pinned-memory
         room = self._host.pool.num_free if self.growing else len(self._deferred)
         again = tuple(islice(self._deferred, room))
@@ -90,7 +90,7 @@ class Stores:
         self._waiting.append(StoreJob(job_id, plan, generation))
 
     def begin_pieces(self) -> None:
-        """Begin pieces of at most one turn's blocks: several small jobs, or a part of a large one."""
+        """Begin pieces with at most `BLOCKS_PER_TURN` blocks together: several small jobs, or a part of a large job."""
         blocks = 0
         while self._waiting and blocks < pacing.BLOCKS_PER_TURN:
             job = self._waiting[0]
@@ -101,9 +101,10 @@ class Stores:
                 del self._waiting[0]
 
     def _begin_piece(self, job: StoreJob) -> None:
-        """Copy the job's next blocks: those that the host tier lacks, as far as there are free or evictable slots.
+        """Copy those of the job's next blocks that are not in the host tier, as long as there are free or evictable
+        slots.
 
-        Blocks without a slot are counted as skipped, or deferred while the tier grows.
+        Blocks without a slot are counted as skipped; while the tier grows, they are deferred.
         """
         plan, first = job.plan, job.begun
         stop = job.begun = min(first + pacing.BLOCKS_PER_TURN, len(plan.keys))
@@ -143,9 +144,9 @@ class Stores:
         )
 
     def _leave_out(self, job: StoreJob, keys: Sequence[Key]) -> None:
-        """Count blocks that find no slot, once a job. While the tier grows, defer them.
+        """Count blocks without a slot, once per job. While the tier grows, defer them.
 
-        The device blocks are not held: a deferred block is stored later if the device still has it.
+        The device blocks are not held: a deferred block is stored later only if it is still on the device.
         """
         if not job.cut:
             self._log.left_out("store", "deferred" if self.growing else "skipped")
@@ -160,8 +161,8 @@ class Stores:
         return copy in self._tickets
 
     def end(self, copy: Copy) -> None:
-        """Complete a piece whose copy has ended: publish its blocks (H7), write them to the persistent tiers, free
-        slots.
+        """Complete a piece whose copy has ended: publish its blocks (H7), begin their writes to the persistent tiers,
+        and release the slots.
         """
         ticket = self._tickets.pop(copy)
         for key in ticket.keys:
@@ -180,7 +181,7 @@ class Stores:
         self._settle(job)  # rule: ended-store-is-settled
 
     def _settle(self, job: StoreJob) -> None:
-        """Settle the job if it uses no device block any more."""
+        """Settle the job if it no longer uses any device block."""
         if job.settled:
             self._unsettled.settle(job.job_id)
 

@@ -1,7 +1,7 @@
-"""Jobs and tickets: transfers in flight, the leases that each one holds, and when each one ends. Worker thread only.
+"""Jobs and tickets: the transfers in flight, and the leases that each transfer holds. Worker thread only.
 
 A job is one plan of the engine thread. A ticket's leases end with its fences and never by time (H6, H10): when a
-request stops waiting, its ticket stays, and the bytes still arrive in slots that no other owner has.
+request stops waiting, its ticket stays, and the bytes still arrive in slots that have no other owner.
 
 job_id       the engine thread's id of the job; device blocks stay in use until the job has settled
 generation   number of resets when the job was submitted; a ticket of an earlier generation publishes nothing (H8).
@@ -20,7 +20,7 @@ from sidestream.types import Fence, Key, LoadPlan, RequestId, StorePlan
 
 @dataclass(slots=True, eq=False)
 class Stopwatch:
-    """Seconds of stream time that a ticket took; written by the stream, read after the ticket's fence."""
+    """Seconds of stream time that a ticket took. Written by the stream, and read after the ticket's fence."""
 
     seconds: float = 0.0
 
@@ -29,9 +29,9 @@ class Stopwatch:
 class StoreJob:
     """A store plan. Executed in pieces, so that each turn of the worker is short.
 
-    begun        number of blocks that have been looked at
+    begun        number of blocks that were copied or skipped
     pieces       number of tickets in flight
-    cut          some of its blocks found no slot
+    cut          whether some blocks found no slot
     invalidated  keys of blocks that a failed step computed; no ticket publishes them
     """
 
@@ -45,13 +45,15 @@ class StoreJob:
 
     @property
     def settled(self) -> bool:
-        """Whether no piece is left to begin and none is in flight."""
+        """Whether all pieces have begun and none is in flight."""
         return self.begun == len(self.plan.keys) and not self.pieces  # rule: store-is-settled
 
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """One piece of a store, device to host. Holds its target slots. `prefix`: see StorePlan; of the last piece."""
+    """One piece of a store, device to host. Holds its target slots. `prefix` is that of the StorePlan, for the last
+    piece.
+    """
 
     job: StoreJob
     keys: tuple[Key, ...]
@@ -63,14 +65,14 @@ class StoreTicket:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A load plan, host to device. Holds its source slots. Every piece but the last is copied by whole blocks, the last
-    one by layer groups.
+    """A load plan, host to device. Holds its source slots. All pieces except the last are copied by whole blocks, and
+    the last by layer groups.
 
     begun      number of blocks that have copies
-    copies     pieces in order, in flight or ended
+    copies     the pieces that have begun, in order
     submitted  number of copies that were submitted to the device completely
     ended      number of copies that have ended
-    failure    of the first piece that failed; no piece begins after it
+    failure    failure of the first piece that failed; no piece begins after it
     """
 
     job_id: int
@@ -90,15 +92,15 @@ class LoadJob:
 
     @property
     def settled(self) -> bool:
-        """Whether no piece is left to begin and none is in flight."""
+        """Whether no piece is in flight, and none will begin."""
         return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)  # rule: load-is-settled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteTicket:
-    """One block, host to a persistent tier. Holds its source slot.
+    """The write of one block, from the host to a persistent tier. Holds its source slot.
 
-    prefix   of the store that brought the block to the host; the same object for all blocks of that store
+    prefix   prefix of the store that brought the block to the host; the same object for all blocks of that store
     """
 
     key: Key
@@ -113,10 +115,10 @@ class WriteTicket:
 
 @dataclass(slots=True, eq=False)
 class ReadTicket:
-    """One block, a persistent tier to the host. Holds its target slot, and a pin on the tier's entry.
+    """The read of one block, from a persistent tier to the host. Holds its target slot, and a pin on the tier's entry.
 
-    invalidated   a failed step computed the block: the ticket publishes nothing
-    taken_in      the worker has handled its end
+    invalidated   a failed step computed the block, so the ticket publishes nothing
+    taken_in      the worker has handled the end of the read
     """
 
     key: Key
@@ -137,9 +139,10 @@ class ReadTicket:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits for promotions, some of them begun for other requests; until `deadline_s` at most.
+    """A request that waits for promotions, at most until `deadline_s`. Some promotions may have begun for other
+    requests.
 
-    kept       host slots of its run, held so that no promotion evicts them
+    kept       lease of the run's host slots, so that no promotion evicts them
     complete   every block that is not in the host tier is being read
     """
 

@@ -1,6 +1,7 @@
-"""Reads and writes of one persistent tier, on streams of its own. Worker thread only.
+"""Reads and writes of one persistent tier, on its own streams. Owns the tier's index (docs/tiers.md). Worker thread
+only.
 
-A failed write leaves no entry, a failed read is a miss; the tier's index is owned here (docs/tiers.md).
+A failed write leaves no entry, and a failed read is a miss.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from sidestream.offload.tiers.base import PersistentTier
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Fence, Key
 
-# Read streams of a tier.
+# Number of read streams of a tier.
 _NUM_READERS = 2
-# After a tier refused a write, no other write is submitted to it for this time.
+# Time after a refused write in which no other write is submitted to the tier.
 PAUSE_S = 5.0
 
 
 class TierIO:
-    """The streams `NAME-write`, `NAME-read-0` and `NAME-read-1` of the tier `name` of `tiers`."""
+    """Reads and writes of the tier `name` of `tiers`, on the streams `NAME-write`, `NAME-read-0` and `NAME-read-1`."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class TierIO:
         self._writes: list[WriteTicket] = []
         self._resumes_s = 0.0
         self.reads: dict[Key, ReadTicket] = {}
-        """Reads in flight; its length may be read by any thread."""
+        """Reads in flight. Any thread may read the length."""
 
     @property
     def busy(self) -> bool:
@@ -63,7 +64,7 @@ class TierIO:
         return {f"{self.name} writes": len(self._writes), f"{self.name} reads": len(self.reads)}
 
     def awaited(self) -> Iterator[Fence]:
-        """Fences whose end gives the worker something to do."""
+        """Fences whose end should wake the worker."""
         yield from (read.fence for read in islice(self.reads.values(), _NUM_READERS))
         yield from (write.fence for write in self._writes[:1])
 
@@ -73,7 +74,7 @@ class TierIO:
         """Write the block of a newly published slot, unless the tier has the key or has just refused a write."""
         if key in self._tier.index:
             return
-        # Each write leases a slot: a slow tier must leave enough slots for other transfers.
+        # Each write leases a slot, and a slow tier must leave enough slots for other transfers.
         crowded = len(self._writes) >= self._host.pool.size // 2
         if crowded or self._switches.abandoned or self._clock() < self._resumes_s:
             self._log.left_out(f"{self.name}-write", "skipped")
@@ -96,7 +97,7 @@ class TierIO:
         )
 
     def finish_writes(self) -> None:
-        """Handle the writes that have ended: publish or abandon their grants, release their slots."""
+        """Handle the writes that have ended: publish or abandon their grants, and release their slots."""
         while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
             good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.submitted_s)
@@ -108,14 +109,14 @@ class TierIO:
             if not good:
                 self._resumes_s = self._clock() + PAUSE_S
             ticket.slot.release()  # rule: disk-write-releases-its-slot
-            # After the last write of a store, again: entries that were being written could not be touched before.
+            # Touch the prefix again after the last write of a store: entries that were being written were not touched.
             if not self._writes or self._writes[0].prefix is not ticket.prefix:
                 self._tiers.touch(ticket.prefix)
 
     # ------------------------------------------------------------------ reads
 
     def read(self, key: Key, generation: int) -> ReadTicket:
-        """Read an entry into a host slot. There must be a slot to take, and the tier must hold `key`."""
+        """Read an entry into a host slot. A slot must be available, and the tier must hold `key`."""
         tier, slot, pin = self._tier, self._host.pool.take(1), self._tier.index.pin([key])
         stream = self._read_streams[len(self.reads) % len(self._read_streams)]
         for fence in slot.after:  # rule: disk-read-waits-on-its-stream
@@ -131,7 +132,7 @@ class TierIO:
         return ticket
 
     def finish_reads(self, published: Callable[[ReadTicket], None]) -> None:
-        """Handle the reads that have ended: publish their blocks in the host tier, release slots and pins.
+        """Handle the reads that have ended: publish their blocks in the host tier, and release slots and pins.
 
         `published` is called for each published block, before its slot is released.
         """
@@ -148,7 +149,7 @@ class TierIO:
                     published(ticket)
             elif not isinstance(ticket.failure(), TierTimeout):
                 # rule: damaged-entry-is-dropped
-                self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed and written anew
+                self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed again
             ticket.pin.release()  # rule: disk-read-ends-its-pin
             ticket.slot.release()  # rule: disk-read-releases-its-slot
 
@@ -164,11 +165,11 @@ class TierIO:
         return ticket.generation == self._switches.generation  # rule: transfers-check-the-generation
 
     def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
-        """The stream's work: `work`, timed, unless the engine closes before it begins."""
+        """The work for the stream: runs `work` and measures its time, or raises if the engine is closing."""
 
         def run() -> None:
             if self._switches.abandoned:
-                raise TierTimeout("the engine closed before this could begin")
+                raise TierTimeout("the engine closed before this transfer began")
             start = self._clock()
             work()
             watch.seconds += self._clock() - start

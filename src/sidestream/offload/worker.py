@@ -1,15 +1,15 @@
-"""The offload worker: executes transfers on a thread of its own. It owns the ledgers of all tiers but the device.
+"""The offload worker executes transfers on its own thread. It owns the pool of the host tier and the indices of the
+persistent tiers.
 
-It takes commands from one channel and puts events into another one; neither side ever waits for the other:
+It takes commands from one channel and puts events into another; neither side ever waits for the other:
 
     store        device blocks → host slots     after the step that filled the blocks (H1)
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each layer group
     TIER-write   host slots → persistent tier   after the fence of the store
     TIER-read    persistent tier → host slots   for requests that wait
 
-Every failure is a miss: nothing is published (H9), the leases end, the request recomputes.
-The thread shares the interpreter lock with the engine thread, so a turn is short: it takes few commands and submits few
-slices at a time.
+Every failure is a miss: nothing is published (H9), the leases end, and the request recomputes. The thread shares the
+interpreter lock with the engine thread, so a turn is short: it takes few commands and submits few slices.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from sidestream.offload.tier_io import TierIO
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 
-# Pause between two turns when there is more to do: a thread that waits for the interpreter lock needs some 50 us to
-# wake up, and must not find it taken again. While the link runs low, the pause is the system's shortest sleep.
+# Pause between two turns if there is more work: a thread that waits for the interpreter lock needs some 50 us to wake
+# up, and must then find the lock free. While the link has little work, the pause is the system's shortest sleep.
 _PAUSE_S = 100e-6
 _SHORT_PAUSE_S = 20e-6
-# While this many copies wait in a lane, no further piece begins ahead of need: a plan takes far less memory than a
-# ticket, and with hundreds of thousands of objects the garbage collector stops the engine thread for hundreds of
+# Number of copies in a lane above which no more pieces begin ahead of need. A plan has far fewer objects than its
+# tickets, and with hundreds of thousands of objects, the garbage collector stops the engine thread for hundreds of
 # milliseconds.
 _CROWDED_LANE = 64
 # Polling interval for host memory that is being pinned.
@@ -56,7 +56,7 @@ class _Part(Protocol):
 
 
 class OffloadWorker:
-    """Executes commands. `turn` is called by the worker's thread only; other public names may be read by any thread."""
+    """Executes commands. Only the worker's thread calls `turn`; any thread may read the other public names."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class OffloadWorker:
         events: Channel[WorkerEvent],
         settled: Mark,
     ) -> None:
-        """`settled` is raised to the largest id up to which every job has settled."""
+        """`settled` always holds the largest id up to which every job has settled."""
         self.switches = Switches()
         self.forgotten = 0
         """Number of resets that have reached the tiers."""
         self.idle_after = 0
-        """Number of commands that had been taken when nothing was in flight; -1 while a transfer is."""
+        """Number of commands taken so far, if no transfer is in flight; else -1."""
         self._tiers = tiers
         self._commands = commands
         self._events = events
         self._settled = settled
         self._clock = device.now
-        self._num_taken = 0  # commands
+        self._num_taken = 0  # number of commands
         self._ended_copies: deque[Copy] = (
             deque()
         )  # copies that are done but not handled yet: handling takes some 5 us a block
@@ -147,9 +147,9 @@ class OffloadWorker:
 
     def turn(self) -> Rest:
         """Handle ended transfers, take commands, and submit copies to the device as far as the pace allows. Returns
-        when the next turn is due.
+        the time of the next turn.
 
-        An exception is reported before it is raised: it ends the thread.
+        An exception is reported and then raised, which ends the thread.
         """
         try:
             return self._turn()
@@ -162,7 +162,7 @@ class OffloadWorker:
             self._events.put(StoreAgain(again))
         self._ended_copies.extend((*self._to_host.retire(), *self._to_device.retire()))
         if not self.switches.abandoned:
-            self._fill_lanes()  # first: the link must not run dry during the work below
+            self._fill_lanes()  # first, so that the link has work while the code below runs
         for io in self._io.values():
             io.finish_writes()
         self._promotions.finish_reads()
@@ -171,8 +171,8 @@ class OffloadWorker:
             self._drop()  # rule: transfers-are-dropped
             self._take_in_copies()
         # One slow task per turn: begin pieces that the link needs next, else handle ended copies, else begin pieces
-        # that it needs later. With blocks so small that the link always needs more, ended copies are handled all the
-        # same.
+        # that the link needs later. If blocks are so small that the link always needs pieces, ended copies are handled
+        # when there are too many of them.
         elif not (
             (len(self._ended_copies) <= _CROWDED_LANE and self._begin_pieces(ahead=False)) or self._take_in_copies()
         ):
@@ -198,8 +198,8 @@ class OffloadWorker:
                 self._forget(command)
 
     def _submit(self, command: SubmitPlans) -> int:
-        """Queue the plans; the number of blocks to load and promote. Loads come first: they lease slots that the others
-        might evict.
+        """Queue the plans. Returns the number of blocks to load and to promote. Loads come first, because they lease
+        slots that the other plans might evict.
         """
         plans = command.plans
         # rule: received-job-is-unsettled
@@ -218,7 +218,9 @@ class OffloadWorker:
         return sum(len(plan.keys) for _, plan in plans if not isinstance(plan, StorePlan))
 
     def _forget(self, command: Forget) -> None:
-        """Make blocks unreachable in all tiers (H8). Transfers in flight end by their fences, and publish none."""
+        """Make blocks unreachable in all tiers (H8). Transfers in flight end with their fences, and publish none of
+        these blocks.
+        """
         if command.keys is None:
             self._tiers.forget_all()
             self._stores.forget_deferred()
@@ -230,8 +232,8 @@ class OffloadWorker:
                 io.invalidate(command.keys)
 
     def _begin_pieces(self, *, ahead: bool) -> bool:
-        """Begin pieces for each lane that has nothing more to submit, or, `ahead`, for each one that is not crowded.
-        Returns whether any began.
+        """Begin pieces for each lane that has nothing to submit or, with `ahead`, for each lane that is not crowded.
+        Returns whether any piece began.
         """
         begun = False
         if self._loads.waiting and self._wants_more(self._to_device, ahead):
@@ -263,8 +265,8 @@ class OffloadWorker:
             io.write(key, index, stored)
 
     def _drop(self) -> None:
-        """End everything that has not begun: the engine closes."""
-        reason = TierTimeout("the engine closed before this could begin")
+        """End everything that has not begun, because the engine is closing."""
+        reason = TierTimeout("the engine closed before this transfer began")
         self._loads.drop(reason)
         self._stores.drop()
         for copy in (*self._to_host.cancel(reason), *self._to_device.cancel(reason)):

@@ -1,1 +1,3 @@
-"""The places of KV besides the device: one module for each tier. `registry` lists them, `stack` holds the open ones."""
+"""The storage levels of KV besides the device, one module for each tier. `registry` lists the tiers, and `stack` holds
+the open ones.
+"""

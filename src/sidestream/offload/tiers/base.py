@@ -37,38 +37,38 @@ __all__ = [
 ]
 
 Block = memoryview | npt.NDArray[np.uint8]
-"""One block's bytes: `layout.block_bytes`, contiguous, in host memory. Page-aligned blocks may be moved faster."""
+"""One block's bytes: `layout.block_bytes`, contiguous, in host memory. Page-aligned blocks may be faster to move."""
 
 
 class PersistentTier(Protocol):
     """KV blocks by content key, on a medium that is slower than host memory.
 
-    The index never does I/O. `read` and `write` may block on I/O. They are called on stream threads, several at a time,
-    and never touch the index: they work on the grant or the pinned entry that they are given. To every reader, in this
-    process and in the next one, an entry is complete or absent.
+    The index never does I/O. `read` and `write` may block on I/O. They are called on stream threads, several at the
+    same time, and never use the index: they work on the grant or the pinned entry that they are given. For every
+    reader, in this process and in later ones, an entry is either complete or absent.
     """
 
     @property
     def index(self) -> TierIndex:
-        """The keys that the tier holds. Written by the offload worker only; lookups from the engine thread."""
+        """The keys that the tier holds. Only the offload worker writes the index; the engine thread looks keys up."""
         ...
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
         """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`.
 
-        Raises TierFull (the medium has no room) or TierError; no part of the entry is left then.
+        Raises TierFull (the medium has no room) or TierError; then no part of the entry is left.
         """
         ...
 
     def read(self, entry: Entry, out: Block) -> None:
-        """Fill `out` with a pinned entry's block, verified.
+        """Fill `out` with the block of a pinned entry, and verify it.
 
-        Raises TierCorrupt (missing or damaged; the tier deletes the entry) or TierError; `out` is undefined then.
+        Raises TierCorrupt (the entry is missing or damaged; the tier deletes it) or TierError; then `out` is undefined.
         """
         ...
 
     def close(self) -> None:
-        """Delete `index.take_doomed()` and release the medium. Called after the last read and write; idempotent."""
+        """Delete `index.take_doomed()` and release the medium. Called after the last read and write. Idempotent."""
         ...
 
 
@@ -76,8 +76,8 @@ class PersistentTier(Protocol):
 class TierContext:
     """The model whose KV a tier will hold.
 
-    fingerprint   identifies weights and config: a tier must not serve blocks of another model
-    tracer        for the tier's index
+    fingerprint   identifies weights and config; a tier must not serve blocks of another model
+    tracer        tracer for the tier's index
     """
 
     layout: KVLayout
@@ -89,9 +89,9 @@ class TierContext:
 class TierKind:
     """A row of the registry.
 
-    name   in metrics (`tier="NAME"`, `kind="NAME-write"`), streams, `CachedTokens.by_tier` and `OffloadConfig.tiers`;
-           the name of the tier's index
-    open   makes the tier, or returns None if the config does not ask for it. Raises ConfigError
+    name   name of the tier in metrics (`tier="NAME"`, `kind="NAME-write"`), streams, `CachedTokens.by_tier` and
+           `OffloadConfig.tiers`, and name of the tier's index
+    open   function that makes the tier, or returns None if the config does not ask for it. Raises ConfigError
     """
 
     name: str

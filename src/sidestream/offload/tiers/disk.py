@@ -1,12 +1,12 @@
 """The disk tier: one file per KV block, checksummed, in a directory that one engine holds at a time.
 
-Knows files; the index (`tiers.index`) knows which of them are served, pinned or next to be evicted. The engine opens
+Knows files; the index (`tiers.index`) knows which entries are served, pinned or next to be evicted. The engine opens
 and closes the tier; `write` and `read` run on stream threads, several at once.
 
-    DIRECTORY/sidestream-tier.json        what wrote it: format version, model fingerprint, layout
-    DIRECTORY/sidestream-tier.lock        held (flock) by the engine that uses the directory; its pid, for messages
+    DIRECTORY/sidestream-tier.json        description of the tier: format version, model fingerprint, layout
+    DIRECTORY/sidestream-tier.lock        locked (flock) by the engine that uses the directory; its pid, for messages
     DIRECTORY/3f/3f…c2-000000000000002a   an entry: key-serial, both in hexadecimal
-    DIRECTORY/3f/3f…c2-….tmp              an entry being written; what a killed process left is removed at open
+    DIRECTORY/3f/3f…c2-….tmp              an entry being written; leftovers of killed processes are removed at open
 
 An entry is a header and the block. The header fills a page, so that the block starts at a page boundary:
 
@@ -17,17 +17,18 @@ An entry is a header and the block. The header fills a page, so that the block s
     [4096, …)     payload
 
 **The directory is the index.** Names and sizes are enough to rebuild it at open, without reading a payload; the
-modification time is the recency, set by every write and every read. A file that was renamed into place but not yet
-published when the process died is complete, and is served.
+modification time, set by every write and every read, gives the order of eviction. If the process dies between the
+rename of a file and its publication, the file is complete, and is served after the next open.
 
-**No deletion can hit a newer write.** Names contain the serial of their write and are never reused while the directory
-is held, so a late unlink of an evicted entry, a read in flight and a new write of the same key work on different files.
-When a crash leaves two files of one key, open keeps the later one; both hold the same bytes, because keys name content.
+**No deletion can hit a newer write.** A file name contains the serial of its write, and is never reused while an engine
+holds the directory. So a late unlink of an evicted entry, a read in flight and a new write of the same key work on
+different files. If a crash leaves two files of one key, open keeps the later file; both hold the same bytes, because a
+key is a hash of the content.
 
-**No entry is synced.** kill -9 loses no page of a finished write: the kernel has it. A power loss may tear or empty
-files that were renamed into place; length and checksum find them, and a lost block is only recomputed. An fsync per
-block would buy nothing but slower stores. Only tier.json, written once, is synced, because without it the directory is
-refused.
+**No entry is synced.** kill -9 loses no page of a finished write, because the kernel has the page. A power loss may
+damage files that were renamed into place; their length or checksum is then wrong, and the lost block is recomputed. An
+fsync per block would only make stores slower. tier.json is synced, because without it the directory is refused; it is
+written only once.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ _PAGE = 4096
 _TIER_FILE = "sidestream-tier.json"
 _LOCK_FILE = "sidestream-tier.lock"
 _TEMPORARY = ".tmp"
-_OURS_AT_BIRTH = {_LOCK_FILE, _TIER_FILE + _TEMPORARY, "lost+found"}  # what a directory without tier.json may hold
+_OURS_AT_BIRTH = {_LOCK_FILE, _TIER_FILE + _TEMPORARY, "lost+found"}  # names allowed in a directory without tier.json
 _ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
 _PREFIX = re.compile(r"[0-9a-f]{2}")  # name of a directory of entries: the first byte of their keys
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# errors of open() for no regular file: a socket, a directory opened for writing, circular symbolic links
+# errors of open() if the file is not regular: a socket, a directory opened for writing, circular symbolic links
 _NO_FILE = {errno.ENXIO, errno.EISDIR, errno.ELOOP}
 
 _log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class DiskTier:
     """KV blocks in files under `directory`; made by `open`."""
 
     def __init__(self, directory: Path, *, block_bytes: int, identity: bytes, index: TierIndex, lock: int) -> None:
-        """Takes ownership of `lock`, an open descriptor. Use `open`."""
+        """Callers use `open` instead. Takes ownership of `lock`, an open descriptor."""
         self.directory = directory
         self._root = str(directory)
         self._block_bytes = block_bytes
@@ -105,17 +106,17 @@ class DiskTier:
     ) -> DiskTier:
         """Create or reopen the tier in `directory`, for one model (`fingerprint`) and layout.
 
-        Removes leftovers of killed processes and damaged entries, then evicts down to `capacity_bytes`, which counts
-        whole pages, headers included. Reads names and sizes only: 70,000 entries take about a second.
-        Raises ConfigError, and changes nothing, when `directory` is a file, is not writable, is in use, holds other
-        files, or was written for another model, layout or format version, and when `capacity_bytes` is less than one
+        Removes leftovers of killed processes and damaged entries, then evicts entries down to `capacity_bytes` (counted
+        in whole pages, including headers). Reads only names and sizes: 70,000 entries take about a second.
+        Raises ConfigError, and changes nothing, if `directory` is a file, is not writable, is in use, holds other
+        files, or was written for another model, layout or format version, or if `capacity_bytes` is less than one
         entry.
         """
         path = Path(directory).expanduser()
         max_entries = capacity_bytes // entry_bytes(layout)
         if max_entries < 1:
             raise ConfigError(
-                f"disk_capacity is {capacity_bytes} bytes, one block of this model takes {entry_bytes(layout)} "
+                f"disk_capacity is {capacity_bytes} bytes, but one block of this model takes {entry_bytes(layout)} "
                 f"({layout.block_tokens} tokens and a header): raise disk_capacity"
             )
         description: dict[str, int | str] = {
@@ -129,7 +130,8 @@ class DiskTier:
             with contextlib.ExitStack() as on_failure:
                 lock = _hold(path)
                 on_failure.callback(os.close, lock)
-                if not _check_directory(path, description):  # again: another engine may have made it its own meanwhile
+                # Check again, because another engine may have taken the directory meanwhile.
+                if not _check_directory(path, description):
                     _write_description(path, description)
                 found = _scan(path, file_bytes=HEADER_BYTES + layout.block_bytes, max_entries=max_entries)
                 on_failure.pop_all()
@@ -158,12 +160,12 @@ class DiskTier:
         return self._index
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
-        """Delete the evicted entry `grant.victim`, then write `payload` (`layout.block_bytes`) as `grant.entry`, whole
-        or not at all.
+        """Delete the evicted entry `grant.victim`, then write `payload` (`layout.block_bytes`) as `grant.entry`,
+        completely or not at all.
 
-        Waits for I/O: call it on a disk stream's thread. Raises TierFull when the disk, the quota or the file size
-        limit has no room, TierError on any other failure. Then no file of the entry is left, and the caller must
-        abandon the grant.
+        Waits for I/O: call it on a disk stream's thread. Raises TierFull if the disk, the quota or the file size limit
+        leaves no room, and TierError for any other failure. In both cases no file of the entry is left, and the caller
+        must abandon the grant.
         """
         view = self._view(payload)  # rule: write-begins
         header = self._header(grant.entry.key)
@@ -181,11 +183,11 @@ class DiskTier:
         grant.written = True  # rule: entry-counts-as-written-after-its-write
 
     def read(self, entry: Entry, out: Block) -> None:
-        """Read a pinned entry's block straight into `out` (`layout.block_bytes`) and verify every bit of its file.
+        """Read a pinned entry's block directly into `out` (`layout.block_bytes`), and verify every bit of its file.
 
-        Waits for I/O: call it on a disk stream's thread. Raises TierCorrupt when the file is missing, or when its
-        length, header or checksum is wrong; that file is deleted. Raises TierError when reading fails. After either
-        error, the contents of `out` are undefined, and the caller must forget the entry.
+        Waits for I/O: call it on a disk stream's thread. Raises TierCorrupt if the file is missing, or if its length,
+        header or checksum is wrong (the file is then deleted). Raises TierError if reading fails. After either error,
+        the content of `out` is undefined, and the caller must forget the entry.
         """
         view = self._view(out)
         path = self._path(entry)
@@ -220,7 +222,9 @@ class DiskTier:
         return f"{self._root}/{name[:2]}/{name}-{entry.serial:016x}"
 
     def _header(self, key: Key) -> bytes:
-        """The header without its digest. It depends on tier and key only, so a reader compares it as a whole."""
+        """The header without its digest. It depends only on the tier and the key, so a reader compares all its
+        bytes.
+        """
         if len(key) != KEY_BYTES:
             raise InvariantError(f"a key of the disk tier has {KEY_BYTES} bytes, not {len(key)}")
         return _FIELDS.pack(_MAGIC, FORMAT_VERSION, self._identity, key, self._block_bytes).ljust(_DIGEST_AT, b"\0")
@@ -244,11 +248,12 @@ class DiskTier:
                 return f"is {'longer' if num_bytes > HEADER_BYTES + view.nbytes else 'shorter'} than one block"
             expected = self._header(key)
             if not header.startswith(expected):  # rule: header-is-verified
-                return "has a header of something else"
+                return "has the header of another block or tier"
             if header[_DIGEST_AT:] != _digest(expected, view):  # rule: every-bit-is-verified
                 return "does not match its checksum"
             with contextlib.suppress(OSError):  # the read succeeds even if its time cannot be recorded
-                # The kernel's own time stamp moves once a tick: with it, a read could seem no later than the write.
+                # The kernel's own time stamp changes only once per tick, so a read could get the same time as the
+                # write.
                 now = time.time_ns()
                 os.utime(fd, ns=(now, now))
             return None
@@ -257,7 +262,7 @@ class DiskTier:
 
 
 def entry_bytes(layout: KVLayout) -> int:
-    """Bytes that one block takes on disk: header and payload in whole pages."""
+    """Bytes that one block takes on disk: header and payload, rounded up to whole pages."""
     return -(-(HEADER_BYTES + layout.block_bytes) // _PAGE) * _PAGE
 
 
@@ -287,7 +292,9 @@ class _NotRegular(OSError):
 
 
 def _open_regular(path: str | Path, flags: int) -> int:
-    """A descriptor of a regular file. Never waits, as a plain open of a FIFO does for its other end. Raises OSError."""
+    """A descriptor of a regular file. Never waits, whereas a plain open of a FIFO waits for its other end. Raises
+    OSError.
+    """
     not_regular = _NotRegular(errno.EINVAL, f"{path} is not a regular file")
     try:
         fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)  # owner only: KV reveals users' text
@@ -300,7 +307,7 @@ def _open_regular(path: str | Path, flags: int) -> int:
 
 
 def _write_whole(path: str, buffers: list[memoryview]) -> None:
-    """Write the file under a temporary name and rename it; on failure nothing is left. Raises OSError."""
+    """Write the file under a temporary name and rename it. After a failure, no file is left. Raises OSError."""
     temporary = path + _TEMPORARY  # rule: entry-is-renamed-into-place
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
@@ -339,15 +346,15 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _unlink(path: str) -> None:
-    """Delete the file, if there is one. A directory of that name, which the tier did not make, stays. It blocks no
-    later entry: names are never reused.
+    """Delete the file, if it exists. A directory with that name, which the tier has not made, stays; it does no harm,
+    because names are never reused.
     """
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)  # noqa: PTH108  a Path per deletion would cost more than the call
 
 
 def _check_directory(directory: Path, description: dict[str, int | str]) -> bool:
-    """Whether the directory is the described tier already; False when it is missing or empty. Changes nothing.
+    """Whether the directory already is the described tier. False if it is missing or empty. Changes nothing.
 
     Raises ConfigError in any other case.
     """
@@ -385,7 +392,7 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
     version = found.get("format_version")
     if version != FORMAT_VERSION:
         raise ConfigError(
-            f"disk directory {directory} has format version {version!r}, this version of Sidestream reads and writes "
+            f"disk directory {directory} has format version {version!r}, but this version of Sidestream uses "
             f"{FORMAT_VERSION}: give another directory, or delete it"
         )
     differing = [  # rule: disk-of-other-weights-is-refused
@@ -402,14 +409,14 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
 
 
 def _hold(directory: Path) -> int:
-    """Lock the directory until the returned descriptor is closed or the process dies, kill -9 included.
+    """Lock the directory until the returned descriptor is closed or the process dies (also by kill -9).
 
     A forked child shares the lock; a spawned one does not.
     """
     lock = _open_regular(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # rule: directory-has-one-owner
-        with contextlib.suppress(OSError):  # the pid is for messages only: a full disk still serves reads
+        with contextlib.suppress(OSError):  # the pid is only for messages, and a full disk can still serve reads
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
     except BlockingIOError:
@@ -417,7 +424,7 @@ def _hold(directory: Path) -> int:
         os.close(lock)
         raise ConfigError(
             f"disk directory {directory} is in use by {f'process {holder}' if holder else 'another process'}: "
-            f"stop that one, or give each engine a directory of its own"
+            f"stop that process, or give each engine its own directory"
         ) from None
     except BaseException:
         os.close(lock)
@@ -426,8 +433,8 @@ def _hold(directory: Path) -> int:
 
 
 def _write_description(directory: Path, description: dict[str, int | str]) -> None:
-    """Make an empty directory a tier: write tier.json. No entry is written before it, so a process that is killed here
-    leaves a directory that counts as empty.
+    """Write tier.json, which makes an empty directory a tier. Entries are written only later, so a process that is
+    killed here leaves a directory that counts as empty.
     """
     temporary = directory / (_TIER_FILE + _TEMPORARY)
     temporary.unlink(missing_ok=True)
@@ -445,7 +452,7 @@ def _write_description(directory: Path, description: dict[str, int | str]) -> No
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Content of a directory: entries to serve, least recently used first, and counts of removed files."""
+    """The content of a directory: entries to serve, least recently used first, and numbers of removed files."""
 
     entries: list[Entry]
     next_serial: int
@@ -462,7 +469,7 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
         next_serial = max(next_serial, serial + 1)  # rule: serials-go-on-after-a-restart
         status = file.stat(follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
-            continue  # not the tier's
+            continue  # not a file of the tier
         twin = newest.get(key)
         if file.name.endswith(_TEMPORARY):  # rule: leftovers-are-deleted
             leftovers += 1
@@ -509,6 +516,7 @@ def _log_opened(directory: Path, found: _Found, *, held_bytes: int, capacity_byt
         _log.info(message, directory, found.leftovers, found.corrupt, found.evictions)
     if (free := shutil.disk_usage(directory).free) < capacity_bytes - held_bytes:
         message = (
-            "disk tier %s: %d bytes free on the disk, the tier may want %d more: free some, or lower disk_capacity"
+            "disk tier %s: %d bytes are free on the disk, but the tier may need %d more: "
+            "free some, or lower disk_capacity"
         )
         _log.warning(message, directory, free, capacity_bytes - held_bytes)

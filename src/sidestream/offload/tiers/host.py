@@ -1,7 +1,7 @@
-"""The host tier: slots of host memory that the device can copy from and to, with a ledger like the device's.
+"""The host tier: slots of host memory that the device can copy from and to, with a pool like the device's.
 
-Knows slots and bytes, not the copies. The offload worker's thread owns the ledger (`pool`); the engine thread only
-looks keys up in it. Bytes of a slot are written by the holder of a lease.
+Knows slots and bytes, not copies. The offload worker's thread owns the pool; the engine thread only looks up keys in
+it. Only the holder of a slot's lease writes the slot's bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class HostTier:
     """`num_slots` blocks in one slab of host memory.
 
     memory        `num_slots * layout.block_bytes` bytes, from `Device.allocate_host`
-    ready_bytes   size of its start that can be used already (see `grow`); None: all
+    ready_bytes   number of bytes, from the start, that can be used already (see `grow`); None: all
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class HostTier:
             tracer.backed(self.pool.name, memory.name, layout.block_bytes)
 
     def grow(self, ready_bytes: int) -> bool:
-        """Use the first `ready_bytes` of the memory. Returns whether that adds slots."""
+        """Use the first `ready_bytes` of the memory from now on. Returns whether this adds slots."""
         ready = ready_bytes // self.layout.block_bytes
         if ready <= self.pool.size:
             return False
@@ -47,6 +47,6 @@ class HostTier:
         return self.pool.size * self.layout.block_bytes
 
     def slot(self, index: int) -> memoryview:
-        """The bytes of one slot, writable; valid while the caller's lease holds it."""
+        """The bytes of one slot, writable. Valid while the caller holds a lease of the slot."""
         start, stop = self.layout.span(index)
         return self.memory.data[start:stop].numpy().data

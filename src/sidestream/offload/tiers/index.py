@@ -1,23 +1,24 @@
-"""The ledger of a persistent tier: which blocks it holds, which are being read or written, and which goes next.
+"""The index of a persistent tier: the blocks that it holds, reads or writes, and the order of their eviction.
 
-Knows keys, serials, pins and order; never a file or a socket. Nothing here does I/O or blocks. Written by the offload
-worker's thread only; the engine thread calls `in` and `stats`, which read one attribute each. All entries have one
+Knows keys, serials, pins and order, but no file or socket. Nothing here does I/O or blocks. Only the offload worker's
+thread writes it; the engine thread calls `in` and `stats`, which read one attribute each. All entries have the same
 size, so the capacity is a number of entries.
 
     absent ── reserve ──> writing ── publish ──> published ── evicted by reserve · forget · clear ──> doomed ──> absent
                              └───── abandon (a finished write leaves its entry doomed) ───────────────────┘
 
-A published entry that is pinned is never evicted; one that is forgotten or cleared while pinned becomes doomed at its
-last release. Doomed entries are unreachable, but still lie on the medium until the write of a later grant deletes them:
-each grant carries at most one victim, deleted before the grant's own bytes are written. So the medium never holds more
+A pinned entry is never evicted. If an entry is forgotten or cleared while it is pinned, it becomes doomed at its last
+release. Doomed entries are unreachable, but stay on the medium until the write of a later grant deletes them: each
+grant has at most one victim, which is deleted before the grant's own bytes are written. So the medium never holds more
 than
 
     published + writing + leaving (pinned, unreachable) + doomed  <=  max_entries
 
 and no thread waits for a deletion.
 
-A deletion cannot hit the wrong bytes: it names an Entry, which is one *write* of a key (key and serial), never the key
-alone. A second write of the key makes another entry, so late deletions, reads in flight and new writes never meet.
+A deletion cannot hit the wrong bytes: it names an Entry, which is one *write* of a key (key and serial), not only the
+key. A second write of the key makes another entry, so late deletions, reads in flight and new writes use different
+entries.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sidestream.types import Access, Key, Tracer
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One write of one key. `serial` grows with every write and is never used twice while the tier is open."""
+    """One write of one key. `serial` increases with every write, and is never used twice while the tier is open."""
 
     key: Key
     serial: int
@@ -40,13 +41,13 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class WriteGrant:
-    """The right to write `entry`; from `TierIndex.reserve` until `publish` or `abandon`, exactly one of them.
+    """The right to write `entry`. `TierIndex.reserve` gives it, and either `publish` or `abandon` ends it.
 
     Until the write's fence, the tier's `write` owns `victim` and `written`; after it, the offload worker reads them.
 
-    victim   deleted by `write` before it writes; None when there was room, or once deleted
-    written  the entry lies complete on the medium
-    void     the tier was cleared meanwhile: publishing abandons (offload worker)
+    victim   the entry that `write` deletes before it writes; None if there was room, or after the deletion
+    written  the complete entry is on the medium
+    void     the entry's key was dropped meanwhile, so `publish` abandons the grant (offload worker)
     """
 
     entry: Entry
@@ -57,11 +58,11 @@ class WriteGrant:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What a tier holds, and what happened to it since it was opened.
+    """The content of a tier, and counts since it was opened.
 
-    entries, bytes   published entries, and what they take on the medium
-    evictions        entries removed to make room
-    corrupt          entries dropped because they were damaged or unreadable
+    entries, bytes   number of published entries, and the bytes that they take on the medium
+    evictions        number of entries removed to make room
+    corrupt          number of entries dropped because they were damaged or unreadable
     """
 
     entries: int
@@ -78,7 +79,7 @@ class _Slot:
 
 
 class ReadLease:
-    """Keeps `entries`, in the order of the pinned keys, on the medium until `release`; never ends by time (H6)."""
+    """Keeps `entries` (in the order of the pinned keys) on the medium until `release`; never ends by time (H6)."""
 
     __slots__ = ("_index", "_slots", "entries")
 
@@ -88,7 +89,7 @@ class ReadLease:
         self.entries: tuple[Entry, ...] = tuple(slot.entry for slot in slots)
 
     def release(self) -> None:
-        """End the lease, after the fence of its last read. Raises InvariantError the second time."""
+        """End the lease, after the fence of its last read. Raises InvariantError if it has ended already."""
         slots, self._slots = self._slots, ()
         if not slots and self.entries:
             raise InvariantError("a read lease was released twice")
@@ -96,7 +97,7 @@ class ReadLease:
 
 
 class TierIndex:
-    """Entries by key, least recently used first. `name`: the tier's, and its memory's for a tracer."""
+    """Entries by key, least recently used first. `name` is the tier's name, and for a tracer also its memory's name."""
 
     def __init__(
         self,
@@ -110,10 +111,10 @@ class TierIndex:
         corrupt: int = 0,
         tracer: Tracer | None = None,
     ) -> None:
-        """`published`: entries that are on the medium already, least recently used first, at most `max_entries`.
-
-        next_serial          exceeds every serial on the medium
-        evictions, corrupt   counts that the statistics start from
+        """
+        published            entries that are on the medium already, least recently used first, at most `max_entries`
+        next_serial          first serial to use, larger than every serial on the medium
+        evictions, corrupt   initial values of these statistics
         tracer               records every grant, pin and key
         """
         self.name = name
@@ -125,7 +126,7 @@ class TierIndex:
         self._idle: OrderedDict[Key, _Slot] = OrderedDict(self._slots)  # published and not pinned, next victim first
         self._writing: dict[Key, WriteGrant] = {}
         self._victims: dict[Key, Entry] = {}  # victims of the grants in _writing
-        self._leaving = 0  # retired, but still pinned
+        self._leaving = 0  # number of entries that are unreachable, but still pinned
         self._doomed: deque[Entry] = deque()
         self._evictions = evictions
         self._corrupt = corrupt
@@ -145,44 +146,48 @@ class TierIndex:
         return iter(self._slots)
 
     def access(self, entry: Entry, *, write: bool) -> Access:
-        """The bytes of an entry, for a tracer: the entry stands for one byte of the memory that the tier is."""
+        """The access to an entry, for a tracer. The tracer sees the tier as a memory, and the entry as one byte of
+        it.
+        """
         return Access(self.name, entry.serial, entry.serial + 1, write)
 
     def accesses(self, grant: WriteGrant) -> list[Access]:
-        """The entries that a write touches: it deletes the grant's victim and makes its entry."""
+        """The accesses of a write: it deletes the grant's victim and makes the grant's entry."""
         touched = [grant.entry] if grant.victim is None else [grant.entry, grant.victim]
         return [self.access(entry, write=True) for entry in touched]
 
     @property
     def stats(self) -> TierStats:
-        """Counts as of now."""
+        """The current counts."""
         return TierStats(len(self._slots), len(self._slots) * self._entry_bytes, self._evictions, self._corrupt)
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """How many leading `keys` are published, without a gap. Read-only: no pin, no recency (H26)."""
+        """Number of leading `keys` that are published, without a gap. Read-only: does not pin entries, nor change their
+        order (H26).
+        """
         for count, key in enumerate(keys):
             if key not in self._slots:
                 return count
         return len(keys)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Mark `keys` (absent ones are skipped) as just used, the first one last.
+        """Mark `keys` as just used, in reverse order; absent keys are skipped.
 
-        The keys are a run from the start of a prefix. A block is of no use without its predecessors, so eviction shall
-        take a run from its end.
+        The keys are a run from the start of a prefix. A block is useless without its predecessors, so the run's end
+        must be evicted first.
         """
         for key in reversed(keys):
             if key in self._idle:
                 self._idle.move_to_end(key)
 
     def pin(self, keys: Sequence[Key]) -> ReadLease:
-        """Keep published `keys` from being evicted until the lease is released; only a pinned entry may be read.
+        """Protect published `keys` from eviction until the lease is released. Only a pinned entry may be read.
 
-        Raises InvariantError when a key is not published (nothing was pinned): `lookup` says how many are.
+        Raises InvariantError if a key is not published (nothing is pinned then); `lookup` returns how many are.
         """
         if self.lookup(keys) < len(keys):
             raise InvariantError(
-                f"pin of {len(keys)} keys of the {self.name} tier, of which only {self.lookup(keys)} lead: "
+                f"pin of {len(keys)} keys of the {self.name} tier, which holds only the first {self.lookup(keys)}: "
                 f"look up first"
             )
         slots = tuple(self._slots[key] for key in keys)
@@ -194,10 +199,10 @@ class TierIndex:
         return ReadLease(self, slots)
 
     def reserve(self, key: Key) -> WriteGrant | None:
-        """The right to write `key`, with room for it; None when it is published or being written already.
+        """The right to write `key`, with room for the entry. None if `key` is published or being written already.
 
-        Room is made at once by evicting the least recently used entry that is not pinned; the grant's write deletes it.
-        Raises TierFull when every entry is being read or written (nothing was evicted).
+        If there is no room, the least recently used entry that is not pinned is evicted at once; the grant's write
+        deletes it. Raises TierFull if every entry is being read or written (nothing is evicted then).
         """
         if key in self._slots or key in self._writing:  # rule: key-is-written-by-one-at-a-time
             return None
@@ -213,9 +218,10 @@ class TierIndex:
         return grant
 
     def publish(self, grant: WriteGrant) -> None:
-        """Make a written entry visible, as the most recently used; behind the fence of its write (H7).
+        """Make a written entry visible as the most recently used entry. Call it after the fence of its write (H7).
 
-        After a `clear` it is dropped instead (H8). Raises InvariantError when the write did not succeed.
+        If the key was dropped during the write, the entry is dropped, too (H8). Raises InvariantError if the write did
+        not succeed.
         """
         if not grant.written:  # rule: entry-was-written
             raise InvariantError(
@@ -230,9 +236,9 @@ class TierIndex:
         self._slots[grant.entry.key] = self._idle[grant.entry.key] = _Slot(grant.entry)
 
     def abandon(self, grant: WriteGrant) -> None:
-        """Give a grant back without an entry (H9): its write failed, never ran, or is not wanted any more.
+        """End a grant without an entry (H9), because its write failed, never ran, or is no longer needed.
 
-        Never while the write may still run: behind its fence, or when it was never submitted.
+        Call it only after the fence of the write, or if the write was never submitted.
         """
         self._end(grant)
         if grant.written:  # rule: abandoned-grant-leaves-no-file
@@ -241,8 +247,8 @@ class TierIndex:
             self._doomed.append(grant.victim)
 
     def forget(self, entry: Entry) -> None:
-        """Drop an entry whose read failed, and count it as corrupt. Does nothing when it is gone or was written
-        anew.
+        """Drop an entry whose read failed, and count it as corrupt. Does nothing if the entry was dropped already, even
+        if its key was written again.
         """
         slot = self._slots.get(entry.key)
         if slot is not None and slot.entry == entry:  # rule: newer-write-survives-a-failed-read-of-an-older
@@ -250,16 +256,16 @@ class TierIndex:
             self._retire(slot)
 
     def clear(self) -> None:
-        """Drop every entry; no key is reachable afterwards, not even those being written now (H8).
+        """Drop every entry: no key is reachable afterwards, not even keys that are being written now (H8).
 
-        The deletions happen with later writes and at the tier's close; entries not deleted by then (kill -9) come back
-        with the next open. They hold what their keys say, so that is harmless.
+        Later writes, and the tier's close, delete the entries. Entries that are not deleted by then (kill -9) are found
+        by the next open, which is harmless, because their content matches their keys.
         """
         self.drop([*self._slots, *self._writing])
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Drop these entries; none of the keys is reachable afterwards, not even those being written now. The
-        deletions: see `clear`.
+        """Drop these entries: none of the keys is reachable afterwards, not even keys that are being written now. They
+        are deleted later, as by `clear`.
         """
         for key in keys:
             if (slot := self._slots.get(key)) is not None:
@@ -268,13 +274,13 @@ class TierIndex:
                 grant.void = True  # rule: reset-reaches-writes-in-flight
 
     def take_doomed(self) -> list[Entry]:
-        """Hand over all doomed entries, for the owner to delete when it closes the tier."""
+        """Return and remove all doomed entries, which the owner deletes when it closes the tier."""
         doomed = list(self._doomed)
         self._doomed.clear()
         return doomed
 
     def _make_room(self) -> Entry | None:
-        """The victim of one more entry, or None when there is room without one."""
+        """The victim for one more entry; None if there is room without a victim."""
         if self._doomed:  # rule: doomed-entries-are-deleted
             return self._doomed.popleft()
         if len(self._slots) + len(self._writing) + self._leaving < self._max_entries:
@@ -312,7 +318,7 @@ class TierIndex:
             self._doomed.append(slot.entry)
 
     def _trace_found(self, tracer: Tracer, entry: Entry) -> None:
-        """Trace an entry of an earlier process: its bytes are on the medium."""
+        """Trace an entry of an earlier process, whose bytes are on the medium."""
         tracer.took(self.name, [entry.serial], ())
         tracer.host_touched(lambda: [self.access(entry, write=True)], f"found on {self.name}")
         tracer.published(self.name, entry.serial, entry.key)
@@ -321,7 +327,7 @@ class TierIndex:
     def _unpin(self, slots: tuple[_Slot, ...]) -> None:
         if self._tracer is not None:
             self._tracer.released(self.name, [slot.entry.serial for slot in slots], ())
-        for slot in reversed(slots):  # the first key ends up as the most recently used: see touch
+        for slot in reversed(slots):  # so the first key becomes the most recently used: see touch
             slot.pins -= 1  # rule: reader-ends-its-own-pin
             if slot.pins:  # rule: entry-is-idle-after-its-last-reader
                 continue

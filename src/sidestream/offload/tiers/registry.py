@@ -16,7 +16,7 @@ _KINDS: list[TierKind] = [disk.KIND]
 def register(kind: TierKind) -> None:
     """Add a persistent tier after the known ones, for engines of this process that are built later.
 
-    Raises ConfigError if a tier of that name is known.
+    Raises ConfigError if a tier with that name is known already.
     """
     if kind.name in names():
         raise ConfigError(f"a tier {kind.name} is known already: give the tier another name")
@@ -31,7 +31,7 @@ def names() -> tuple[str, ...]:
 def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, PersistentTier]:
     """The persistent tiers that `config` asks for, by name, fastest first.
 
-    Raises ConfigError if one cannot be opened or is unknown; the others are closed then.
+    Raises ConfigError if a tier cannot be opened or is unknown; then the others are closed.
     """
     known = {kind.name for kind in _KINDS}
     for name in config.tiers:

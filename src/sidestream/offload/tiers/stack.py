@@ -1,8 +1,8 @@
-"""The tiers of one engine: host memory, and persistent tiers behind it, as an ordered list.
+"""The tiers of one engine as an ordered list: host memory, then the persistent tiers.
 
-A block goes from the device to the host tier, and from there to every persistent tier; it comes back from the fastest
-tier that has it, through the host tier. The offload worker owns the ledgers; the engine thread calls `locate`,
-`gauges` and `close`, which only look.
+A block goes from the device to the host tier, and from there to every persistent tier. It comes back through the host
+tier, from the fastest tier that has it. The offload worker owns the pool and the indices of the tiers; the engine
+thread calls `locate`, `gauges` and `close`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from sidestream.types import HOST, Key
 
 @dataclass(frozen=True, slots=True)
 class TierGauge:
-    """What one tier holds. `ready_bytes`: bytes of a memory that can be used already; None: not a memory."""
+    """The content of one tier. `ready_bytes`: bytes of its memory that can be used already; None: it is not a
+    memory.
+    """
 
     name: str
     num_blocks: int
@@ -28,7 +30,7 @@ class TierGauge:
 
 @dataclass(frozen=True, slots=True)
 class TierStack:
-    """`host`, and the `persistent` tiers by name, fastest first."""
+    """The tier `host`, and the tiers `persistent` by name, fastest first."""
 
     host: HostTier
     persistent: Mapping[str, PersistentTier] = field(default_factory=dict)
@@ -36,11 +38,11 @@ class TierStack:
     # ------------------------------------------------------------------ any thread
 
     def locate(self, keys: Sequence[Key]) -> list[str]:
-        """Names of the tiers that hold the longest run of leading `keys`, one for each key of the run.
+        """The longest run of leading `keys` that the tiers hold: the name of a tier for each key of the run.
 
-        A lookup: when the plan that follows from it is carried out, a block may have been evicted, and is a miss.
+        This is only a lookup: a block may be evicted before the resulting plan is executed, and is then a miss.
         """
-        sources = [HOST] * len(self.host.pool.match(keys))  # usually the whole run, and faster than key by key
+        sources = [HOST] * len(self.host.pool.match(keys))  # often the whole run; faster than single lookups
         for key in keys[len(sources) :]:
             source = HOST if self.host.pool.get(key) is not None else self.find(key)
             if source is None:
@@ -53,7 +55,7 @@ class TierStack:
         return next((name for name, tier in self.persistent.items() if key in tier.index), None)
 
     def gauges(self) -> Iterator[TierGauge]:
-        """What each tier holds, fastest first."""
+        """The content of each tier, fastest first."""
         pool, block_bytes = self.host.pool, self.host.layout.block_bytes
         yield TierGauge(HOST, pool.num_keys, pool.num_keys * block_bytes, self.host.ready_bytes)
         for name, tier in self.persistent.items():
@@ -61,7 +63,7 @@ class TierStack:
             yield TierGauge(name, stats.entries, stats.bytes)
 
     def close(self) -> None:
-        """Close every persistent tier; after the last transfer. Idempotent."""
+        """Close every persistent tier. Call it after the last transfer. Idempotent."""
         with contextlib.ExitStack() as ends:
             for tier in self.persistent.values():
                 ends.callback(tier.close)
@@ -69,12 +71,12 @@ class TierStack:
     # ------------------------------------------------------------------ the offload worker
 
     def touch(self, prefix: Sequence[Key]) -> None:
-        """Mark a run from the start of a sequence as just used, in every tier: a run is evicted from its end."""
+        """Mark a run from the start of a sequence as just used in every tier. The run's end will be evicted first."""
         self.host.pool.touch(prefix)
         self.touch_persistent(prefix)
 
     def touch_persistent(self, prefix: Sequence[Key]) -> None:
-        """`touch`, in the persistent tiers only."""
+        """The same as `touch`, but only in the persistent tiers."""
         for tier in self.persistent.values():
             tier.index.touch(prefix)
 
