@@ -23,7 +23,7 @@ def test_an_unknown_device_names_the_nearest() -> None:
         EngineConfig(device="cudo")
 
 
-_BAD_BLOCKS = "block_tokens is 8: attention on a GPU needs a multiple of 16; give one, or device cpu"
+_BAD_BLOCKS = "block_tokens is 8: attention on a GPU needs a multiple of 16; give such a number, or device cpu"
 
 
 def test_blocks_that_a_gpu_cannot_read_are_refused() -> None:

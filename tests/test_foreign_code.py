@@ -165,7 +165,7 @@ def test_models_prepare_takes_no_directory(trapped: Path, marker: Path) -> None:
     ("proposer", "field", "said"),
     [
         ("draft", "model", "the draft model: model trapped: its model_type 'trap' needs"),
-        ("mtp", "head", "carries no head"),
+        ("mtp", "head", "contains no head"),
     ],
 )
 def test_a_draft_model_or_a_head_does_not_run_its_code(

@@ -207,7 +207,7 @@ def test_a_front_end_that_does_not_read_is_cut_off_at_the_bound_and_others_go_on
         assert made.front_ends != () and front_end not in made.front_ends
         assert 0 < max(kept) < 2000  # the bound, and the message that broke it
         assert not front_end._unsent
-    assert "a front end does not read: " in caplog.text
+    assert "a front end does not read, and " in caplog.text
 
 
 def test_outputs_that_a_socket_did_not_accept_are_sent_once_they_are_read() -> None:
@@ -248,13 +248,13 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
         (lambda: FrameEncoder().encode(Attach()), "a front end may not send Attach"),
         (
             lambda: FrameEncoder().encode(msgspec.structs.replace(submission(PROMPT), prompt=b"abc")),
-            "a message cannot be carried out",
+            "a message cannot be executed",
         ),
         (
             lambda: FrameEncoder().encode(msgspec.structs.replace(submission(PROMPT), cache_salt=b"\xff")),
-            "a message cannot be carried out",
+            "a message cannot be executed",
         ),
-        (lambda: FrameEncoder().encode(Count("no_such_total", 1.0, ())), "a message cannot be carried out"),
+        (lambda: FrameEncoder().encode(Count("no_such_total", 1.0, ())), "a message cannot be executed"),
         (lambda: repeated(submission(PROMPT, 60)), "stream 0 came again before it had ended"),
     ],
     ids=[

@@ -213,9 +213,7 @@ def test_numbers_of_frames_go_round() -> None:
 def test_a_frame_that_is_too_long_is_refused_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = FrameEncoder().encode(Abort(1, 2, "abort"))
     monkeypatch.setattr(messages, "MAX_FRAME_BYTES", len(frame) - 9)
-    with pytest.raises(
-        EngineStopped, match=f"a frame of {len(frame) - 8} bytes came, at most {len(frame) - 9} are sent"
-    ):
+    with pytest.raises(EngineStopped, match=f"a frame has {len(frame) - 8} bytes, but the limit is {len(frame) - 9}"):
         fed(decoder_of_requests(), frame[:8])
 
 

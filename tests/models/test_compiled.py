@@ -261,7 +261,7 @@ def test_only_a_kind_of_layers_that_cannot_be_compiled_runs_as_it_is_written(
         assert as_written(model) == odd
     assert sum(ran) == len(LENGTHS) * 7 * 2  # of two layers of four
     assert said(caplog) == [
-        f"{name} cannot be compiled (RuntimeError: injected: no such kernel): it runs uncompiled, slower"
+        f"{name} cannot be compiled (RuntimeError: injected: no such kernel): it runs uncompiled, which is slower"
     ]
     decompile(model)
     assert as_written(model) == [True] * 4
@@ -290,7 +290,9 @@ def test_a_head_that_cannot_be_compiled_keeps_up_and_predicts_as_it_is_written(
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     assert as_written(model) == [False] * 3
     assert [
-        told.removesuffix(" cannot be compiled (RuntimeError: injected: no such kernel): it runs uncompiled, slower")
+        told.removesuffix(
+            " cannot be compiled (RuntimeError: injected: no such kernel): it runs uncompiled, which is slower"
+        )
         for told in said(caplog)
     ] == [
         "MtpHead",

@@ -135,7 +135,7 @@ def test_an_interruption_changes_nothing(model: Path, tokens: Tensor, tmp_path: 
 
 
 def test_too_little_to_learn_from_is_refused(model: Path, tokens: Tensor) -> None:
-    with pytest.raises(ConfigError, match="there are 3 sequences, a step needs 4"):
+    with pytest.raises(ConfigError, match="there are 3 sequences, but a step needs 4"):
         school(model, tokens[:3])
     with pytest.raises(ConfigError, match="steps is 0"):
         Lesson(0)

@@ -121,11 +121,11 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
     ):
         directory = tiny_model_dir("llama", tmp_path / fact, 3, **other)
         carry_head(directory, save_head(directory, tmp_path / f"{fact}.safetensors", seed=0), names="deepseek")
-        with pytest.raises(ModelError, match=f"the head: that in .* was made for {fact}, the model has"):
+        with pytest.raises(ModelError, match=f"the head in .* was made for {fact}, but the model has"):
             engine(model, directory)
-    with pytest.raises(ModelError, match="was made for vocab_size 300, the model has"):
+    with pytest.raises(ModelError, match="was made for vocab_size 300, but the model has"):
         engine(model, tmp_path / "vocab_size 300.safetensors")
-    with pytest.raises(ModelError, match=r"carries no head: it has no tensors named mtp\.\*"):
+    with pytest.raises(ModelError, match=r"contains no head: it has no tensors named mtp\.\*"):
         LLM(model, speculative=SpeculativeConfig("mtp"))
     with pytest.raises(ModelError, match="is no readable safetensors file"):
         (tmp_path / "torn.safetensors").write_bytes(head.read_bytes()[:100])
@@ -149,7 +149,7 @@ def test_a_head_that_other_weights_taught_is_taken_with_a_warning_that_names_bot
     engine(other, tmp_path / "taught.safetensors").close()
     (warning,) = caplog.records
     assert (warning.levelname, warning.name) == ("WARNING", "sidestream.models.mtp")
-    assert f"taught by weights {ours}, the model in {other} has {theirs}" in warning.getMessage()
+    assert f"trained for weights {ours}, but the model in {other} has {theirs}" in warning.getMessage()
 
     caplog.clear()
     engine(

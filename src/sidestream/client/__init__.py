@@ -1,1 +1,3 @@
-"""The border between front ends and an engine, in this process or in its own. Messages carry token ids, not text."""
+"""The interface between front ends and an engine, which runs in the same process or in its own process. Messages
+contain token ids, not text.
+"""

@@ -1,7 +1,7 @@
 """The protocol between front ends and an engine, and the queue of one request's outputs on an event loop.
 
-`InProcessClient` implements it for an engine in this process, `RemoteClient` for one in its own; the same tests run on
-both.
+`InProcessClient` implements the protocol for an engine in this process, and `RemoteClient` for an engine in another
+process; the same tests run on both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sidestream.metrics import MetricsSnapshot
 from sidestream.types import Delta, Health
 
 MAX_UNREAD = 8192
-"""Unread deltas of one request, at most; beyond that the request is aborted."""
+"""Maximum number of unread deltas of one request; with more, the request is aborted."""
 
 
 class EngineClient(Protocol):
-    """An engine as a front end sees it. One event loop's thread uses it at a time; no method blocks.
+    """A front end's view of an engine. Only one event loop's thread uses it at a time; no method blocks.
 
     While a running loop has unfinished requests, requests from another loop raise RuntimeError. After a loop was
     closed, the next request from another loop aborts the closed loop's unfinished requests.
@@ -29,7 +29,7 @@ class EngineClient(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         ...
 
     @property
@@ -48,7 +48,9 @@ class EngineClient(Protocol):
         ...
 
     def abort(self, outputs: OutputQueue, reason: str = "abort", *, index: int | None = None) -> None:
-        """End the unfinished samples (`index`: one of them) for `reason`; no delta of them follows. Idempotent."""
+        """End all unfinished samples of a request (or the sample `index`) for `reason`. They get no more deltas.
+        Idempotent.
+        """
         ...
 
     def health(self) -> Health:
@@ -68,7 +70,7 @@ class EngineClient(Protocol):
         ...
 
     async def reset_cache(self) -> None:
-        """Make every stored block of every tier unreachable at once. Raises EngineStopped."""
+        """Make all stored blocks of all tiers unreachable at once. Raises EngineStopped."""
         ...
 
 
@@ -93,12 +95,12 @@ class OutputQueue:
         return len(self._deltas) >= MAX_UNREAD
 
     def put(self, delta: Delta) -> None:
-        """Add a delta. On the reader's event loop."""
+        """Add a delta. Called on the reader's event loop."""
         self._deltas.append(delta)
         self._wake()
 
     def fail(self, error: SidestreamError) -> None:
-        """Make `read` raise `error` after the deltas so far. On the reader's event loop."""
+        """Make `read` raise `error` after the deltas so far. Called on the reader's event loop."""
         self._error = self._error or error
         self._wake()
 
@@ -126,7 +128,7 @@ def other_loop_error() -> RuntimeError:
 
 def unread_error() -> RequestError:
     """The error of a reader with more than `MAX_UNREAD` unread deltas."""
-    return RequestError(f"the answer was not read: {MAX_UNREAD} unread deltas are the bound; read them as they arrive")
+    return RequestError(f"the answer was not read: at most {MAX_UNREAD} deltas may be unread; read them as they arrive")
 
 
 def stopped_error(health: Health) -> EngineStopped:

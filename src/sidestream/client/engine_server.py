@@ -1,7 +1,8 @@
-"""The engine's end of its connections: requests in, outputs out. Runs in the engine's process; no text, no HTTP.
+"""The engine's end of its connections to front ends: receives requests and sends outputs. Runs in the engine's process;
+handles neither text nor HTTP.
 
-The caller of `EngineServer.run` is the reading thread. The engine thread sends outputs itself, one message per commit
-and front end: handing them to another thread would cost it the interpreter lock.
+The thread that calls `EngineServer.run` is the reading thread. The engine thread itself sends outputs, one message per
+commit and front end: if it handed them to another thread, it would lose the interpreter lock.
 """
 
 from __future__ import annotations
@@ -52,15 +53,16 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 64 << 20
-"""Unsent bytes for one front end, at most; beyond that its connection is closed as if it had died."""
+"""Maximum number of unsent bytes for one front end; with more, its connection is closed as if it had died."""
 _POLL_S = 0.1
-"""Period of checks of the engine's health."""
+"""Interval between checks of the engine's health."""
 
 
 class Connection:
     """The engine's end of the connection to one front end.
 
-    `on_output` and `send_outputs` run on the engine thread, `send` on any, all other methods on the reading thread.
+    `on_output` and `send_outputs` run on the engine thread, `send` on any thread, and all other methods on the reading
+    thread.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Connection:
         self._encoder = encoder or FrameEncoder()
         self._lock = threading.Lock()  # orders frames; guards _unsent, lost and _ids
         self._unsent = bytearray()
-        self._ids: dict[int, RequestId | None] = {}  # of unfinished streams; None: being submitted
+        self._ids: dict[int, RequestId | None] = {}  # by unfinished stream; None: being submitted
         self._known_streams: set[int] = set()  # streams whose front end has prompt_tokens and cached
         self._streams: list[int] = []
         self._tokens: list[int] = []
@@ -110,7 +112,7 @@ class Connection:
     # ------------------------------------------------------------------ any thread
 
     def send(self, message: ToClient) -> None:
-        """Send as much of a message as the socket takes; the reading thread sends the rest. Never blocks."""
+        """Send as much of a message as the socket accepts; the reading thread sends the rest. Never blocks."""
         with self._lock:
             if self.lost:
                 return
@@ -128,7 +130,7 @@ class Connection:
             self._unsent += memoryview(frame)[sent:]  # rule: rest-of-a-frame-is-sent
             if len(self._unsent) > MAX_UNSENT_BYTES:  # rule: front-end-that-falls-behind-is-cut-off
                 log.error(
-                    "a front end does not read: %d bytes of outputs wait for it; its requests are aborted",
+                    "a front end does not read, and %d bytes of outputs wait for it: its requests are aborted",
                     len(self._unsent),
                 )
                 self.lost = True
@@ -137,7 +139,7 @@ class Connection:
     # ------------------------------------------------------------------ reading thread
 
     def send_rest(self) -> None:
-        """Send the rest of earlier messages, as much as the socket takes."""
+        """Send as much of the rest of earlier messages as the socket accepts."""
         with self._lock:
             try:
                 sent = self.socket.send(self._unsent)
@@ -154,12 +156,12 @@ class Connection:
         return bool(self._unsent)
 
     def submit(self, message: Submit) -> None:
-        """Hand a request to the engine, or send its rejection. Raises EngineStopped for streams that are in use."""
+        """Submit a request to the engine, or send its rejection. Raises EngineStopped if a stream is in use."""
         streams = range(message.stream, message.stream + message.params.n)
         with self._lock:
             if not self._ids.keys().isdisjoint(streams):  # rule: stream-in-use-is-refused
                 raise EngineStopped(f"stream {message.stream} came again before it had ended: the connection is broken")
-            self._ids.update(dict.fromkeys(streams))  # first: the request may end before `enqueue` returns
+            self._ids.update(dict.fromkeys(streams))  # before `enqueue`, because the request may end before it returns
         try:
             # rule: request-is-submitted-to-the-engine
             handle = self._engine.enqueue(_request(message), functools.partial(self.on_output, message.stream))
@@ -175,7 +177,7 @@ class Connection:
                     self._ids[stream] = request_id  # rule: handle-is-kept-until-the-end
 
     def abort(self, message: Abort) -> None:
-        """Abort streams, as the front end asks."""
+        """Abort the streams that the front end names."""
         with self._lock:
             ids = [self._ids.get(stream) for stream in range(message.stream, message.stop)]
         found = tuple(request_id for request_id in ids if request_id is not None)
@@ -183,7 +185,7 @@ class Connection:
             self._engine.abort(Handle(found), message.reason)
 
     def close(self) -> None:
-        """The front end has ended: abort its unfinished requests."""
+        """Abort the unfinished requests of the front end, which has ended."""
         with self._lock:
             self.lost = True
             self._unsent.clear()
@@ -195,7 +197,7 @@ class Connection:
 
 
 def _request(message: Submit) -> CheckedRequest:
-    """The request, which the front end has checked."""
+    """The request in the message; the front end has checked it."""
     keys = message.keys
     return CheckedRequest(
         prompt=tuple(np.frombuffer(message.prompt, "<i4").tolist()),
@@ -264,8 +266,8 @@ class EngineServer:
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         """
-        owner              the connection to the process that started this one; it attaches front ends and sends `Close`
-        encoder, decoder   of that connection: the start has used them already
+        owner              connection to the process that started this one; it attaches front ends and sends `Close`
+        encoder, decoder   encoder and decoder of that connection, which were used already during the start
         selector           None: the system's default
         """
         self._engine = engine
@@ -281,16 +283,15 @@ class EngineServer:
         self._front_ends: tuple[Connection, ...] = ()
         self._descriptors: list[int] = []  # from the owner, for its `Attach` messages
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="sidestream-call")
-        self._closer = ThreadPoolExecutor(
-            1, thread_name_prefix="sidestream-close"
-        )  # apart: closing never waits for calls
+        # A separate thread, because closing must not wait for calls.
+        self._closer = ThreadPoolExecutor(1, thread_name_prefix="sidestream-close")
         self._reported_health = engine.health()
         self._drain_s: float | None = None
         engine.on_outputs(self._send_outputs)
 
     def run(self, close: Callable[[float], None]) -> Failure | None:
-        """Serve until the owner sends `Close` or ends, or the engine fails; then run `close(drain_s)`, and serve until
-        it has returned.
+        """Serve until the owner sends `Close` or ends, or until the engine fails. Then run `close(drain_s)`, and serve
+        until it has returned.
 
         Returns the error of `close`.
         """
@@ -321,7 +322,7 @@ class EngineServer:
         self._write()
 
     def attach(self, connection: socket.socket) -> None:
-        """Serve one more front end. On the reading thread."""
+        """Serve one more front end. Called on the reading thread."""
         front_end = Connection(connection, self._engine, self._wake)  # rule: front-end-is-attached
         self._selector.register(connection, selectors.EVENT_READ, front_end)
         front_end.send(Welcome(self._info))
@@ -352,7 +353,7 @@ class EngineServer:
         self._waker.close()
 
     def _send_outputs(self) -> None:
-        """On the engine thread, after each commit."""
+        """Send the outputs to all front ends. Called on the engine thread after each commit."""
         for front_end in self._front_ends:
             front_end.send_outputs()
 
@@ -400,7 +401,7 @@ class EngineServer:
             log.error("a front end is cut off: %s", error)
             front_end.lost = True
         except Exception as error:  # a bug of one front end must not affect the others
-            log.error("a front end is cut off: a message cannot be carried out", exc_info=error)
+            log.error("a front end is cut off: a message cannot be executed", exc_info=error)
             front_end.lost = True
 
     def _on_message(self, front_end: Connection, message: Any) -> None:
@@ -423,7 +424,7 @@ class EngineServer:
                 raise EngineStopped(f"a front end may not send {type(message).__name__}")
 
     def _answer(self, front_end: Connection, call: Call) -> None:
-        """Run a call on a separate thread: it may take a minute."""
+        """Run a call on a separate thread, because it may take a minute."""
         engine = self._engine
         reply = Reply(call.number)
         try:

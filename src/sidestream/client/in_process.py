@@ -37,7 +37,7 @@ class _LoopQueue:
             self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._called = False  # first: a delta put after the last one is taken schedules another call
+        self._called = False  # before the queue is emptied, so that a later delta schedules another call
         while self._waiting:
             client, outputs, delta = self._waiting.popleft()
             client.on_output(outputs, delta)
@@ -73,7 +73,7 @@ class InProcessClient:
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> OutputQueue:
-        """See `EngineClient`; QueueFull is raised here."""
+        """See `EngineClient`. QueueFull is raised here, not by `OutputQueue.read`."""
         queue = self._queue_of(asyncio.get_running_loop())
         outputs = OutputQueue(self._number + 1, params.n)
         sink = functools.partial(queue.put, self, outputs)

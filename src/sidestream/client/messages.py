@@ -1,7 +1,7 @@
 """The messages between front ends and the engine's process: msgpack in numbered frames over a Unix stream socket.
 
-The kernel neither loses nor reorders bytes. The number of each frame finds bugs of ours: a frame that is missing,
-doubled or out of order closes the connection before outputs are mixed up.
+The kernel neither loses nor reorders bytes. The frame numbers detect bugs in Sidestream: a missing, duplicated or
+reordered frame closes the connection before outputs are mixed up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sidestream.errors import EngineStopped, InvariantError, RequestError, Sides
 
 _HEAD = struct.Struct("<II")
 MAX_FRAME_BYTES = 256 << 20
-"""Far above any message: a longer frame means a broken stream."""
+"""Maximum size of a frame. It is far above any message, so a longer frame means that the connection is broken."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -27,10 +27,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     version            the engine's version of Sidestream
     model              directory or hub id of the tokenizer
     model_name         the model's name in requests
-    max_unfinished     samples that run or wait at a time
+    max_unfinished     maximum number of samples that run or wait at the same time
     key_root           parent of the first block's key; empty without a prefix cache
-    sampling_defaults  the model's
-    pid                the engine's process
+    sampling_defaults  the model's sampling defaults
+    pid                process id of the engine's process
     """
 
     version: str
@@ -56,7 +56,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The message of an error. A foreign error becomes a SidestreamError that names its type."""
+        """The message for an error. An error of another library becomes a SidestreamError that names its type."""
         if isinstance(error, SidestreamError):
             return cls(type(error).__name__, str(error), getattr(error, "param", None))
         return cls("SidestreamError", f"{type(error).__name__}: {error}")
@@ -73,8 +73,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prompt        token ids, 32-bit little-endian
     keys          block keys of the prompt's complete blocks, concatenated
     keys_version  the version of the weights that the keys belong to
-    params        without stop strings: the front end looks for those
-    cache_salt    UTF-8, lone surrogates included
+    params        the parameters without stop strings, which the front end handles
+    cache_salt    UTF-8, which may contain lone surrogates
     """
 
     stream: int
@@ -89,8 +89,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End the unfinished streams of `[stream, stop)`. Reasons: `"abort"`, `"stop"` for a stop string, `"error"` for a
-    failure of the tokenizer.
+    """End the unfinished streams in `[stream, stop)`. The reason is `"abort"`, `"stop"` (a stop string was found) or
+    `"error"` (the tokenizer failed).
     """
 
     stream: int
@@ -136,7 +136,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Progress of a stage of the start; 0 of 0: unknown. `fetching`: the stage is a download."""
+    """Progress of a stage of the start; 0 of 0: the progress is unknown. `fetching`: the stage is a download."""
 
     stage: str
     done: int
@@ -157,10 +157,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
-    """A delta that is more than one token.
+    """A delta that is more than a single token.
 
-    logprobs   for each token: id, log-probability, and the likeliest alternatives
-    cached     prompt tokens that were not computed, by tier
+    logprobs   for each token: its id, its log-probability, and the likeliest alternatives
+    cached     number of prompt tokens that were not computed, by tier
     """
 
     token_ids: tuple[int, ...]
@@ -174,7 +174,7 @@ class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All deltas of one commit for one front end, in their order: entry i is token `tokens[i]` of stream `streams[i]`.
 
-    details   by entry, for deltas that are more than one token; then `tokens[i]` is -1
+    details   details by entry, for deltas that are more than a single token; `tokens[i]` is then -1
     """
 
     streams: list[int]
@@ -198,7 +198,9 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All metrics by name: labels and value of each series; of histograms the counts, sum and count of observations."""
+    """All metrics by name: labels and value of each series. The value of a histogram is its counts per bucket, its sum
+    and its number of observations.
+    """
 
     values: dict[str, list[tuple[tuple[str, ...], float]]]
     histograms: dict[str, list[tuple[tuple[str, ...], tuple[list[int], float, int]]]]
@@ -220,7 +222,7 @@ T = TypeVar("T")
 
 
 class FrameEncoder:
-    """Encodes messages as numbered frames. One thread at a time."""
+    """Encodes messages as numbered frames. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
         self._msgpack = msgspec.msgpack.Encoder().encode
@@ -245,7 +247,9 @@ class FrameDecoder(msgspec.Struct):
     number: int = 0
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes. Raises EngineStopped for a frame out of order or not decodable."""
+        """The messages that `data` completes. Raises EngineStopped for a frame that is out of order or cannot be
+        decoded.
+        """
         buffer, start = self.buffer, 0
         buffer += data
         try:
@@ -253,7 +257,7 @@ class FrameDecoder(msgspec.Struct):
                 length, number = _HEAD.unpack_from(buffer, start)
                 if length > MAX_FRAME_BYTES:
                     raise EngineStopped(
-                        f"a frame of {length} bytes came, at most {MAX_FRAME_BYTES} are sent: the connection is broken"
+                        f"a frame has {length} bytes, but the limit is {MAX_FRAME_BYTES}: the connection is broken"
                     )
                 if len(buffer) - start - _HEAD.size < length:
                     return
@@ -266,7 +270,7 @@ class FrameDecoder(msgspec.Struct):
                 start += _HEAD.size + length
                 try:
                     message = self.decoder.decode(body)
-                except Exception as error:  # msgspec's own, and those of checked values such as SamplingParams
+                except Exception as error:  # from msgspec, or from a value that checks itself, such as SamplingParams
                     raise EngineStopped(
                         f"a message cannot be read ({error}): both sides must run the same version"
                     ) from error

@@ -1,6 +1,6 @@
-"""Text from an engine's token ids: detokenising and stop strings, on the thread that reads the outputs.
+"""Makes text from an engine's token ids, and finds stop strings, on the thread that reads the outputs.
 
-Knows no engine. When a stop string ends a sample, the caller aborts it in the engine, which knows only token ids.
+Knows no engine. If a stop string ends a sample, the caller aborts the sample in the engine, which knows only token ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """Adds the text to one request's deltas, in their order; one thread at a time.
+    """Adds the text to one request's deltas, in their order. Only one thread may use it at a time.
 
     A stop string, or a failure of the tokenizer, ends a sample here before it ends in the engine:
 
@@ -26,14 +26,15 @@ class OutputProcessor:
     """
 
     def __init__(self, tokenizer: TokenizerLike, params: SamplingParams) -> None:
-        """Made before the request is submitted: a tokenizer that fails raises here."""
+        """Call it before the request is submitted, because a tokenizer that fails raises here."""
         self._samples = [_SampleOutput(tokenizer.detokenizer(), params) for _ in range(params.n)]
 
     def read(self, delta: Delta) -> Delta | None:
         """The delta with its text; None if its sample has ended already.
 
-        A complete stop string makes the delta the sample's last (`"stop"`), up to the token that completed the string.
-        A failure of the tokenizer makes it the last, too (`"error"`); other samples continue.
+        If a stop string is complete, the delta becomes the sample's last (`"stop"`) and ends with the token that
+        completed the string. If the tokenizer fails, the delta becomes the last, too (`"error"`); other samples
+        continue.
         """
         sample = self._samples[delta.index]
         if sample.ended:
@@ -69,7 +70,7 @@ class _SampleOutput:
             count = num_tokens
             if delta.finish_reason is not None:
                 text += self._stops.push(self._detokenizer.finish())[0] + self._stops.flush()
-        except Exception as error:  # the tokenizer is foreign code: its failure ends only this sample
+        except Exception as error:  # the tokenizer is third-party code: its failure ends only this sample
             logger.exception("sample %d: the tokenizer failed at token %d of the answer", delta.index, self._num_tokens)
             if delta.finish_reason == "abort":
                 return _with_text(delta, text, num_tokens, "abort")
@@ -77,14 +78,14 @@ class _SampleOutput:
         return _with_text(delta, text, num_tokens, delta.finish_reason)
 
     def _push(self, token_id: int) -> tuple[str, bool]:
-        """The text that is certain with this token, and whether a stop string is complete."""
+        """The text that is final after this token, and whether a stop string is complete."""
         self._num_tokens += 1
         text = self._detokenizer.push(token_id)
         return self._stops.push(text) if self._num_tokens >= self._min_tokens else (text, False)
 
 
 def tokens_with_text(token_ids: tuple[int, ...], finish_reason: str | None, *, include_stop: bool) -> tuple[int, ...]:
-    """The tokens whose text belongs to the answer: without the stop token, unless `include_stop`."""
+    """The tokens whose text belongs to the answer. The stop token does not, unless `include_stop` is set."""
     return token_ids[:-1] if finish_reason == "stop" and not include_stop else token_ids
 
 

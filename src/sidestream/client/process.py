@@ -1,4 +1,4 @@
-"""Starts, watches and closes an engine's process, from its owner's side. Never touches CUDA."""
+"""Starts, monitors and closes an engine's process, on behalf of its owner. Never uses CUDA."""
 
 from __future__ import annotations
 
@@ -49,22 +49,23 @@ class Downloads(Protocol):
 
 _READ_BYTES = 1 << 16
 _CLOSE_S = 60.0
-"""Time for a process to exit after its drain: it stores all complete blocks."""
+"""Time for a process to exit after its drain, in which it stores all complete blocks."""
 _KILL_S = 10.0
-"""Wait for the exit of a killed process: a driver may delay it."""
+"""Time to wait for the exit of a killed process, which a driver may delay."""
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a child that imports this same package, wherever it was imported from."""
+    """The environment for a child process, with which it imports the same copy of this package."""
     home = str(Path(__file__).resolve().parents[2])
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[str]:
-    """The command of a fresh interpreter for `module.main(descriptor)`; it does not import the caller's `__main__`.
+    """The command that runs `module.main(descriptor)` in a fresh interpreter, without importing the caller's
+    `__main__`.
 
-    torch   False: in the child, torch counts as not installed
+    torch   False: torch counts as not installed in the child
     """
     return [
         sys.executable,
@@ -77,16 +78,17 @@ def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[s
 def run_child(module: str, descriptor: int, *, torch: bool) -> None:
     """In the child: ignore signals, import `module` (which may take seconds), and run its `main`.
 
-    torch   False: torch counts as not installed. transformers imports it where it can, also for a tokenizer alone,
-            which takes no tensors: that costs 3 s and 0.3 GB
+    torch   False: torch counts as not installed. transformers would import it even for a tokenizer, which uses no
+            tensors; that costs 3 s and 0.3 GB
 
-    Only the owner ends this process: a service manager signals all processes of a server, which would abort the
-    requests that the owner drains.
+    Only the owner ends this process: a service manager sends signals to all processes of a server, which would abort
+    the requests that the owner drains.
     """
     os.set_inheritable(descriptor, False)
     end_with_owner(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN, children of this process do not inherit it
+        # Children would inherit SIG_IGN, but do not inherit a handler.
+        signal.signal(number, lambda number, frame: None)
         signal.siginterrupt(number, False)
     if not torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -104,13 +106,13 @@ def how_it_ended(status: int) -> str:
 
 
 def end_with_owner(descriptor: int) -> None:
-    """Exit this process as soon as the other end of the socket is closed, however the owner ended.
+    """Exit this process as soon as the other end of the socket is closed, in whatever way the owner ended.
 
-    The disk tier is complete at any moment: only blocks that were not stored yet are lost.
+    The disk tier is always consistent, so only blocks that were not stored yet are lost.
     """
 
     def watch() -> None:
-        # macOS has no POLLRDHUP and reports a closed peer as POLLHUP, which is always reported.
+        # macOS has no POLLRDHUP, but reports a closed peer as POLLHUP, which need not be requested.
         poll = select.poll()
         poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
         poll.poll()
@@ -135,8 +137,8 @@ class EngineProcess:
         progress: Downloads | None = None,
         on_stage: OnStage = lambda stage, done, total: None,
     ) -> None:
-        """Start the process and wait until the engine serves. Raises the error of the start (ConfigError, ModelError,
-        …); then the process has ended.
+        """Start the process and wait until the engine serves. If the start fails, raises its error (ConfigError,
+        ModelError, …) after the process has ended.
         """
         self._lock = threading.Lock()  # orders sent messages
         self._encoder = FrameEncoder()
@@ -163,11 +165,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def ended(self, *, timeout_s: float = 0.0) -> str | None:
-        """How the process ended, in words; None while it runs."""
+        """A text that says how the process ended; None while it runs."""
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -179,7 +181,9 @@ class EngineProcess:
         return how_it_ended(status) if self._failed is None else f"the engine failed: {self._failed.detail}"
 
     def why_gone(self) -> str:
-        """How the process ended, after a lost connection: the exit status may come half a second later."""
+        """A text that says how the process ended, after a lost connection. Waits up to half a second for the exit
+        status.
+        """
         return self.ended(timeout_s=0.5) or "it closed the connection"
 
     def attach(self) -> socket.socket:
@@ -196,8 +200,8 @@ class EngineProcess:
     def close(self, *, drain_s: float = 0.0) -> None:
         """Let requests run for `drain_s`, store all complete blocks, and wait for the exit. Idempotent.
 
-        Raises the error of closing the engine, such as RaceError, and ProcessFailed if the process ended or hung before
-        it was done.
+        Raises the error of closing the engine, such as RaceError; raises ProcessFailed if the process ended or hung
+        before the close was complete.
         """
         if self._process.poll() is not None:
             self._control.close()
@@ -225,7 +229,7 @@ class EngineProcess:
     def kill(self) -> None:
         """Kill the process. Signal handlers may call it. Only blocks that were not stored yet are lost."""
         self._process.kill()
-        # With a timeout, Popen holds no lock while it waits: a signal handler on the same thread can wait, too.
+        # With a timeout, Popen holds no lock while it waits, so a signal handler on the same thread can also wait.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_S)
         self._control.close()
@@ -235,7 +239,7 @@ class EngineProcess:
             self._control.sendall(self._encoder.encode(message))
 
     def _receive(self) -> Any:
-        """The next message; None when the process has ended. Keeps its `Reply` and its failed `Status`."""
+        """The next message; None if the process has ended. A `Reply` and a failed `Status` are also stored."""
         with self._receiving:
             while not self._inbox:
                 data = self._control.recv(_READ_BYTES)
@@ -279,7 +283,7 @@ def _start(model: str, config: EngineConfig, timeline: str | Path | None, check_
 
 
 def plain(value: Any) -> Any:
-    """A configuration as mappings, texts and numbers, which msgpack can encode."""
+    """A configuration as mappings, strings and numbers, which msgpack can encode."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return str(value) if isinstance(value, Path) else value
@@ -299,7 +303,7 @@ def config_of(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def _logging() -> tuple[int, tuple[str, str] | None]:
-    """Sidestream's log level in this process, and the log format if one is set; the child uses the same."""
+    """Sidestream's log level in this process, and the log format if one is set. The child uses both."""
     root = logging.getLogger()
     for handler in root.handlers:
         formatter = handler.formatter

@@ -43,8 +43,8 @@ from sidestream.types import CachedTokens, Delta, Health, Key, TokenLogprob
 from sidestream.version import VERSION
 
 _READ_BYTES = 1 << 16
-"""Read at a time, then the readers run: after a standstill of this process, one read brings less than MAX_UNREAD
-deltas.
+"""Maximum number of bytes per read; the readers run between two reads. Even after this process was stopped for a while,
+one read contains fewer than MAX_UNREAD deltas.
 """
 _GONE = "the engine's process has ended"
 
@@ -54,7 +54,7 @@ _NOTHING_CACHED = CachedTokens()
 
 @dataclass(slots=True)
 class _Stream:
-    """One unfinished sample, with the values that all its deltas share."""
+    """One unfinished sample, with the values that are the same in all its deltas."""
 
     outputs: OutputQueue
     index: int
@@ -63,10 +63,10 @@ class _Stream:
 
 
 class RemoteClient:
-    """An `EngineClient` of an engine in another process, over a connected stream socket, which it owns.
+    """An `EngineClient` of an engine in another process. It owns the stream socket that connects it to the engine.
 
-    on_lost    may be set: called when the connection ends
-    why_gone   describes how the engine's process ended; None: unknown here
+    on_lost    function that is called when the connection ends; callers may set it
+    why_gone   function that describes how the engine's process ended; None: not known in this process
     """
 
     def __init__(
@@ -93,9 +93,10 @@ class RemoteClient:
 
     @classmethod
     def connect(cls, connection: socket.socket, *, why_gone: Callable[[], str] | None = None) -> RemoteClient:
-        """Wait for the engine's Welcome, which it sends when it serves.
+        """Wait for the Welcome that the engine sends when it serves.
 
-        Raises ConfigError for an engine of another version, else EngineStopped; then the connection is closed.
+        Raises ConfigError if the engine has another version, and EngineStopped for any other failure; then the
+        connection is closed.
         """
         connection.setblocking(True)
         decoder = decoder_of_outputs()
@@ -114,7 +115,7 @@ class RemoteClient:
             connection.close()
             raise
         client._decoder = decoder
-        for message in messages[1:]:  # such as a change of health right after it
+        for message in messages[1:]:  # for example a change of health right after the Welcome
             client._on_message(message)
         return client
 
@@ -133,7 +134,7 @@ class RemoteClient:
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> OutputQueue:
-        """See `EngineClient`; QueueFull comes from `OutputQueue.read`."""
+        """See `EngineClient`. QueueFull is raised by `OutputQueue.read`."""
         checked = self._checker.check(
             prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
         )
@@ -141,7 +142,7 @@ class RemoteClient:
         if self._health.status != "ok":
             raise stopped_error(self._health)
         first = self._next_stream  # rule: stream-numbers-are-not-reused
-        frame = self._encoder.encode(_submit(first, checked))  # may raise: nothing is reserved yet
+        frame = self._encoder.encode(_submit(first, checked))  # it may raise, so nothing is reserved before
         self._next_stream += params.n
         outputs = OutputQueue(first, params.n)
         for index in range(params.n):
@@ -283,14 +284,14 @@ class RemoteClient:
             case Rejected(stream, stop, failure):
                 # rule: front-end-drops-refused-streams
                 for sample in (self._streams.pop(one, None) for one in range(stream, stop)):
-                    if sample is not None:  # else its reader has aborted it
+                    if sample is not None:  # otherwise its reader has aborted it
                         sample.outputs.fail(failure.error())
             case Status(status, detail):
                 self._health = Health(status, detail)
             case Reply(number) if (future := self._calls.get(number)) is not None and not future.done():
                 future.set_result(message)
             case _:
-                pass  # a reply whose caller was cancelled
+                pass  # the caller of this reply was cancelled
 
     def _on_outputs(self, message: Outputs) -> None:
         streams, details = self._streams, message.details
@@ -298,7 +299,7 @@ class RemoteClient:
             sample = streams.get(stream)
             if sample is None:
                 # rule: finish-that-crosses-the-abort-is-ignored
-                continue  # its reader has aborted it; this output crossed the Abort
+                continue  # the reader has aborted the sample, and this output was sent before the Abort arrived
             if token >= 0:
                 delta = Delta(sample.index, "", (token,), (), None, sample.prompt_tokens, sample.cached)
             else:
@@ -313,7 +314,7 @@ class RemoteClient:
                 outputs.put(delta)
 
     def _on_lost(self, why: str) -> None:
-        """The connection has ended: fail all unfinished requests and calls."""
+        """Fail all unfinished requests and calls, because the connection has ended."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""THE LOOP: the only room that sees the scheduler, the executor and the transfers together."""
+"""The engine and its loop. Only this package uses the scheduler, the executor and the transfers together."""
 
 from sidestream.engine.build import build_engine
 from sidestream.engine.engine import Engine

@@ -1,7 +1,7 @@
-"""The engine as other threads see it: requests in, deltas to sinks, and control calls.
+"""The engine's interface for other threads: they submit requests, receive deltas through sinks, and make control calls.
 
-One thread, the engine thread, runs the loop (loop.py) and owns scheduler, executor and transfers. Other threads reach
-it through the inbox.
+One thread, the engine thread, runs the loop (loop.py) and owns scheduler, executor and transfers. Other threads send it
+messages through the inbox.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _FORGETTING_POLL_S = 0.0005
 
 
 class Engine:
-    """Serves one model. All methods but `step` are safe from any thread other than the engine's own.
+    """Serves one model. Any thread except the engine thread may call all methods except `step`.
 
-    threaded  False: there is no engine thread. One caller makes all calls, and work is done only in `step` and in
+    threaded  False: there is no engine thread. One thread makes all calls, and work is done only in `step` and in
               methods that wait
     """
 
@@ -69,12 +69,12 @@ class Engine:
     ) -> Handle:
         """Queue one request of `params.n` samples; their deltas go to `sink`, on the engine thread.
 
-        The engine knows tokens only: deltas have no text, and `params.stop` is not applied
-        (`sidestream.client.output.OutputProcessor`).
+        The engine knows only tokens: deltas have no text, and `params.stop` is not applied; see
+        `sidestream.client.output.OutputProcessor`.
 
-        cache_salt  KV is shared, in all tiers, only between requests of the same salt; empty: between those without one
+        cache_salt  KV is shared, in all tiers, only between requests with the same salt, which may be empty
 
-        Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
+        Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before it takes any resource.
         """
         checked = self.checker.check(
             prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
@@ -82,11 +82,9 @@ class Engine:
         return self.enqueue(checked, sink)
 
     def enqueue(self, request: CheckedRequest, sink: Sink) -> Handle:
-        """Queue a request that was checked, by this engine's checker or by a front end's. Raises QueueFull or
-        EngineStopped.
-        """
+        """Queue a request that this engine or a front end has checked. Raises QueueFull or EngineStopped."""
         num_samples, arrival_s = request.params.n, self.parts.device.now()
-        with self.serving.lock:  # ids grow with arrival
+        with self.serving.lock:  # so that ids have the order of arrival
             self.serving.check_room(num_samples)
             streams = [
                 OutputStream(self._sample(index, request), index=index, sink=sink, arrival_s=arrival_s)
@@ -101,24 +99,24 @@ class Engine:
         self.checker.check(prompt, params, cache_salt=cache_salt)
 
     def abort(self, handle: Handle, reason: str = "abort") -> None:
-        """End the samples that have not finished. Returns at once; harmless for finished ones.
+        """End the samples that have not finished. Returns at once. Has no effect on finished samples.
 
-        `reason` labels them in metrics, and is the finish reason of their last delta: `"stop"` if a front end found a
+        `reason` is their label in metrics, and the finish reason of their last delta: `"stop"` if a front end found a
         stop string in the text.
         """
         self.parts.inbox.put(lambda: self.streams.abort(handle, reason), anytime=True)
 
     def on_outputs(self, deliver: Callable[[], None]) -> None:
-        """Have `deliver` called on the engine thread after sinks got deltas: after each commit, and when requests were
-        ended.
+        """Register `deliver`. The engine thread calls it after sinks got deltas: after each commit, and after requests
+        were ended.
         """
         self.streams.on_outputs(deliver)
 
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
-        """Keys of a prompt's complete blocks, and their version. On the submitting thread: a long prompt takes
-        milliseconds.
+        """Keys of a prompt's complete blocks, and their version. Runs on the submitting thread, because a long prompt
+        takes milliseconds.
         """
-        # The version is read first: old keys under a new version would be wrong for ever.
+        # The version is read before the keys: old keys under a new version would stay wrong forever.
         version = self.parts.scheduler.keys_version
         # rule: keys-are-computed-with-the-requests-salt
         return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
@@ -150,7 +148,7 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """Samples submitted and not yet ended."""
+        """Number of samples that were submitted and have not ended."""
         return self.serving.unfinished
 
     @property
@@ -161,8 +159,8 @@ class Engine:
     # ------------------------------------------------------------------ control
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if
-        the engine is gone.
+        """Run `work` on the engine thread between two steps, and wait for it. A sink must not call this. Raises
+        EngineStopped if the engine has ended.
         """
         if self._thread is None:
             work()
@@ -186,7 +184,9 @@ class Engine:
             raise failures[0]
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Block until no transfer is in flight: complete blocks are in the tiers. False: `timeout_s` passed first."""
+        """Block until no transfer is in flight, so that all complete blocks are in the tiers; False after
+        `timeout_s`.
+        """
         transfers = self.parts.transfers
         if transfers is None:
             return True
@@ -202,10 +202,10 @@ class Engine:
         return not busy[0]
 
     def reset_cache(self) -> None:
-        """Make every block of every tier unreachable at once (H8). Running requests go on; transfers in flight end by
-        their fences.
+        """Make all blocks of all tiers unreachable at once (H8). Running requests continue; transfers in flight end
+        with their fences.
 
-        Blocks until the tiers' ledgers are empty, too.
+        Blocks until the indices of the tiers are also empty.
         """
         transfers = self.parts.transfers
 
@@ -220,30 +220,30 @@ class Engine:
             self.parts.device.sleep(_FORGETTING_POLL_S)
 
     def update_weights(self, apply: Callable[[], None], *, fingerprint: str) -> threading.Event:
-        """Have `apply` replace the model's weights as soon as no request uses them. Returns an event at once; it is
-        set when the weights were replaced.
+        """Let `apply` replace the model's weights as soon as no request uses them. Returns at once, with an event that
+        is set when the weights were replaced.
 
-        Requests that have begun end on the old weights; the others wait and begin on the new ones. `fingerprint` names
-        the new weights, as `PagedModel.fingerprint` does: no old block is reachable in any tier afterwards, and
-        transfers in flight end by their fences and publish nothing (H8, H14). `apply` runs on the engine thread,
-        between two steps; if it raises, the engine fails.
+        Requests that have begun end with the old weights; other requests wait and begin with the new weights.
+        `fingerprint` identifies the new weights, like `PagedModel.fingerprint`. Afterwards, no old block is reachable
+        in any tier; transfers in flight end with their fences and publish nothing (H8, H14). `apply` runs on the engine
+        thread, between two steps; if it raises, the engine fails.
         """
         done = threading.Event()
         self.parts.inbox.put(lambda: self.loop.weights.announce(apply, fingerprint, done), anytime=True)
         return done
 
     def step(self) -> bool:
-        """One turn of the loop, for the caller of an engine without thread; False: there was nothing to do."""
+        """Run one turn of the loop, for an engine without a thread. False if there was nothing to do."""
         return self.loop.step()
 
     # ------------------------------------------------------------------ the end
 
     def close(self, *, drain_s: float = 0.0, flush_s: float = 30.0) -> None:
-        """Refuse new requests, let running ones go on for `drain_s`, abort the rest, store complete blocks, end all
-        threads.
+        """Refuse new requests, let running requests continue for `drain_s`, abort the others, store complete blocks,
+        and end all threads.
 
-        Writes to disk get `flush_s`; writes that have not begun by then are dropped. Idempotent. Blocks, but not for
-        ever on a medium that is only slow.
+        Writes to disk may take `flush_s`; writes that have not begun by then are dropped, so a slow disk does not block
+        the close for long. Blocks. Idempotent.
         """
         parts = self.parts
         self.serving.drain()
@@ -254,8 +254,9 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            # The stack runs from the last to the first, each even if another one raises: the engine thread ends,
-            # complete blocks are stored, the streams end; then none writes to the disk, which is closed.
+            # The stack calls its callbacks from the last to the first, even if one raises: the engine thread ends,
+            # complete blocks are stored, the streams end, and then the disk, which nobody writes to any more, is
+            # closed.
             transfers = parts.transfers
             if transfers is not None:  # rule: streams-end-before-the-disk-is-unlocked
                 ends.callback(transfers.close)
@@ -276,6 +277,6 @@ class Engine:
         return self._thread is None or self._thread.is_alive()
 
     def _wait_a_turn(self, seconds: float) -> None:
-        """Let the engine go on while the caller waits for something."""
+        """Let the engine continue while the caller waits for something."""
         if self._thread is not None or not self.step():
             self.parts.device.sleep(seconds)

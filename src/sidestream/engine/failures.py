@@ -1,4 +1,4 @@
-"""Failures: a step that raised ends its requests, an error of the loop or a lost device ends the engine."""
+"""Handles failures: a step that raised ends its requests; an error of the loop or a lost device ends the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Failures:
-    """Ends samples that cannot go on, so that every client gets a last delta (H22)."""
+    """Ends samples that cannot continue, so that every client gets a last delta (H22)."""
 
     def __init__(self, *, serving: ServingState, inbox: Inbox, streams: OutputStreams, scheduler: Scheduler) -> None:
         self._serving = serving
@@ -27,7 +27,7 @@ class Failures:
         self._scheduler = scheduler
 
     def end_step(self, step: LaunchedStep) -> None:
-        """End the requests of a step that failed. Requests that were preempted since are computed again."""
+        """End the requests of a step that failed. Requests that were preempted after its launch are computed again."""
         failure = step.fence.failure
         logger.error("a step of %d rows failed: its requests end with an error", len(step.batch.rows), exc_info=failure)
         step.drop()
@@ -40,17 +40,19 @@ class Failures:
         return request is not None and request.epoch == row.epoch  # rule: failed-step-ends-its-own-requests
 
     def end_engine(self, error: BaseException) -> None:
-        """Refuse new requests, and end all samples with an error, those in the inbox included."""
+        """Refuse new requests, and end all samples with an error, including samples in the inbox."""
         self._serving.fail(error)
         while (message := self._inbox.take()) is not None:
-            with contextlib.suppress(Exception):  # only new requests matter now, and their messages do not raise
+            with contextlib.suppress(Exception):  # only messages with new requests matter, and they do not raise
                 message()
         self._streams.fail_all(error)
         self._streams.deliver_outputs()  # rule: failure-of-the-engine-is-delivered
 
     @contextlib.contextmanager
     def surviving_device_loss(self) -> Iterator[None]:
-        """Turn the loss of the device in the body into a failed engine, once. The body ends everything else first."""
+        """If the device is lost in the body, make the engine fail, once. The body must have ended everything else
+        before.
+        """
         try:
             yield
         except DeviceLost as error:

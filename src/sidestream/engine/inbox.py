@@ -11,10 +11,11 @@ Message = Callable[[], None]
 
 
 class Inbox:
-    """A queue of calls. Any thread puts; only the engine thread takes, and sleeps on `bell` when it has nothing to do.
+    """A queue of calls. Any thread puts messages in; only the engine thread takes them, and sleeps on `bell` when it
+    has nothing to do.
 
     A message marked `anytime` may run while the engine thread waits for a step, with another step in flight. Other
-    messages run between two steps only. No message overtakes an earlier one.
+    messages run only between two steps. No message overtakes an earlier one.
     """
 
     def __init__(self) -> None:
@@ -22,18 +23,20 @@ class Inbox:
         self._messages: deque[tuple[Message, bool]] = deque()
 
     def put(self, message: Message, *, anytime: bool = False) -> None:
-        """Have the engine thread run the message, and wake it if it sleeps. Never blocks."""
+        """Queue a message for the engine thread, and wake the thread if it sleeps. Never blocks."""
         self._messages.append((message, anytime))
         self.bell.ring()
 
     def take(self, *, anytime: bool = False) -> Message | None:
-        """The oldest message; None if there is none, or if `anytime` is asked for and the oldest is not marked so."""
+        """The oldest message. None if there is none or, with `anytime`, if the oldest message is not marked
+        `anytime`.
+        """
         messages = self._messages
         if not messages or (anytime and not messages[0][1]):
-            return None  # no other thread takes one between this look and the pop below
+            return None  # no other thread takes messages, so the result of this check stays valid until the pop below
         return messages.popleft()[0]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no message waits."""
+        """Whether there is no message."""
         return not self._messages

@@ -1,4 +1,4 @@
-"""The engine thread's ears: messages of other threads and events of transfers, also while it waits for a step."""
+"""Handles messages of other threads and events of transfers on the engine thread, also while it waits for a step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sidestream.types import Fence, Key
 class Listener:
     """Runs messages and applies events. Engine thread only.
 
-    Invariant: the engine thread waits in `wait_for` for steps and, when it has nothing to do, in the loop for the bell;
-    it never waits for a transfer.
+    Invariant: the engine thread waits only for steps (in `wait_for`) and, when it has nothing to do, for the bell (in
+    the loop). It never waits for a transfer.
     """
 
     def __init__(
@@ -38,7 +38,9 @@ class Listener:
     # ------------------------------------------------------------------ between two steps
 
     def apply_messages(self, *, anytime: bool = False) -> bool:
-        """Run the messages in the inbox; with `anytime` those that may run during a step. Whether there was one."""
+        """Run the messages in the inbox; with `anytime`, only messages that may run during a step. Returns whether
+        there were any.
+        """
         heard = False
         while (message := self._inbox.take(anytime=anytime)) is not None:
             message()
@@ -58,7 +60,9 @@ class Listener:
     # ------------------------------------------------------------------ during a step
 
     def wait_for(self, fence: Fence) -> None:
-        """Block until a step has ended. With transfers, listen meanwhile, so that new requests' loads begin at once."""
+        """Block until a step has ended. With transfers, messages and events are handled meanwhile, so that loads of new
+        requests begin at once.
+        """
         wait_host = self._device.wait_host
         if self._transfers is None:
             wait_host(fence, reason="step")
@@ -68,16 +72,16 @@ class Listener:
             self._listen(self._transfers)
 
     def _listen(self, transfers: OffloadConnector) -> None:
-        """Run messages and apply events while steps are in flight, and order loads of requests that may start.
+        """Run messages and apply events while steps are in flight, and submit loads for requests that may start.
 
-        New requests, aborts and events of transfers change nothing that a step in flight depends on: a request that
-        ends or is preempted releases its blocks and slot after its last launched step, and commit drops its row. New
-        weights are only announced. All other messages (`Engine.call`, resets) run between two steps.
+        New requests, aborts and events of transfers do not change anything that a step in flight uses: a request that
+        ends or is preempted releases its blocks and slot after its last launched step, and the commit drops its row.
+        New weights are only announced. All other messages (`Engine.call`, resets) run between two steps.
         """
         heard = self.apply_messages(anytime=True)
         events = transfers.poll()
         self._apply(events)
-        if heard or events:  # otherwise the last plan has considered every waiting request
+        if heard or events:  # otherwise, the last plan has considered all waiting requests
             transfers.submit(self._scheduler.plan_loads())  # rule: loads-planned-during-a-wait-are-submitted
 
     # ------------------------------------------------------------------ events
@@ -99,7 +103,7 @@ class Listener:
                     self._store_again(keys)
 
     def _store_again(self, keys: Sequence[Key]) -> None:
-        """Store blocks for which the host tier had no room before, if the device still has them."""
+        """Store blocks for which the host tier had no room before, if they are still on the device."""
         transfers, again = self._transfers, self._scheduler.store_again(keys)
         if transfers is not None and again is not None:
             plan, lease = again

@@ -1,7 +1,7 @@
-"""The loop of the engine thread: plan, submit transfers, launch a step, commit the step before.
+"""The loop of the engine thread: plan, submit transfers, launch a step, commit the previous step.
 
 Step N+1 is launched before step N is committed, so the device has work while the host reads results, sends outputs and
-plans. The only wait is for the previous step, in its commit; no transfer is ever waited for.
+plans. The thread waits only for the previous step, in its commit; it never waits for a transfer.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from sidestream.types import LayerGates, StepPlan
 
 logger = logging.getLogger(__name__)
 
-# An idle loop lets the device rest after this time.
+# Idle time after which the loop calls `Device.rest`.
 _REST_AFTER_S = 1.0
 
 
 class StepLoop:
-    """Runs steps. Engine thread only; other threads stop the loop by a message to the inbox that calls `stop`.
+    """Runs steps. Engine thread only; other threads stop the loop with a message to the inbox that calls `stop`.
 
     Invariants:
     - At most one step is in flight when `step` returns.
-    - Tokens are sent, blocks published, and requests ended by a token in `_commit` alone, after the step's fence (H12).
+    - Only `_commit`, after the step's fence, sends tokens, publishes blocks and ends requests because of a token (H12).
     - Blocks are published, and their stores submitted, before the requests that completed them end (H23).
 
-    in_flight  the step that was launched and not committed
-    num_steps  steps launched so far
+    in_flight  the step that was launched and is not committed yet
+    num_steps  number of steps launched so far
     """
 
     def __init__(self, parts: Parts, *, streams: OutputStreams, failures: Failures) -> None:
         self.in_flight: LaunchedStep | None = None
-        # False: each step is committed before the next one is planned. Changed on the engine thread, between two steps.
+        # False: each step is committed before the next is planned. It may change on the engine thread, between two
+        # steps.
         self.asynchronous = parts.asynchronous
         self.num_steps = 0
         self.times = StepTimes(parts)
@@ -61,7 +62,7 @@ class StepLoop:
         self._rested = False
 
     def run(self) -> None:
-        """Step until `stop`; the whole life of the engine thread. An error ends the engine."""
+        """The main function of the engine thread: run steps until `stop`. An error ends the engine."""
         try:
             while not self._stopping:
                 if not self.step() and not self._stopping:
@@ -77,7 +78,7 @@ class StepLoop:
         self._stopping = True
 
     def drain(self) -> None:
-        """Commit the step in flight, and abort the samples that are left."""
+        """Commit the step in flight, and abort the remaining samples."""
         self._listener.apply_messages()
         self._commit(self.in_flight)  # rule: last-step-is-committed-before-the-end
         self.in_flight = None
@@ -86,7 +87,7 @@ class StepLoop:
         self._gauges.update(force=True)
 
     def step(self) -> bool:
-        """One turn of the loop, and the delivery of its outputs; False: there was nothing to compute or commit."""
+        """Run one turn of the loop, and deliver its outputs. False if there was nothing to compute or commit."""
         worked = self._turn()
         self._streams.deliver_outputs()  # rule: outputs-are-delivered-after-each-step
         return worked
@@ -103,7 +104,7 @@ class StepLoop:
         step = self._launch(plan, begin_s)
         if plan.undrafted:
             self.spec_stats.count_undrafted(plan.undrafted)
-        # A step that failed to launch is committed now: the next plan must not rely on results that it never produced.
+        # A step that failed to launch is committed now, because the next plan must not rely on its missing results.
         failed = step is not None and step.fence.failure is not None
         if not self.asynchronous or failed:
             self._commit(previous)
@@ -115,7 +116,7 @@ class StepLoop:
         return step is not None or previous is not None
 
     def _launch(self, plan: StepPlan, begin_s: float) -> LaunchedStep | None:
-        """Submit the plan's transfers, then launch its step; None: it has no rows."""
+        """Submit the plan's transfers, then launch its step. None if the step has no rows."""
         parts, gates = self._parts, LayerGates()
         if parts.transfers is not None:
             parts.transfers.submit(plan.transfers)  # rule: loads-are-submitted-before-their-step-is-gated
@@ -130,7 +131,7 @@ class StepLoop:
         return step
 
     def _commit(self, step: LaunchedStep | None) -> None:
-        """Wait for a step, and take in its results."""
+        """Wait for a step, and apply its results."""
         if step is None:
             return
         parts, times = self._parts, self.times
@@ -139,7 +140,7 @@ class StepLoop:
         times.end_wait()
         self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-committed
         if step.gated:
-            self._listener.apply_failed_loads()  # preempts their requests, so that the rows of these are discarded
+            self._listener.apply_failed_loads()  # preempts the requests of these loads, so their rows are discarded
         if step.fence.failure is not None:  # rule: results-of-a-failed-step-are-discarded
             self._failures.end_step(step)
             return
@@ -163,7 +164,7 @@ class StepLoop:
         """Sleep until a message or an event of transfers comes.
 
         The end of a disk write does not ring the bell. So while requests or transfers are unfinished, wake up each time
-        the gauges are due. Otherwise update them, sleep, let the device rest, and sleep until the bell rings.
+        the gauges are due. Otherwise update the gauges, sleep, call `Device.rest`, and sleep until the bell rings.
         """
         parts = self._parts
         busy = bool(self._streams) or (parts.transfers is not None and parts.transfers.busy)

@@ -1,6 +1,6 @@
-"""Output streams: the deltas of each unfinished sample to its client, and how a sample ends. Engine thread only.
+"""Output streams send the deltas of each unfinished sample to its client, and end samples. Engine thread only.
 
-Knows nothing of blocks, steps or text.
+Knows nothing about blocks, steps or text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sidestream.types import CachedTokens, Delta, RequestId, RowResult
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Delta], None]
-"""Takes a request's deltas, on the engine thread; must not block. If it raises, it gets no more deltas, and its sample
-is aborted.
+"""Function that receives a request's deltas on the engine thread. It must not block. If it raises, it gets no more
+deltas, and its sample is aborted.
 """
 
 _NOT_CACHED = CachedTokens()
@@ -28,7 +28,7 @@ _NOT_CACHED = CachedTokens()
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The samples of one submitted request, for aborting them."""
+    """The samples of one submitted request. `Engine.abort` takes it."""
 
     request_ids: tuple[RequestId, ...]
 
@@ -40,8 +40,8 @@ class Handle:
 class OutputStream:
     """The deltas of one sample.
 
-    is_new   no token was sent yet
-    last_s   time of the last tokens; before them, time of arrival
+    is_new   whether no token was sent yet
+    last_s   time of the last tokens; before the first token, the time of arrival
     """
 
     def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float) -> None:
@@ -61,10 +61,10 @@ class OutputStream:
         return Delta(self._index, "", token_ids, logprobs, finish_reason, self._prompt_tokens, cached)
 
     def send(self, delta: Delta) -> bool:
-        """Give the delta to the client; False: its sink raised."""
+        """Give the delta to the client. False if its sink raised."""
         try:
             self._sink(delta)
-        except BaseException:  # a client's error of any kind must not end the engine
+        except BaseException:  # no error of a client may end the engine
             logger.exception("request %d: its sink raised: the request is aborted", self.request.id)
             return False
         return True
@@ -79,8 +79,8 @@ class OutputStream:
 class Ending:
     """A sample that a commit ends.
 
-    last   its final delta, if a token ended it
-    sent   False: its sink raised
+    last   the sample's final delta, if a token ended it
+    sent   False: the sample's sink raised
     """
 
     stream: OutputStream
@@ -92,9 +92,9 @@ class OutputStreams:
     """The output streams of all unfinished samples.
 
     Invariants:
-    - These begin and end together: a sample's stream, its request in the scheduler, its count in the serving state.
-    - The scheduler has released a request before its client gets the last delta: a client that sees the end finds no
-      resource in use (H24).
+    - A sample's stream, its request in the scheduler and its count in the serving state begin and end together.
+    - The scheduler has released a request before its client gets the last delta. So when a client sees the end, the
+      request uses no resources any more (H24).
     """
 
     def __init__(
@@ -112,16 +112,18 @@ class OutputStreams:
         return len(self._by_id)
 
     def on_outputs(self, deliver: Callable[[], None]) -> None:
-        """Register `deliver`, which `deliver_outputs` calls after each step: sinks that batch deltas send them then."""
+        """Register `deliver`, which `deliver_outputs` calls after each step, so that sinks that collect deltas send
+        them.
+        """
         self._deliveries = (*self._deliveries, deliver)
 
     def deliver_outputs(self) -> None:
-        """Have sinks that collect deltas deliver them."""
+        """Call the registered functions, so that sinks that collect deltas send them."""
         for deliver in self._deliveries:
             deliver()
 
     def start(self, streams: Iterable[OutputStream]) -> None:
-        """Hand new requests to the scheduler."""
+        """Submit new requests to the scheduler."""
         for stream in streams:
             self._by_id[stream.request.id] = stream
             self._scheduler.submit(stream.request)
@@ -130,7 +132,7 @@ class OutputStreams:
     # ------------------------------------------------------------------ tokens of a commit
 
     def send(self, outputs: Sequence[RowOutput]) -> list[Ending]:
-        """Send tokens to the clients of samples that go on. Returns the samples that end, for `finish`."""
+        """Send tokens to the clients of samples that continue. Returns the samples that end, for `finish`."""
         self._count_waits(outputs)
         endings: list[Ending] = []
         streams = self._by_id
@@ -161,7 +163,7 @@ class OutputStreams:
         """Count committed tokens, and how long their clients waited for each."""
         streams, now_s = self._by_id, self._clock()
         firsts: dict[float, int] = {}
-        others: dict[float, int] = {}  # nearly all have waited since the same commit, so there are few keys
+        others: dict[float, int] = {}  # it has few keys, because nearly all clients have waited since the same commit
         for request, _, count, _ in outputs:
             if count:
                 stream, waits = streams[request.id], others
@@ -194,7 +196,7 @@ class OutputStreams:
             self.end_sample(request_id, "abort")  # rule: requests-end-with-the-engine
 
     def fail_all(self, error: BaseException) -> None:
-        """End every sample with the engine's error. The scheduler may be broken and is left alone."""
+        """End every sample with the engine's error. Does not use the scheduler, which may be broken."""
         for stream in self._by_id.values():
             stream.end("error", f"the engine failed: {error}")
             self._metrics.inc("requests_total", 1, "error")

@@ -22,12 +22,12 @@ from sidestream.schedule.validation import Bounds
 class Parts:
     """Everything that an engine needs.
 
-    eos_ids       ids that end an answer
-    defaults      sampling options of requests that leave them out
+    eos_ids       token ids that end an answer
+    defaults      sampling options for requests that leave them out
     bounds        upper bounds of requests
-    asynchronous  whether a step is launched before the step before it is committed
-    salt          of block keys
-    proposer      its name in metrics; empty: nothing is drafted
+    asynchronous  whether a step is launched before the previous step is committed
+    salt          salt of the block keys
+    proposer      name of the proposer in metrics; empty: nothing is drafted
     """
 
     device: Device

@@ -1,4 +1,4 @@
-"""Health of the engine and the number of its unfinished samples. Any thread."""
+"""The engine's health, and the number of its unfinished samples. Any thread may use it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sidestream.types import Health
 
 
 class ServingState:
-    """The state that threads other than the engine's read and change.
+    """The state of the engine that all threads may read and change.
 
     Invariants:
     - Health goes from ok to draining or failed, and from draining to failed, never back.
     - A sample is counted from `accept` until `release`, so a closing engine sees every sample that was accepted.
 
-    lock  orders submissions against each other and against a change of health
+    lock  orders submissions and changes of health
     """
 
     def __init__(self, max_unfinished: int) -> None:
@@ -31,7 +31,7 @@ class ServingState:
 
     @property
     def unfinished(self) -> int:
-        """Samples submitted and not yet ended."""
+        """Number of samples that were submitted and have not ended."""
         return self._unfinished
 
     def check_room(self, num_samples: int) -> None:
@@ -41,16 +41,16 @@ class ServingState:
             raise EngineStopped(f"the engine is {health.status}: {health.detail or 'send the request to another one'}")
         if self._unfinished + num_samples > bound:
             raise QueueFull(
-                f"{self._unfinished} requests are running or waiting, the bound is {bound}: "
+                f"{self._unfinished} requests are running or waiting, and at most {bound} may: "
                 "try again later, or raise max_waiting"
             )
 
     def accept(self, num_samples: int) -> None:
-        """Count new samples. The caller holds `lock` since `check_room`."""
+        """Count new samples. The caller has held `lock` since `check_room`."""
         self._unfinished += num_samples
 
     def release(self) -> None:
-        """A sample has ended."""
+        """Stop counting a sample, which has ended."""
         with self.lock:
             self._unfinished -= 1
 
@@ -61,11 +61,11 @@ class ServingState:
                 self._health = Health("draining", "")
 
     def fail(self, error: BaseException) -> None:
-        """The engine has failed."""
+        """Set the health to failed."""
         with self.lock:
             self._health = Health("failed", f"{type(error).__name__}: {error}")
 
     def release_all(self) -> None:
-        """Every sample has ended with the engine's failure."""
+        """Stop counting all samples, which have ended because the engine failed."""
         with self.lock:
             self._unfinished = 0

@@ -13,15 +13,15 @@ from sidestream.runner.mailbox import Delivered
 
 logger = logging.getLogger(__name__)
 
-# Period of the log line about rows without drafts.
+# Interval between log lines about rows without drafts.
 _PERIOD_S = 60.0
 
 
 class SpecStats:
     """Counts drafts, accepted drafts and rows without drafts.
 
-    proposer  its name in metrics
-    clock     in seconds
+    proposer  name of the proposer in metrics
+    clock     function that returns the time in seconds
     """
 
     def __init__(self, metrics: Metrics, proposer: str, clock: Callable[[], float]) -> None:
@@ -42,14 +42,14 @@ class SpecStats:
         metrics.inc("accepted_tokens_total", accepted, proposer)
         metrics.observe_all("accept_length", lengths, proposer)
         if step.gated:
-            return  # its times include waits for loads
+            return  # the step's times include waits for loads
         if delivered.draft_s is not None and delivered.verify_s is not None:
             metrics.observe("draft_seconds", delivered.draft_s, proposer)
             metrics.observe("verify_seconds", delivered.verify_s, proposer)
 
     def count_undrafted(self, undrafted: Mapping[str, int]) -> None:
-        """Count rows without drafts by reason. Logs a summary once a period, if drafts were left out for another reason
-        than an answer's end or a measurement.
+        """Count rows without drafts by reason. Logs a summary once per interval, unless the end of an answer and
+        measurements were the only reasons.
         """
         for reason, count in undrafted.items():
             self._metrics.inc("draft_fallbacks_total", count, reason)

@@ -1,4 +1,4 @@
-"""Measurements of the loop: how long steps take, for planning and metrics, and gauges. Engine thread only."""
+"""Measurements of the loop: the duration of steps (for planning and metrics), and gauges. Engine thread only."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections import deque
 from sidestream.engine.parts import Parts
 from sidestream.runner.executor import LaunchedStep
 
-# Fewer prompt tokens in a step do not measure the rate of prefill.
+# Minimum number of prompt tokens in a step for a measurement of the prefill rate.
 _MEASURED_PREFILL = 64
-# If the host's work for a step takes at least this share of the time between two commits, the step takes as long as
-# that work: the rest of the interval may be work for another step.
+# If the host's work for a step takes at least this share of the time between two commits, the step counts as taking as
+# long as that work, because the rest of the interval may be work for another step.
 _HOST_BOUND = 0.5
-# Gauges are read by people.
+# Interval between updates of the gauges, which people read.
 _GAUGE_PERIOD_S = 0.2
 
 
 def step_seconds(interval_s: float, host_s: float, *, before: bool, awaited: bool) -> float | None:
-    """Time that one more step of this kind takes; None: this step does not tell.
+    """Expected time of another step of this kind; None if this step does not allow an estimate.
 
-    interval_s  from the end of the step before to the end of this one, as seen by the host: the device's time, if the
-                host waited for both
-    host_s      host's work for this step: plan, launch and commit
-    before      the host waited for the step before
-    awaited     the host waited for this step
+    interval_s  time from the end of the previous step to the end of this step, as observed by the host. It is the
+                device's time if the host has waited for both steps
+    host_s      time of the host's work for this step: plan, launch and commit
+    before      whether the host has waited for the previous step
+    awaited     whether the host has waited for this step
     """
     if awaited:
         return interval_s if before else None
@@ -32,8 +32,8 @@ def step_seconds(interval_s: float, host_s: float, *, before: bool, awaited: boo
 
 
 class StepTimes:
-    """Times of steps. Calls in order: `launched` for each launch; `begin_commit`, `end_wait`, `count` and `end_commit`
-    for each commit, one step at a time, in order of launch.
+    """Measures the times of steps. Call `launched` for each launch; and `begin_commit`, `end_wait`, `count` and
+    `end_commit` for each commit, in this order, and for the steps in the order of their launch.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -44,32 +44,34 @@ class StepTimes:
         self._costs = parts.costs
         self._timeline = parts.timeline
         self._last_done_s = 0.0
-        self._prepare_s = deque[float]()  # of steps in flight: time to plan and launch
-        # of the step that is being committed:
+        self._prepare_s = deque[float]()  # time to plan and launch, for each step in flight
+        # Attributes of the step that is being committed:
         self._prepared_s = self._done_s = self._interval_s = 0.0
         self._waits = 0
-        self._was_awaited = self._awaited = False  # the host waited for the step before, and for this one
+        self._was_awaited = self._awaited = False  # whether the host waited for the previous and for this step
 
     def lead_s(self) -> float:
-        """Seconds until the step in flight is expected to end: it takes as long as the step before."""
+        """Seconds until the step in flight is expected to end, if it takes as long as the previous step."""
         return max(0.0, self._last_done_s + self.last_s - self._device.now())
 
     def launched(self, begin_s: float) -> None:
-        """A step was launched; planning it began at `begin_s`."""
+        """Record the launch of a step whose planning began at `begin_s`."""
         self._prepare_s.append(self._device.now() - begin_s)
 
     def begin_commit(self) -> None:
-        """The host is about to wait for the oldest step in flight."""
+        """Record that the host begins to wait for the oldest step in flight."""
         self._prepared_s = self._prepare_s.popleft()
         self._waits = self._device.host_waits().get("step", 0)
 
     def end_wait(self) -> None:
-        """The host saw the step's end."""
+        """Record that the host has observed the end of the step."""
         self._done_s, self._was_awaited = self._device.now(), self._awaited
         self._awaited = self._device.host_waits().get("step", 0) > self._waits
 
     def count(self, step: LaunchedStep) -> None:
-        """Count a step that ended well. It began at its launch or at the end of the step before, the later of both."""
+        """Count a step that succeeded. It began at its launch or at the end of the previous step, whichever is
+        later.
+        """
         now_s = self._device.now()
         seconds = self.last_s = self._interval_s = now_s - max(step.launched_s, self._last_done_s)
         self._last_done_s = now_s
@@ -88,7 +90,9 @@ class StepTimes:
             self._timeline.record("engine", "commit", stop_ns, stop_ns, tokens=step.batch.num_tokens)
 
     def end_commit(self, step: LaunchedStep) -> float | None:
-        """The commit is done. Returns the time of one more such step; None: unknown, or not only decode rows."""
+        """Record the end of the commit. Returns the expected time of another such step; None if it is unknown or if the
+        step had other rows than decode rows.
+        """
         if step.gated or step.batch.num_prefill_tokens:
             return None
         host_s = self._prepared_s + self._device.now() - self._done_s
@@ -96,7 +100,7 @@ class StepTimes:
 
 
 class Gauges:
-    """Sizes of queues, pools and tiers, as metrics. Updated now and then."""
+    """Sizes of queues, pools and tiers as metrics, which are updated at intervals."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -107,7 +111,7 @@ class Gauges:
         return max(0.0, self._next_s - self._parts.device.now())
 
     def update(self, *, force: bool = False) -> None:
-        """Set the gauges, if they are due or `force`."""
+        """Set the gauges, if they are due or if `force` is set."""
         parts, metrics, now_s = self._parts, self._parts.metrics, self._parts.device.now()
         if now_s < self._next_s and not force:
             return

@@ -1,4 +1,6 @@
-"""New weights while the engine serves: announced at any time, applied when no request uses the old ones."""
+"""Updates of the weights while the engine serves. They are announced at any time, and applied when no request uses the
+old weights.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from sidestream.schedule.scheduler import Scheduler
 
 
 class WeightUpdates:
-    """Updates that were announced and not applied. Engine thread only.
+    """Updates that were announced and are not applied yet. Engine thread only.
 
     Invariants:
-    - From an announcement on, no request begins on the old weights (H26); begun requests end on them (H8).
-    - After an update no block of the old weights is reachable in any tier, and new blocks have other keys (H8, H14).
+    - After an announcement, no request begins with the old weights (H26); requests that have begun end with them (H8).
+    - After an update, no block of the old weights is reachable in any tier, and new blocks have other keys (H8, H14).
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class WeightUpdates:
         self._announced: list[tuple[Callable[[], None], str, threading.Event]] = []
 
     def announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
-        """Have `apply` called, then `done` set, as soon as no request uses the weights."""
+        """Register an update: as soon as no request uses the weights, `apply` is called, and then `done` is set."""
         self._announced.append((apply, fingerprint, done))
         self._scheduler.pause_admission()  # rule: new-requests-wait-for-new-weights
 
     def apply(self) -> None:
-        """Apply announced updates, unless begun requests use the weights. Only while no step is in flight."""
+        """Apply announced updates, unless a request that has begun uses the weights. Call it only while no step is in
+        flight.
+        """
         if not self._announced or self._scheduler.num_begun:  # rule: new-weights-wait-for-running-requests
             return
         for apply, fingerprint, done in self._announced:

@@ -1,6 +1,6 @@
 """Counters, gauges and histograms, declared in one table (`METRICS`). Any thread may write; readers take a snapshot.
 
-Knows nothing of Prometheus: `server/metrics.py` renders the snapshot.
+Knows nothing about Prometheus: `server/metrics.py` renders the snapshot.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# Bounds of a histogram's buckets, in seconds; the second tuple is for parts of a step.
+# Bounds of histogram buckets in seconds; the second tuple is for parts of a step.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _STEP_PARTS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A row of the table: a metric's kind, help text, label names, and, for a histogram, the bounds of its buckets."""
+    """A row of the table: kind, help text and label names of a metric, and the bucket bounds of a histogram."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -31,13 +31,13 @@ METRICS: Mapping[str, Declared] = {
     "prompt_tokens_total": Declared("counter", "tokens of submitted prompts"),
     "output_tokens_total": Declared("counter", "tokens emitted"),
     "cached_tokens_total": Declared(
-        "counter", "prompt tokens not computed again, by the tier they came from", ("tier",)
+        "counter", "prompt tokens not computed again, by the tier that held their KV", ("tier",)
     ),
     "preemptions_total": Declared("counter", "running requests preempted for lack of blocks, rows or priority"),
     "steps_total": Declared("counter", "steps launched"),
     "step_seconds": Declared("histogram", "time of a step on the device", (), _SECONDS),
-    "ttft_seconds": Declared("histogram", "arrival to first token", (), _SECONDS),
-    "itl_seconds": Declared("histogram", "between a request's tokens", (), _SECONDS),
+    "ttft_seconds": Declared("histogram", "time from the arrival of a request to its first token", (), _SECONDS),
+    "itl_seconds": Declared("histogram", "time between two tokens of a request", (), _SECONDS),
     "draft_tokens_total": Declared("counter", "tokens drafted, by proposer", ("proposer",)),
     "accepted_tokens_total": Declared("counter", "drafts that the model accepted, by proposer", ("proposer",)),
     "accept_length": Declared(
@@ -46,16 +46,16 @@ METRICS: Mapping[str, Declared] = {
         ("proposer",),
         tuple(float(count) for count in range(1, 18)),
     ),
-    "draft_seconds": Declared(
-        "histogram", "device time of drafting, of each step with drafts", ("proposer",), _STEP_PARTS
-    ),
+    "draft_seconds": Declared("histogram", "device time of drafting in a step with drafts", ("proposer",), _STEP_PARTS),
     "verify_seconds": Declared(
-        "histogram", "device time of the forward pass, of each step with drafts", ("proposer",), _STEP_PARTS
+        "histogram", "device time of the forward pass in a step with drafts", ("proposer",), _STEP_PARTS
     ),
     "draft_fallbacks_total": Declared("counter", "steps of requests without drafts, by reason", ("reason",)),
     "transfers_total": Declared("counter", "transfers that ended, by kind and outcome", ("kind", "outcome")),
     "transfer_bytes_total": Declared("counter", "bytes of transfers that succeeded, by kind", ("kind",)),
-    "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),
+    "transfer_seconds": Declared(
+        "histogram", "time from submission to completion of a transfer, by kind", ("kind",), _SECONDS
+    ),
     "load_fallbacks_total": Declared(
         "counter", "requests that recomputed instead of waiting for a load, by reason", ("reason",)
     ),
@@ -63,8 +63,8 @@ METRICS: Mapping[str, Declared] = {
         "counter", "times a thread waited for a fence that was not done, by reason", ("reason",)
     ),
     "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
-    "requests_running": Declared("gauge", "requests that run"),
-    "requests_waiting": Declared("gauge", "requests queued or loading"),
+    "requests_running": Declared("gauge", "running requests"),
+    "requests_waiting": Declared("gauge", "requests that are queued or whose KV is being loaded"),
     "blocks_free": Declared("gauge", "free device blocks"),
     "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and are used by no request"),
     "blocks_used": Declared("gauge", "device blocks in use"),
@@ -80,7 +80,7 @@ Labels = tuple[str, ...]
 
 @dataclass(slots=True)
 class HistogramValue:
-    """Observations per bucket (the renderer accumulates them), their sum and their number."""
+    """Number of observations per bucket (not cumulative), and sum and number of all observations."""
 
     counts: list[int]
     total: float = 0.0
@@ -89,7 +89,7 @@ class HistogramValue:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """Copies of all values at one moment, by name and labels: `values` of counters and gauges, and histograms."""
+    """Copies of all values at one moment, by name and labels: `values` are counters and gauges."""
 
     values: Mapping[str, Mapping[Labels, float]]
     histograms: Mapping[str, Mapping[Labels, HistogramValue]]
@@ -114,7 +114,7 @@ class Metrics:
             series[labels] = series.get(labels, 0) + value
 
     def raise_to(self, name: str, value: float, *labels: str) -> None:
-        """Raise a counter to a `value` counted elsewhere; never lowers it."""
+        """Raise a counter to `value`, which is counted elsewhere. A lower value has no effect."""
         self._check(name, "counter", labels)
         with self._lock:
             series = self._values.setdefault(name, {})
@@ -131,7 +131,9 @@ class Metrics:
         self.observe_all(name, {value: 1}, *labels)
 
     def observe_all(self, name: str, values: Mapping[float, int], *labels: str) -> None:
-        """Add observations to a histogram, given as a count per value; cheaper than single calls."""
+        """Add observations to a histogram; `values` has the number of observations of each value. Cheaper than single
+        calls.
+        """
         declared = self._check(name, "histogram", labels)
         if not values:
             return

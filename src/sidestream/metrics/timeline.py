@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work on a track, `[start_ns, stop_ns)` of `time.perf_counter_ns`."""
+    """One piece of work on a track, in `[start_ns, stop_ns)` by `time.perf_counter_ns`."""
 
     track: str
     name: str
@@ -25,7 +25,7 @@ class Span:
 
 
 class Timeline:
-    """A bounded record of spans; the oldest are dropped beyond `capacity`."""
+    """A record of at most `capacity` spans; the oldest spans are dropped."""
 
     def __init__(self, capacity: int = 200_000) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
@@ -42,7 +42,7 @@ class Timeline:
             return list(self._spans)
 
     def write(self, path: str | Path) -> Path:
-        """Write the trace as JSON and return its path. The file appears only when it is complete."""
+        """Write the trace as JSON and return its path. The file does not exist until it is complete."""
         target = Path(path)
         spans = self.spans()
         tracks = {name: index + 1 for index, name in enumerate(dict.fromkeys(span.track for span in spans))}

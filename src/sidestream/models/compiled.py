@@ -1,9 +1,9 @@
 """Compiles a model's decoder layers, its last norm and its rotary embedding.
 
-Layers of the same kind share one compilation for all numbers of tokens. The whole model is not compiled: that took half
-a minute per shape (docs/decisions/0017). Attention stays outside of compiled code, because our own kernels launch it.
-Projections of the same hidden states are merged into one matrix product. An uncompiled norm or rotary embedding takes
-ten kernel launches.
+Layers of the same kind share one compilation for all numbers of tokens. The model is not compiled as a whole, because
+that took half a minute per shape (docs/decisions/0017). Attention stays outside of compiled code, because Sidestream
+has its own kernels for it. Projections of the same hidden states are merged into one matrix product. The norm and the
+rotary embedding are compiled, because each would otherwise take ten kernel launches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 _OUTSIDE = f"{adapter.PAGED}_outside"
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# A layer is compiled for any number of tokens; a model has few kinds of layers.
+# Maximum number of compilations. A layer is compiled once for all numbers of tokens, and a model has few kinds of
+# layers.
 _MOST_VARIANTS = 64
 # Modules whose exceptions mean that compilation failed.
 _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
@@ -40,9 +41,9 @@ _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Context for the first calls of layers passed to `compile_layers`, on the calling thread: each kind is compiled
-    once for all numbers of tokens. Otherwise the compiler would specialise on 128 tokens (equal to a head's size) and
-    on one token, and compile again for other numbers. Compilation settings outside the context do not change.
+    """Context for the first calls of layers passed to `compile_layers`, on the calling thread. In it, each kind of
+    layer is compiled once for all numbers of tokens. Otherwise the compiler would specialise on 128 tokens (the size of
+    a head) and on one token, and compile again for other numbers. Settings outside the context do not change.
     """
     limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     with (
@@ -53,12 +54,12 @@ def compiling() -> Iterator[None]:
 
 
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the decoder layers of a model or a head at their next calls, in place. The first calls take seconds; make
-    them inside `compiling`. `decompile` reverts it.
+    """Compile the decoder layers of a model or a head in place, at their next calls. The first calls take seconds, and
+    must be inside `compiling`. `decompile` reverts this.
 
-    Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by
+    First joins projections: their weights move to new memory, one layer at a time. Results differ from eager results by
     rounding. If the compiler fails on a kind of layer, that kind runs uncompiled from then on, with a warning; the
-    others stay compiled.
+    other kinds stay compiled.
     """
     with torch.no_grad():
         for part in list(_module(model).modules()):
@@ -78,7 +79,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
 
 
 def decompile(model: PagedModel | MtpHead) -> None:
-    """Run the layers uncompiled again. Joined projections keep their shared memory and are computed one by one."""
+    """Run the layers uncompiled again. Joined projections keep their shared memory, but are computed one by one."""
     _as_written((*decoder_layers(model), *_around(model)))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
@@ -87,8 +88,8 @@ def decompile(model: PagedModel | MtpHead) -> None:
 def _compiled(
     written: Callable[..., Any], kind: str, undo: Callable[[], object], how: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """`written` in compiled form. If the compiler fails, `written` itself is called, and `undo` must prevent further
-    attempts to compile.
+    """`written` in compiled form. If the compiler fails, `written` itself is called, and `undo` is called to prevent
+    more attempts to compile.
     """
     compiled = torch.compile(written, **how)
 
@@ -99,12 +100,12 @@ def _compiled(
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILERS):
                 raise
-            # The error gets no name here: a traceback that refers to its own frame is collected late, with all tensors
-            # in it.
+            # The error gets no name here: a traceback that refers to its own frame, with all tensors in it, would be
+            # collected late.
             if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
                 raise error.inner_exception from None  # type: ignore[attr-defined]
             logger.warning(
-                "%s cannot be compiled (%s): it runs uncompiled, slower",
+                "%s cannot be compiled (%s): it runs uncompiled, which is slower",
                 kind,
                 reason_of(getattr(error, "inner_exception", error)),
             )
@@ -159,9 +160,9 @@ def _module(model: PagedModel | MtpHead) -> Any:
 
 
 class _Part(nn.Module):
-    """A range of rows of a weight that several projections share.
+    """A projection whose weight is a range of rows of a larger weight, which several projections share.
 
-    In compiled code each part multiplies by the whole weight, and `_MergeProducts` keeps only one of these equal
+    In compiled code, each part multiplies by the whole weight, and `_MergeProducts` keeps only one of these equal
     products.
     """
 
@@ -179,8 +180,8 @@ class _Part(nn.Module):
 
 
 def _join(parent: nn.Module, names: Sequence[str]) -> None:
-    """Replace `parent`'s projections of these names by parts of one joined weight, if all exist as plain layers of one
-    kind.
+    """Replace `parent`'s projections with these names by parts of one joined weight, if all of them exist as plain
+    layers of the same kind.
     """
     parts = [getattr(parent, name, None) for name in names]
     if not all(type(part) is nn.Linear for part in parts):
@@ -199,8 +200,8 @@ def _join(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 class _MergeProducts(CustomGraphPass):
-    """A graph pass that merges equal matrix products; torch's own pass does not merge products of which an output
-    is a view. It also turns the product of a column and a row (positions times frequencies) into an elementwise
+    """A graph pass that merges equal matrix products; torch's own pass does not merge products if the graph returns a
+    view of one. It also turns the product of a column and a row (positions times frequencies) into an elementwise
     multiplication, which needs no separate launch.
     """
 
@@ -227,5 +228,5 @@ class _MergeProducts(CustomGraphPass):
         return get_hash_for_files((str(Path(__file__)),))
 
 
-# One instance for all, since its identity is part of the key of the compile cache.
+# All compilations share one instance, because its identity is part of the key of the compile cache.
 _MERGE_PRODUCTS = _MergeProducts()

@@ -1,7 +1,7 @@
 """Converts the GGUF file of a small Llama with a byte-level tokenizer into a directory that transformers loads.
 
-Knows nothing of catalogues, caches or downloads; called by `models.catalog` on the caller's thread. Needs the package
-`gguf` (the extra `demo`), so it is imported only for a conversion.
+Knows nothing about catalogues, caches or downloads. `models.catalog` calls it on the caller's thread. It needs the
+package `gguf` (the extra `demo`), so it is imported only for a conversion.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from sidestream.errors import ModelError
 
-# GGUF's names of a Llama's tensors. Q and K need more than a new name: see `_split_rotary`.
+# GGUF's names of a Llama's tensors. Rows of Q and K must also be reordered: see `_split_rotary`.
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -48,8 +48,8 @@ class Reached(Protocol):
 def convert_gguf(source: Path, into: Path, reached: Reached) -> None:
     """Write config, weights (bfloat16 safetensors) and tokenizer of the GGUF file `source` into the directory `into`.
 
-    Weights are dequantised, then rounded to bfloat16. Raises ModelError when the file holds another kind of model than
-    a Llama with the tokenizer of SmolLM.
+    Weights are dequantised, then rounded to bfloat16. Raises ModelError if the file does not contain a Llama with the
+    tokenizer of SmolLM.
     """
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -78,7 +78,7 @@ def _write_config(fields: dict[str, Any], into: Path, *, tied: bool) -> None:
         num_attention_heads=fields["llama.attention.head_count"],
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         max_position_embeddings=fields["llama.context_length"],
-        # GGUF stores it in 32 bits: 9.999999747378752e-06 stands for 1e-05
+        # GGUF stores the value in 32 bits, so 1e-05 is read as 9.999999747378752e-06.
         rms_norm_eps=float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         tie_word_embeddings=tied,
@@ -91,8 +91,8 @@ def _write_config(fields: dict[str, Any], into: Path, *, tied: bool) -> None:
 
 
 def _write_tokenizer(fields: dict[str, Any], into: Path) -> None:
-    # Built here because transformers' own GGUF reader loses the split of numbers into digits and takes <|im_start|> for
-    # the end of sequence.
+    # The tokenizer is built here, because transformers' own GGUF reader loses the split of numbers into digits and uses
+    # <|im_start|> as the end of sequence.
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
@@ -130,7 +130,7 @@ def _write_weights(reader: GGUFReader, fields: dict[str, Any], into: Path, reach
 
 
 def _rename(name: str) -> tuple[str, str]:
-    """Transformers' name of a GGUF tensor, and the tensor's part of a layer."""
+    """The name in transformers for a GGUF tensor, and the part of a layer that the tensor belongs to."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
     if match is None or match[2] not in _NAMES:
         raise ModelError(f"the model holds a tensor {name}, which a plain Llama does not have")
@@ -147,6 +147,8 @@ def _dequantised(tensor: ReaderTensor, heads: int | None) -> torch.Tensor:
 
 
 def _split_rotary(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder rows of Q or K from GGUF's order (rotary pairs adjacent) to transformers' (two halves of each head)."""
+    """Reorder rows of Q or K from GGUF's order (rotary pairs are adjacent) to transformers' order (two halves of each
+    head).
+    """
     rows, columns = values.shape
     return values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

@@ -1,7 +1,7 @@
-"""Inspect a model's directory by file names and JSON alone, and refuse a directory that cannot be served.
+"""Inspects a model's directory by its file names and JSON files, and refuses a directory that cannot be served.
 
 Called on the caller's thread before the tokenizer and the weights are read, so that the first error names the cause.
-Knows nothing of tensors: `weights` reads the headers of weight files.
+Knows nothing about tensors: `weights` reads the headers of weight files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sidestream.errors import ModelError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""The file that lists the shards of weights that are split over several files."""
+"""Name of the file that lists the shards, if the weights are split over several files."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -41,7 +41,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """The part of `check_directory` without weights: for a model on the hub, the configs are fetched first."""
+    """The part of `check_directory` that needs no weights. For a model on the hub, the configs are fetched first."""
     _refuse_adapter(directory)
     if not (directory / "config.json").exists():
         _refuse_without_config(directory)
@@ -50,7 +50,7 @@ def check_config(directory: Path) -> None:
         raise ModelError(f"{directory / 'config.json'} has no model_type: it is no transformers config")
     _refuse_own_code(config)
     _refuse_su_rope(config)
-    if config.get("transformers_weights"):  # transformers would read that file, but Sidestream would check another one
+    if config.get("transformers_weights"):  # transformers would read that file, but Sidestream checks another file
         raise ModelError(
             f"its config.json names other weights, {config['transformers_weights']!r} (transformers_weights): "
             f"Sidestream reads only {WEIGHTS} or {INDEX}; rename the file, and remove the entry"
@@ -58,13 +58,15 @@ def check_config(directory: Path) -> None:
 
 
 def check_weights_exist(directory: Path) -> None:
-    """The part of `check_directory` for weights: raise ModelError that names the weights found instead."""
+    """The part of `check_directory` for weights. Raises ModelError, which names the weights that were found instead."""
     if not any((directory / name).exists() for name in (WEIGHTS, INDEX)):
         raise ModelError(f"{directory} has no {WEIGHTS} and no {INDEX}: {_other_weights(directory)}")
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """transformers without peft ignores an adapter silently; with peft it may load another base model itself."""
+    """Refuse an adapter: transformers without peft ignores it silently, and with peft it may load another base
+    model.
+    """
     adapters = sorted(path.name for path in directory.glob("adapter_model*"))
     if (directory / _ADAPTER_CONFIG).exists():
         base = read_json(directory / _ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed base model"
@@ -126,7 +128,7 @@ def _refuse_own_code(config: dict[str, Any]) -> None:
         raise ModelError(
             f"its model_type {config['model_type']!r} needs code of its own (auto_map in config.json), "
             "which Sidestream never runs: choose a model of a type that transformers knows, "
-            "or install a newer transformers if that knows it"
+            "or install a newer transformers that knows this type"
         )
 
 

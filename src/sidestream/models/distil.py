@@ -1,9 +1,9 @@
-"""Distils a draft head from its own model: the target at each position is the model's distribution. One draft token is
-added per pass.
+"""Distils a draft head from its own model: the target at each position is the model's distribution. Each pass adds one
+draft token.
 
 Training matches drafting: the head attends to KV made from the model's own hidden states, except at the positions of
-tokens that it drafted itself (unrolled as in Li et al. 2025). On one device, on the calling thread. Knows nothing of
-engines, texts or files.
+tokens that the head has drafted (unrolled as in Li et al. 2025). Runs on one device, on the calling thread. Knows
+nothing about engines, texts or files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sidestream.models.loader import local_directory, naming_model, read_config,
 from sidestream.models.mtp import MtpHead
 from sidestream.models.weights import check_files
 
-# Positions per piece of logits: one row of logits is as wide as the vocabulary.
+# Number of positions whose logits are computed at once; each has as many logits as the vocabulary has tokens.
 _PIECE = 2048
 _WARM_UP = 0.05
 
@@ -35,12 +35,13 @@ _WARM_UP = 0.05
 class Lesson:
     """The settings of a training run.
 
-    steps          total steps
+    steps          total number of steps
     batch          sequences per step
-    drafts         consecutive tokens that the head learns to draft, each from its own hidden state of the previous one
-    fading         loss weight of each further draft relative to the previous one
-    learning_rate  peak: linear rise over the first 5 % of the steps, then cosine decay to zero
-    seed           of the order of sequences, 32 bits
+    drafts         number of consecutive tokens that the head learns to draft; for each but the first, the input is the
+                   head's own hidden state for the previous token
+    fading         loss weight of each draft relative to the previous draft
+    learning_rate  peak of the learning rate: linear rise over the first 5 % of the steps, then cosine decay to zero
+    seed           seed for the order of sequences, 32 bits
     """
 
     steps: int
@@ -65,15 +66,16 @@ class Lesson:
 class Distillation:
     """The training of a head; `done` is the number of completed steps.
 
-    model    a transformers causal model, frozen · head: its head, in float32
+    model    a transformers causal model, frozen
+    head     the model's head, in float32
     tokens   int32 `[sequences, length]`, on the host
     """
 
     def __init__(self, model: Any, head: MtpHead, tokens: Tensor, lesson: Lesson) -> None:
-        """Raises ConfigError when there are fewer sequences than one batch."""
+        """Raises ConfigError if there are fewer sequences than a batch needs."""
         if len(tokens) < lesson.batch:
             raise ConfigError(
-                f"there are {len(tokens)} sequences, a step needs {lesson.batch}: give more text, or a smaller batch"
+                f"there are {len(tokens)} sequences, but a step needs {lesson.batch}: give more text or a smaller batch"
             )
         self.done = 0
         self._model = model.requires_grad_(False)
@@ -99,7 +101,7 @@ class Distillation:
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """State to resume the training, without model, tokens and lesson."""
+        """The state from which training can be resumed, without model, tokens and lesson."""
         return {"done": self.done, "head": self._head.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +132,7 @@ class Distillation:
         weight, weights = 1.0, 0.0
         total: Tensor = hidden.new_zeros((), dtype=torch.float32)
         for number, predicts in enumerate(unroll_drafts(self._head, tokens, hidden, self._lesson.drafts)):
-            # The first positions of a further draft have no drafted token before them.
+            # At the first positions of a later draft, there are no drafted tokens before.
             total = total + weight * self._distance(
                 predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1)
             )
@@ -145,8 +147,8 @@ class Distillation:
 
 
 class Divergence(torch.autograd.Function):
-    """The sum over positions of the KL divergence (Kullback and Leibler 1951), and its gradient. Computed in pieces,
-    together with the gradient: logits are computed once and exist for one piece at a time.
+    """The sum over positions of the KL divergence (Kullback and Leibler 1951), and its gradient. Both are computed
+    together, piece by piece: logits are computed once, and exist for only one piece at a time.
     """
 
     @staticmethod
@@ -175,8 +177,8 @@ class Divergence(torch.autograd.Function):
 
 
 def unroll_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Iterator[Tensor]:
-    """For n = 0, 1, … `drafts - 1`: the hidden states `[N, T, hidden_size]` that predict the token after each position,
-    when the last n tokens up to the position were drafted correctly.
+    """For n = 0, 1, … `drafts - 1`: the hidden states `[N, T, hidden_size]` that predict the token after each position
+    if the last n tokens up to the position were drafted correctly.
 
     tokens int64 `[N, T]` · hidden `[N, T, hidden_size]`: output of the model's last layer. In the n-th result, the
     first n positions are meaningless.
@@ -209,9 +211,9 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a drafting head. In pass n, a position attends to positions at least n before it with KV from the
-    model's hidden states, and to the n later ones with KV from drafts: the first of them drafted once, the next twice,
-    up to itself, drafted n times.
+    """Attention of a drafting head. In pass n, a position attends to earlier positions at a distance of n or more with
+    KV from the model's hidden states. At the last n positions, including its own, it attends to KV from drafts: the
+    first of these was drafted once, the next twice, and the position itself n times.
     """
     drafted.keys.append(key)
     drafted.values.append(value)
@@ -236,7 +238,7 @@ def _attend(
 
 
 def _behind(states: Tensor, count: int) -> Tensor:
-    """`[N, kv_heads, T, head_dim]` shifted by `count` positions to later ones; zeros at the first positions."""
+    """`[N, kv_heads, T, head_dim]`, shifted to later positions by `count`; the first positions are zeros."""
     return pad(states, (0, 0, count, 0))[:, :, : states.shape[2]] if count else states
 
 

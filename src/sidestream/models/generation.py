@@ -17,9 +17,8 @@ FILE = "generation_config.json"
 def sampling_defaults(directory: Path) -> SamplingDefaults:
     """The sampling defaults of the checkpoint in `directory`; neutral values for absent fields.
 
-    `do_sample` is not read, as in vLLM and SGLang: many chat checkpoints give a temperature without it, and its default
-    in transformers would make all of them greedy.
-    Raises ModelError with file, field, value, bound and remedy.
+    As in vLLM and SGLang, `do_sample` is not read: many chat checkpoints give a temperature but no `do_sample`, whose
+    default in transformers would make all of them greedy. Raises ModelError with file, field, value, bound and remedy.
     """
     path = directory / FILE
     found = read_json(path) if path.exists() else {}

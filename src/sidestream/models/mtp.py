@@ -1,9 +1,9 @@
 """A head for multi-token prediction (MTP): one decoder layer of the model's own class. Its input is the embedding of a
 token joined with the hidden state of the previous position; it shares the model's embedding and output matrix.
 
-At position p it reads token p and the hidden state of position p - 1, so its KV at p depends on no later token and can
-be stored with the block (hazard H15). Published heads count the same input as position p - 1; only relative positions
-matter. To draft several tokens, the head receives its own hidden state.
+At position p it reads token p and the hidden state of position p - 1, so its KV at p does not depend on later tokens
+and can be stored with the block (hazard H15). In published heads, the same input has position p - 1, which makes no
+difference, because only relative positions matter. To draft several tokens, the head receives its own hidden state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sidestream.models.weights import digest_of_files, pack_linears
 
 log = logging.getLogger(__name__)
 
-# Tensor names in checkpoints, and our names for them. All other tensors belong to the decoder layer.
+# Tensor names in checkpoints, and Sidestream's names for them. All other tensors belong to the decoder layer.
 _QWEN = {
     "mtp.fc.": "join.",
     "mtp.pre_fc_norm_embedding.": "norm_embedding.",
@@ -52,8 +52,8 @@ _DEEPSEEK = {
 }
 _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
 _OWN_FORMAT = "sidestream-mtp"
-# Config fields that must equal the model's: first for our own files, then for checkpoints, whose tensor names depend on
-# the number of layers.
+# Config fields that must be the same for head and model: first for Sidestream's own files, then for checkpoints, whose
+# tensor names depend on the number of layers.
 _FACTS = ("model_type", "hidden_size", "vocab_size")
 _CHECKPOINT_FACTS = ("hidden_size", "vocab_size", "num_hidden_layers")
 _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
@@ -62,19 +62,19 @@ _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>
 class MtpHead(nn.Module):
     """The head of one model. It shares the model's embedding and output matrix.
 
-    feeds_normed   the head receives its hidden state after its norm (Qwen), else before it (DeepSeek, GLM)
+    feeds_normed   True: the head receives its own hidden state after its norm (Qwen); False: before it (DeepSeek, GLM)
     """
 
     def __init__(self, model: Any, *, feeds_normed: bool) -> None:
-        """`model`: a transformers causal model. The new head's norms copy the model's last norm; all other weights are
-        random. Raises ModelError.
+        """`model` is a transformers causal model. The new head's norms are copies of the model's last norm; all other
+        weights are random. Raises ModelError.
         """
         super().__init__()
         base = model.base_model
         lacking = [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(base, name)]
         if lacking:
             raise ModelError(f"a head needs the model's {lacking[0]}, and {type(base).__name__} has none of that name")
-        self._model = (model,)  # in a tuple, so that torch does not count its weights as the head's
+        self._model = (model,)  # in a tuple, so that torch does not count the model's weights as weights of the head
         config = copy.deepcopy(model.config)
         self.layer_index = config.num_hidden_layers
         config.num_hidden_layers += 1
@@ -102,10 +102,12 @@ class MtpHead(nn.Module):
                 tensor.data = tensor.data.to(theirs[name].dtype)
 
     def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
-        """The hidden states that predict the tokens after `tokens`, and those to feed back: both `[N, T, hidden_size]`.
+        """The hidden states that predict the tokens after `tokens`, and the hidden states that are the next input. Both
+        are `[N, T, hidden_size]`.
 
-        tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: further arguments of the layer's
-        attention
+        tokens, positions   int64 `[N, T]`
+        before              `[N, T, hidden_size]`
+        attention           more arguments for the layer's attention
         """
         left = self._through(tokens, before, positions, **attention)
         left = left[0] if isinstance(left, tuple) else left
@@ -130,8 +132,8 @@ class MtpHead(nn.Module):
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """As `forward`, over the block pool and packed: both results are `[T, hidden_size]`. Also writes the KV to the
-        pool, in layer `layer_index`.
+        """Like `forward`, but for packed tokens and the block pool: both results are `[T, hidden_size]`. Also writes
+        the KV to layer `layer_index` of the pool.
         """
         count = len(tokens)
         predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(batch))
@@ -139,7 +141,7 @@ class MtpHead(nn.Module):
 
     @torch.inference_mode()
     def write_kv(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
-        """Write the KV that `step` would write, without a prediction."""
+        """Write the same KV as `step`, but do not predict."""
         with contextlib.suppress(_Written):
             self._through(
                 *_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(_KeysAndValues(batch))
@@ -152,7 +154,7 @@ class MtpHead(nn.Module):
 
 
 def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A packed batch as one sequence; on a CPU, padded to one of few lengths as in `PagedModel.forward`."""
+    """A packed batch as one sequence. On a CPU, it is padded to one of few lengths, as in `PagedModel.forward`."""
     if on_host(tokens.device):
         missing = padded_length(len(tokens)) - len(tokens)
         tokens, positions, before = (
@@ -189,11 +191,11 @@ class _KeysAndValues:
 
 
 def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
-    """Attach the head in `source` to the model: a file of ours, or a checkpoint that contains a head (a directory or a
-    hub id).
+    """Attach the head in `source` to the model. `source` is a file in Sidestream's format, or a checkpoint that
+    contains a head (a directory or a hub id).
 
-    Extends the model's blocks by a layer for the head's KV and layers for a hidden state, and the fingerprint by the
-    head's. Raises ModelError when there is no head, or when it does not fit.
+    The model's blocks get one more layer for the head's KV and more layers for a hidden state; the model's fingerprint
+    is extended by the head's fingerprint. Raises ModelError if there is no head, or if it does not fit the model.
     """
     head = load_head(model.module, source)
     layout = model.layout
@@ -224,7 +226,7 @@ def load_head(model: Any, source: str | Path) -> MtpHead:
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:
             raise ModelError(
-                f"the head in {source} has {name} of shape {list(tensor.shape)}, the model's is "
+                f"the head in {source} has {name} of shape {list(tensor.shape)}, but the model needs "
                 f"{list(own[name].shape)} (hidden size {head.hidden_size}): it belongs to another model"
             )
     head.load_state_dict(given)
@@ -232,8 +234,8 @@ def load_head(model: Any, source: str | Path) -> MtpHead:
 
 
 def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = None) -> None:
-    """Write a file of ours atomically. `record` documents the head's training; its entry `weights` identifies the model
-    (`digest_of_files`).
+    """Write a file in Sidestream's format atomically. `record` documents the head's training; its entry `weights`
+    identifies the model (`digest_of_files`).
     """
     facts = {name: str(getattr(head.config, name)) for name in _FACTS}
     partial = path.with_name(path.name + ".partial")
@@ -245,7 +247,7 @@ def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = 
 
 
 def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
-    """A head's tensors by our names, and `feeds_normed`."""
+    """A head's tensors by Sidestream's names, and `feeds_normed`."""
     if source.is_file():
         with _opened(source) as file:
             metadata = file.metadata() or {}
@@ -275,14 +277,14 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
                     tensors[_renamed(name.removeprefix(prefix), _DEEPSEEK)] = file.get_tensor(name)
     if not tensors:
         raise ModelError(
-            f"{directory} carries no head: it has no tensors named mtp.* or {prefix}*; "
-            "give a head's file (--draft-head), `sidestream train-mtp` makes one"
+            f"{directory} contains no head: it has no tensors named mtp.* or {prefix}*; "
+            "give the file of a head (--draft-head); `sidestream train-mtp` makes one"
         )
     return tensors, qwen
 
 
 def _described(path: Path) -> Mapping[str, Any]:
-    """A checkpoint's config of its language model; empty without a config."""
+    """The config of a checkpoint's language model; empty if there is no config."""
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -296,21 +298,21 @@ def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
     for name, value in facts.items():
         if str(value) != str(getattr(config, name)):
             raise ModelError(
-                f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: "
-                "take the model's own"
+                f"the head in {source} was made for {name} {value}, but the model has {getattr(config, name)}: "
+                "give the model's own head"
             )
 
 
 def _compare_weights(source: Path, made_for: str | None, directory: str) -> None:
-    """Warn if the head was trained with other weights than those in `directory`: fewer of its drafts may be accepted,
-    but no output depends on them.
+    """Warn if the head was trained for other weights than the weights in `directory`. Then fewer drafts may be
+    accepted, but outputs do not change.
     """
     if made_for is None or not directory or not Path(directory).is_dir():
         return
     weights = digest_of_files(Path(directory))
     if weights != made_for:
         log.warning(
-            "the head in %s was taught by weights %s, the model in %s has %s: fewer of its drafts may be right",
+            "the head in %s was trained for weights %s, but the model in %s has %s: fewer drafts may be accepted",
             source,
             made_for,
             directory,
@@ -333,8 +335,8 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _with_joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the experts' matrices, which checkpoints store one by one, as transformers' layers expect: `[experts,
-    ...]`.
+    """Stack the matrices of experts, which checkpoints store one by one, to `[experts, ...]`, as transformers' layers
+    expect them.
     """
     joined: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}

@@ -1,6 +1,6 @@
-"""The dtype chosen by `dtype="auto"`: the checkpoint's own, or float32 if the CPU is too slow in it.
+"""Chooses the dtype for `dtype="auto"`: the checkpoint's dtype, or float32 if the CPU is too slow with that dtype.
 
-Knows sizes and measured times, never a model. Called while a model loads and by `doctor`; measures once per process.
+Knows sizes and measured times, not models. Called by `doctor` and while a model loads; measures once per process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn import functional
 from sidestream.device.machine import memory_bytes
 from sidestream.kv.layout import DTYPE_BYTES
 
-# bfloat16 is about twice as fast as float32 with native instructions, and 2.5 to 5 times as slow without; no measured
-# CPU was in between.
+# With native instructions, bfloat16 is about twice as fast as float32; without them, it is slower by a factor of 2.5 to
+# 5. No measured CPU was in between.
 _TOO_SLOW = 1.5
-# Share of the machine's memory that float32 weights may take. Total memory, because free memory differs between starts,
-# and a disk tier written in one dtype cannot be read in another.
+# Share of the machine's total memory that float32 weights may take. Free memory is not used, because it differs between
+# starts, and a disk tier written in one dtype cannot be read in another.
 _SHARE = 0.5
 # The sizes of a prompt chunk in a layer of a small model.
 _ROWS, _IN, _OUT = 64, 512, 1024
@@ -44,7 +44,7 @@ class Precision:
 
 
 def choose_precision(asked: str, stored: str, *, weights_bytes: int, on_cpu: bool) -> Precision:
-    """The dtype for serving a checkpoint. asked: the option `dtype` · stored: the checkpoint's dtype."""
+    """The dtype for serving a checkpoint. `asked` is the option `dtype`, and `stored` is the checkpoint's dtype."""
     if asked != "auto":
         return Precision(asked, "as asked")
     if stored == "float32" or stored not in DTYPE_BYTES or not on_cpu:
@@ -68,10 +68,10 @@ def time_over_float32(dtype: str) -> float:
     """Time of a matrix product in `dtype` divided by its time in float32, on this CPU. Takes some milliseconds, once
     per process.
 
-    Measured, because oneDNN reports dtypes as supported even if the processor has no instructions for them.
+    The time is measured, because oneDNN reports dtypes as supported even if the processor has no instructions for them.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # scaling of a small product over threads is not measured
+    torch.set_num_threads(1)  # with several threads, the time of a small product would depend on its scaling
     try:
         products = {name: _product(getattr(torch, name)) for name in (dtype, "float32")}
         rounds = [{name: product() for name, product in products.items()} for _ in range(_ROUNDS)]
@@ -81,7 +81,7 @@ def time_over_float32(dtype: str) -> float:
 
 
 def _product(dtype: torch.dtype) -> Callable[[], float]:
-    """A matrix product of a layer, as a function that runs it and returns the seconds."""
+    """A function that runs a matrix product of a layer and returns its time in seconds."""
     states, weight = torch.ones(_ROWS, _IN, dtype=dtype), torch.ones(_OUT, _IN, dtype=dtype)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Weight files and their checks, fingerprints of weights, and the packed order of weights for oneDNN.
+"""Reads and checks weight files, makes fingerprints of weights, and packs weights in oneDNN's order.
 
 Called while a model loads, on the loading thread.
 """
@@ -25,15 +25,15 @@ from sidestream.models.directory import INDEX, WEIGHTS, check_weights_exist, rea
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Config fields that change no result of a forward, or that the hash covers in another way.
+# Config fields that do not change the result of a forward pass, or that the hash covers in another way.
 _NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "use_cache"}
 
 
 def check_files(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model's weight files by name. Reads headers, and a page of each matrix.
+    """The tensors of a model's weight files by name. Reads the headers, and one page of each matrix.
 
-    Raises ModelError with the file's name when a file is missing, truncated or not a safetensors file, and with the
-    tensor's name when a tensor cannot be served (`check_tensors`).
+    Raises ModelError with the file's name if a file is missing, truncated or not a safetensors file, and with the
+    tensor's name if a tensor cannot be served (`check_tensors`).
     """
     check_weights_exist(directory)
     files = _weight_files(directory)
@@ -44,8 +44,8 @@ def check_files(directory: Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtype_and_bytes(directory: Path) -> tuple[str, int]:
-    """The first floating dtype in the first weight file of `directory`, and the total bytes of all weight files. Reads
-    headers only.
+    """The first floating-point dtype in the first weight file of `directory`, and the total bytes of all weight files.
+    Reads only headers.
 
     `("float32", 0)` if there are none. Raises ModelError for a damaged file.
     """
@@ -97,18 +97,20 @@ def _check_file(path: Path) -> list[StoredTensor]:
     except (ValueError, AttributeError, KeyError, TypeError, IndexError):
         raise ModelError(f"{path} is no readable safetensors file: fetch it again") from None
     if size != expected:
-        raise ModelError(f"{path} has {size} bytes, its header tells {expected}: it is not complete, fetch it again")
+        raise ModelError(
+            f"{path} has {size} bytes, but its header requires {expected}: it is incomplete; fetch it again"
+        )
     return tensors
 
 
 def fingerprint_of(module: Any, *, variant: str = "") -> str:
-    """128 bits, in hex, of everything that determines the module's KV: definition, config, dtypes and all loaded
+    """A hash, 128 bits in hex, of everything that determines the module's KV: definition, config, dtypes and all loaded
     weights.
 
-    variant: name of a change of the module that config and weights do not show.
+    variant   name of a change of the module that is not visible in config and weights
 
-    Hashes the loaded weights, not the files: names, dates and the split of weights over files do not matter. xxh3 runs
-    at about memory bandwidth; it detects differences, not forgeries.
+    It hashes the loaded weights, not the files: names, dates and the split of weights over files do not matter. xxh3
+    runs at about memory bandwidth; it detects accidental differences, but not forgeries.
     """
     config = {name: value for name, value in module.config.to_dict().items() if name not in _NOT_IDENTITY}
     # The config contains transformers' version, because a newer version may change the definition of the model.
@@ -122,16 +124,16 @@ def fingerprint_of(module: Any, *, variant: str = "") -> str:
     return digest.hexdigest()
 
 
-# Rows from each end, for each tensor and each of its dimensions except the last.
+# Number of rows from each end that are hashed, for each tensor and each of its dimensions except the last.
 _SAMPLED_ROWS = 4
 
 
 def digest_of_files(directory: Path) -> str:
-    """128 bits, in hex, of the stored weights; independent of their split over files and of the dtype they are loaded
-    in.
+    """A hash, 128 bits in hex, of the stored weights. It does not depend on their split over files, nor on the dtype in
+    which they are loaded.
 
-    Reads only the first and last rows of each tensor: training changes nearly all rows, and reading a large model would
-    take minutes. For files that passed `check_files`.
+    Reads only the first and last rows of each tensor: training changes nearly all rows, and reading all of a large
+    model would take minutes. The files must have passed `check_files`.
     """
     digest = xxhash.xxh3_128()
     with contextlib.ExitStack() as opened:
@@ -154,7 +156,9 @@ def _hash(digest: xxhash.xxh3_128, name: str, tensor: Any) -> None:
 
 
 def _listed(value: object) -> object:
-    """JSON of values that `json` does not support; sets are sorted, because their order differs between processes."""
+    """A JSON value for a value that `json` does not support. Sets are sorted, because their order differs between
+    processes.
+    """
     return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else str(value)
 
 
@@ -172,15 +176,15 @@ class _PackedLinear(nn.Module):
         return product
 
 
-# Number of rows that the packed order is optimised for; other numbers work as well.
+# Number of rows for which the packed order is optimised; other numbers also work.
 _PACKED_ROWS = 8
 
 
 def pack_linears(module: nn.Module) -> None:
     """Reorder the weights of every plain bfloat16 Linear in place; other dtypes stay unchanged.
 
-    Otherwise oneDNN reorders a bfloat16 weight in every call: SmolLM2-135M's step then takes 1.2 times as long on two
-    cores, at batch 1 and 8. In float32, MKL's own order is faster.
+    Without this, oneDNN reorders a bfloat16 weight in every call: a step of SmolLM2-135M then takes 1.2 times as long
+    on two cores, with batch sizes 1 and 8. In float32, MKL's own order is faster.
     """
     if not (torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return

@@ -1,5 +1,5 @@
-"""The device operations of a step besides the model: one interface, implemented in torch for a CPU and as Triton
-kernels for a GPU. Takes tensors only; knows nothing of the runner, requests or streams.
+"""The device operations of a step besides the model. One interface has two implementations: torch for a CPU, and Triton
+kernels for a GPU. They take only tensors, and know nothing about the runner, requests or streams.
 """
 
 from sidestream.ops.interface import Ops

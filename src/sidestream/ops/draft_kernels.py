@@ -1,6 +1,6 @@
-"""Triton kernels of argmax and of prompt lookup: each replaces tens of small torch kernels. May be captured.
+"""Triton kernels for argmax and prompt lookup. Each replaces tens of small torch kernels. They may be captured.
 
-They compute the same as `ops/torch_ops.py`, to the bit; tests compare both.
+Their results are bit-equal to those of `ops/torch_ops.py`; tests compare both.
 """
 
 import triton
@@ -12,7 +12,7 @@ _MAXIMA = tl.constexpr(128)
 
 @triton.jit(do_not_specialize=["parts"])
 def argmax_of_parts(logits, maxima, indices, width, stride, parts):
-    """The largest of each `LANES` logits of a row and its first index; infinity if one is NaN. Grid (rows, parts)."""
+    """The largest of `LANES` logits of a row, and its first index; infinity if a logit is NaN. Grid (rows, parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = part * LANES + tl.arange(0, LANES)
     value = tl.load(logits + row * stride + index, mask=index < width, other=float("-inf")).to(tl.float32)
@@ -24,7 +24,7 @@ def argmax_of_parts(logits, maxima, indices, width, stride, parts):
 
 @triton.jit(do_not_specialize=["parts"])
 def argmax_of_maxima(maxima, indices, tokens, finite, parts):
-    """The first index of the largest of all parts, 0 where that is not finite. Grid (rows,)."""
+    """The first index of the largest logit of all parts; 0 if that logit is not finite. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     largest, token = tl.program_id(0) * 0.0 + float("-inf"), tl.program_id(0) * 0
     for begin in range(0, parts, _MAXIMA):
@@ -42,7 +42,9 @@ def argmax_of_maxima(maxima, indices, tokens, finite, parts):
 
 @triton.jit(do_not_specialize=["width", "stride", "longest", "shortest", "count"])
 def match_ngram(history, rows, lengths, drafts, width, stride, longest, shortest, count):
-    """Tokens after the longest earlier occurrence of a row's last tokens, the latest of equals. Grid (rows,)."""
+    """The tokens after the longest earlier occurrence of a row's last tokens; among equally long ones, after the
+    latest. Grid (rows,).
+    """
     row = tl.program_id(0).to(tl.int64)
     own = history + tl.load(rows + row) * stride
     last = tl.maximum(tl.load(lengths + row) - 1, 0)

@@ -1,8 +1,8 @@
-"""The interface of the device operations. Each enqueues on the current stream and reads nothing back, unless it says
-so: `TritonOps` may be captured in a CUDA graph.
+"""The interface of the device operations. Unless its docstring says otherwise, an operation enqueues work on the
+current stream and reads no device values on the host. `TritonOps` may be captured in a CUDA graph.
 
-Shapes: T packed tokens, B rows of a step, S request slots (the last one is the padding slot), N logits, K drafts a row,
-V the vocabulary. Integers are int64 unless a type is given.
+Shapes: T packed tokens, B rows of a step, R rows of a call, S request slots (the last is the padding slot), N rows of
+logits, K drafts per row, V tokens of the vocabulary. Integers are int64 unless a type is given.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ResolvedInputs(NamedTuple):
 class DraftRows(NamedTuple):
     """The state of R decode rows before a step drafts for them.
 
-    tokens         `[R]`: the last token of each
-    lengths        `[R]`: tokens of each, the last one included
+    tokens         `[R]`: the last token of each row
+    lengths        `[R]`: number of tokens of each row, including the last one
     bounds         `[R]`: the last position for which the row has a block
     padding        bool `[R]`: the row is padding
     block_tables   int32 `[R, width]`
@@ -62,18 +62,20 @@ class PackedRows(NamedTuple):
 
 
 FROM_SLOT, ZEROS = -1, -2
-"""The hidden state before a row's first token is the one of its request slot, or zeros at the start of a sequence."""
+"""Values of `origins`: the hidden state before a row's first token is the state of its request slot (`FROM_SLOT`), or
+it is zeros, at the start of a sequence (`ZEROS`).
+"""
 
 
 class SlotTensors(NamedTuple):
     """The state of request slots that a draw advances.
 
     last_tokens     `[S]`
-    lengths         `[S]`: tokens of each that have KV
-    history         int32 `[S, width + 1]`, all tokens; the last column takes writes that count for nothing. No columns
-                    where nothing is drafted; then neither `lengths` nor `hidden` is kept
+    lengths         `[S]`: number of tokens with KV
+    history         int32 `[S, width + 1]`: all tokens. Writes to the last column are ignored. An engine without drafts
+                    has no columns here, and keeps neither `lengths` nor `hidden`
     hidden          `[S, hidden_size]`
-    output_counts   int32 `[S, V]`, outputs of penalised slots; None: no row of the step is penalised
+    output_counts   int32 `[S, V]`: counts of output tokens of penalised slots; None: no row of the step is penalised
     sampling        sampling options, see `ops/rules.py`
     """
 
@@ -89,20 +91,23 @@ class Ops(Protocol):
     """The operations. A method that overwrites an argument says so."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of the largest logits, `[N]`, the lowest id among equals; and whether they are finite, bool `[N]`.
+        """Id of each row's largest logit, `[N]` (the lowest id among equal logits); and whether the row is finite, bool
+        `[N]`.
 
-        logits `[N, V]`. A row with NaN or +inf, or with -inf only, is not finite, and its id is 0.
+        logits `[N, V]`. A row is not finite if it has NaN or +inf, or only -inf; its id is then 0.
         """
         ...
 
     def match_ngram(
         self, history: Tensor, slots: Tensor, lengths: Tensor, count: int, *, longest: int, shortest: int
     ) -> Tensor:
-        """Drafts `[R, count]` by prompt lookup: see `NgramProposer`. history int32 `[S, width]`; others `[R]`."""
+        """Drafts `[R, count]` by prompt lookup, see `NgramProposer`. history int32 `[S, width]`; slots and lengths
+        `[R]`.
+        """
         ...
 
     def update_block_tables(self, indices: Tensor, block_ids: Tensor, block_tables: Tensor) -> None:
-        """Write block ids at flat indices of `block_tables`, int32 `[S, width]`; nothing at index -1."""
+        """Write block ids at flat indices of `block_tables`, int32 `[S, width]`. An index of -1 writes nothing."""
         ...
 
     def resolve_inputs(
@@ -120,15 +125,15 @@ class Ops(Protocol):
         block_tokens: int,
         width: int,
     ) -> ResolvedInputs:
-        """Replace the placeholders of packed inputs by device state.
+        """Replace the placeholders in packed inputs by device state.
 
-        packed        `[T]` ids; -1: the slot's last token; -2 - k: its draft k
-        positions     `[T]`; -1 - k: k tokens after the slot's last one
+        packed        `[T]`: token ids; -1: the slot's last token; -2 - k: its draft k
+        positions     `[T]`; -1 - k: k positions after the slot's last token
         token_slots   `[T]`
         kv_lens       `[B]`; -k: k tokens more than the slot's length
         slots         `[B]`
         drafts        `[S, K]` by slot; None: nothing is drafted
-        width         columns of the block tables that are returned
+        width         number of columns of the returned block tables
         """
         ...
 
@@ -153,8 +158,8 @@ class Ops(Protocol):
     def draft_slots(
         self, block_tables: Tensor, positions: Tensor, bounds: Tensor, padding: Tensor, *, block_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """Slot mapping and KV lengths, both `[R]`, of rows with one token each at `positions`, or at `bounds` if that
-        is earlier. Rows of padding write nothing and have length 0.
+        """Slot mapping and KV lengths, both `[R]`, of rows with one token each. The token is at the row's position, or
+        at its bound if that is earlier. Padding rows write nothing and have length 0.
         """
         ...
 
@@ -167,17 +172,23 @@ class Ops(Protocol):
         in_prompt: Tensor,
         drafted: Tensor | None,
     ) -> Tensor:
-        """The logits as float32 `[N, V]`, less the penalties of their slots. Float32 logits may be overwritten.
+        """The logits after the penalties of their slots, float32 `[N, V]`. Float32 logits may be overwritten.
 
-        slots `[N]` · output_counts int32 and in_prompt bool, `[S, V]` · drafted `[N, K]`: drafts between the slot's
-        last token and each logit, else -1; they count as output
+        slots           `[N]`
+        output_counts   int32 `[S, V]`
+        in_prompt       bool `[S, V]`
+        drafted         `[N, K]`: drafts between the slot's last token and each row of logits, else -1. They count as
+                        output tokens
         """
         ...
 
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `[N]`, and whether the logits of each are finite, bool `[N]`; else its token is 0.
+        """Tokens `[N]`, and whether the logits of each row are finite, bool `[N]`. If not, the row's token is 0.
 
-        slots `[N]` · output_indices `[N]`: outputs of the slot before this one. By torch, it reads device values.
+        slots            `[N]`
+        output_indices   `[N]`: number of the slot's outputs before this token
+
+        `TorchOps` reads device values here.
         """
         ...
 
@@ -195,22 +206,25 @@ class Ops(Protocol):
         cu_seqlens_q: Tensor,
         decodes: int,
     ) -> Tensor:
-        """Accept drafts and advance the slots of sampling rows by what was drawn; `state` is overwritten. Returns the
-        accept lengths, `[B]`: tokens that each sampling row advances by (H19). Rows of padding change nothing that is
-        read.
+        """Accept drafts, and advance the slots of sampling rows by the drawn tokens; `state` is overwritten. Returns
+        the accept lengths, `[B]`: the number of tokens by which each sampling row advances (H19). Padding rows change
+        nothing that is read.
 
-        tokens          `[N]`, drawn
-        positions       `[N]`: of the packed token before each
-        drafts          `[decodes or fewer, K]`, of the first rows; None: nothing was drafted
-        hidden          `[N, hidden_size]`: hidden states at the logits; None: not to be kept
+        tokens          `[N]`: the drawn tokens
+        positions       `[N]`: position of the packed token before each drawn token
+        drafts          `[decodes or fewer, K]`: drafts of the first rows; None: nothing was drafted
+        hidden          `[N, hidden_size]`: hidden states at the logits; None: they are not kept
         sampling_rows   `[B]`: indices of the rows that sample, then -1
-        first_logits    `[B]`: the first logit of each of those
+        first_logits    `[B]`: index of the first logits of each of these rows
         """
         ...
 
     def previous_hidden(self, hidden: Tensor, rows: PackedRows, by_slot: Tensor, by_block: Tensor) -> Tensor:
-        """The hidden state at the position before each packed token, `[T, hidden_size]`, from those of this step,
-        `hidden` `[T, hidden_size]`, of slots `[S, hidden_size]` and of blocks `[blocks, hidden_size]`.
+        """The hidden state at the position before each packed token, `[T, hidden_size]`.
+
+        hidden     `[T, hidden_size]`: hidden states of this step
+        by_slot    `[S, hidden_size]`: hidden states of request slots
+        by_block   `[blocks, hidden_size]`: hidden states of blocks
         """
         ...
 
@@ -225,7 +239,7 @@ class Ops(Protocol):
         slot_mapping: Tensor,
         block_tokens: int,
     ) -> None:
-        """Write the hidden state of each complete block's last token to `by_block`, whose last block takes writes that
-        count for nothing, and of each row's last token to `by_slot`.
+        """Write the hidden state of each complete block's last token to `by_block`, and of each row's last token to
+        `by_slot`. Writes to the last block of `by_block` are ignored.
         """
         ...

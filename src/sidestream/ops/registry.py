@@ -9,7 +9,7 @@ from sidestream.ops.torch_ops import TorchOps
 def select_ops(*, has_kernels: bool) -> Ops:
     """The implementation for an engine's device; called once, when the engine is built.
 
-    has_kernels   the device runs Triton kernels; a CPU does not, and Triton need not be installed there
+    has_kernels   whether the device runs Triton kernels. A CPU does not, and does not need Triton
     """
     if not has_kernels:
         return TorchOps()

@@ -1,8 +1,8 @@
-"""Kernels of a step besides the model. Each is one launch where torch would take tens, and launches are most of a small
-step. Need triton.
+"""Triton kernels of a step besides the model. Each replaces tens of launches of torch, and launches take most of the
+time of a small step.
 
-Launched on the current stream; nothing is read back, so they may be captured. `ops/torch_ops.py` computes the same, to
-the bit but for exponentials and penalties: tests compare them.
+They are launched on the current stream, and the host reads no device values, so they may be captured. Their results are
+bit-equal to those of `ops/torch_ops.py`, except for exponentials and penalties; tests compare them.
 """
 
 import triton
@@ -11,8 +11,8 @@ import triton.language as tl
 from sidestream.ops.rules import COLUMNS
 
 LANES = tl.constexpr(128)
-# Parts of a step's buffer. The address of a part depends on the sizes of the others; its alignment is no reason to
-# compile another variant.
+# Arguments that are parts of a step's buffer. The address of a part depends on the sizes of the other parts, so Triton
+# must not compile variants for its alignment.
 _NUMBERS = [
     "tokens",
     "positions",
@@ -27,14 +27,15 @@ _NUMBERS = [
     "origins",
     "slots",
 ]
-# Logits that a program looks at at once. Vocabularies and strides are a model's: that they are multiples of 16 is worth
-# a variant, whose loads are wide.
+# Number of logits that a program processes at once. Vocabulary size and strides do not change, so a variant for
+# multiples of 16, which has wide loads, pays off.
 WIDE = tl.constexpr(4096)
 # See `ops/torch_sampling.py` and `ops/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
-# A floor is found digit by digit, of two bits: what lies above each of three is one look at all logits.
+# A floor is found digit by digit, with two bits per digit. For each digit, one pass over all logits measures the mass
+# above three candidates.
 BITS, DIGITS = tl.constexpr(2), tl.constexpr(4)
-# Of a row's logits, at most: each is a program, which goes through its part by tiles.
+# Maximum number of parts of a row's logits. One program processes one part, tile by tile.
 PARTS = tl.constexpr(64)
 TILE = tl.constexpr(2048)
 _SMALLEST, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
@@ -57,7 +58,7 @@ _GOLDEN, _FIRST, _SECOND = (
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NUMBERS)
 def update_block_tables(places, blocks, tables, count):
-    """Write each block at its flat place; none at -1. Grid (tiles,)."""
+    """Write each block id at its flat index; an index of -1 writes nothing. Grid (tiles,)."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     place = tl.load(places + at, mask=at < count, other=-1)
     tl.store(tables + place, tl.load(blocks + at, mask=at < count, other=0).to(tl.int32), mask=place >= 0)
@@ -90,7 +91,7 @@ def resolve_inputs(
     size,
     DRAFTS: tl.constexpr,
 ):
-    """One tile of tokens, or, after the tiles, one row. Grid (tiles + rows,)."""
+    """Resolves one tile of tokens; the programs after the tiles resolve one row each. Grid (tiles + rows,)."""
     tiles = tl.cdiv(num_tokens, LANES)
     if tl.program_id(0) < tiles:
         at = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -172,7 +173,7 @@ def draft_rows(
 
 @triton.jit(do_not_specialize=["size", "width"], do_not_specialize_on_alignment=["positions", "bounds", "padding"])
 def draft_slots(tables, positions, bounds, padding, slots, kv_lens, size, width):
-    """The slot and KV length of one row's token: at its position, or at its bound if that is earlier. Grid (rows,)."""
+    """The slot and KV length of one row's token, at its position or at its bound if that is earlier. Grid (rows,)."""
     at = tl.program_id(0).to(tl.int64)
     position = tl.minimum(tl.load(positions + at), tl.load(bounds + at))
     slot = tl.load(tables + at * width + position // size).to(tl.int64) * size + position % size
@@ -185,7 +186,7 @@ def draft_slots(tables, positions, bounds, padding, slots, kv_lens, size, width)
 
 @triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=_NUMBERS)
 def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride, most):
-    """Logits of one place less the penalties of its row. Grid (places, parts)."""
+    """One row of logits after the penalties of its request slot. Grid (rows of logits, parts)."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     real = at < width
@@ -209,8 +210,8 @@ def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride,
 
 @triton.jit
 def _place_in_order(value, SPARE: tl.constexpr):
-    """A whole number with the order of a float32, from 0, without the bits that no value of the type has that it was
-    read from.
+    """A whole number of 0 or more with the same order as the float32 `value`. SPARE low bits are dropped, which are
+    zero in every value of the logits' type.
     """
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> SPARE
@@ -218,7 +219,7 @@ def _place_in_order(value, SPARE: tl.constexpr):
 
 @triton.jit
 def _power_at(place, top, cold, SPARE: tl.constexpr):
-    """What the value with that place in the order is worth."""
+    """The power (see `_power`) of the value with this place in the order."""
     whole = (place << SPARE).to(tl.uint32)
     bits = tl.where((whole >> 31) != 0, whole & 0x7FFFFFFF, (whole | ((1 << SPARE) - 1)) ^ 0xFFFFFFFF)
     return _power(bits.to(tl.float32, bitcast=True), top, cold)
@@ -236,7 +237,7 @@ def _weight(power):
 
 @triton.jit
 def _next_digits(begun, masses, limit, turns_left):
-    """The digits of a floor, with the one that the last turn's masses decide."""
+    """The digits of a floor so far, including the digit that the masses of the last turn determine."""
     at = tl.arange(0, PARTS)[:, None] * DIGITS + tl.arange(0, DIGITS)[None, :]
     above = tl.sum(tl.load(masses + at), 0).to(tl.float64)
     return begun + (tl.sum((above >= limit).to(tl.int64), 0) << (BITS * turns_left))
@@ -244,8 +245,8 @@ def _next_digits(begun, masses, limit, turns_left):
 
 @triton.jit
 def _asked(place, rows, finite, reals, logits, tokens, stride):
-    """Whether a place draws otherwise than its likeliest token; its rules, what its likeliest logit is, and one over
-    its temperature.
+    """For one row of logits: whether its token is drawn at random, the index of its options, its largest logit, and
+    1 / temperature.
     """
     rules = tl.load(rows + place) * _RULES
     temperature = tl.load(reals + rules + _TEMPERATURE)
@@ -256,7 +257,7 @@ def _asked(place, rows, finite, reals, logits, tokens, stride):
 
 @triton.jit
 def _limit(place, rules, numbers, reals, sums, width, COUNTED: tl.constexpr):
-    """Whether a filter drops anything, and the limit that the mass above its floor stays below."""
+    """Whether a filter drops anything, and its limit: the mass above the floor stays below this limit."""
     if COUNTED:
         top_k = tl.load(numbers + rules + _TOP_K)
         drops, limit = (top_k > 0) & (top_k < width), top_k.to(tl.float64)
@@ -271,16 +272,17 @@ def search(
     logits, rows, finite, numbers, reals, tokens, sums, masses, found, width, stride, span, places, turn, turns,
     COUNTED: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """One digit more of the floor below which a filter drops all: what lies above each that it may have, in one part of
-    a row. Grid (places, parts).
+    """One turn of the search for a filter's floor: measures, in one part of a row of logits, the mass above each
+    candidate for the next digit. Grid (rows of logits, parts).
 
-    The floor is the smallest value, by its place in the order of floats, of which all larger ones measure less than a
-    limit: tokens, if COUNTED, or weights. Digits are found from the highest on, one a launch, each by what the launch
-    before has left.
+    A filter drops all values below its floor. The floor is the smallest value (by its place in the order of floats)
+    for which the mass of all larger values is below the filter's limit. The mass is a number of tokens if COUNTED, else
+    a sum of weights. Each launch finds one digit, the highest first, from the masses that the launch before has
+    written.
 
-    span     logits of a part
-    masses   int64 `[2, places, PARTS, DIGITS]`, zeros: of even turns and of odd ones
-    found    int64 `[turns, places]`: the digits before each turn
+    span     number of logits of a part
+    masses   int64 `[2, rows of logits, PARTS, DIGITS]`, initially zero: masses of even turns and of odd turns
+    found    int64 `[turns, rows of logits]`: the digits before each turn
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
@@ -317,7 +319,7 @@ def search(
 
 @triton.jit
 def _floor(place, top, cold, limit, masses, found, places, turns, SPARE: tl.constexpr):
-    """The power that is a filter's floor."""
+    """The floor of a filter, as a power."""
     last = masses + ((turns - 1) % 2 * places + place) * PARTS * DIGITS
     digits = _next_digits(tl.load(found + (turns - 1) * places + place), last, limit, 0)
     return _power_at(digits, top, cold, SPARE)
@@ -328,10 +330,10 @@ def weigh(
     logits, rows, finite, numbers, reals, tokens, sums, masses_k, found_k, masses_p, found_p, to, floors, width, stride,
     span, places, turns, FINAL: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """What weighs in one part of a row that filters leave: top-k alone, or, if FINAL, all of them. Grid (places,
-    parts).
+    """Sum of the weights in one part of a row of logits that remain after the filter top-k or, if FINAL, after all
+    filters. Grid (rows of logits, parts).
 
-    floors   float32 `[places]`, if FINAL: powers below are dropped
+    floors   float32 `[rows of logits]`, written if FINAL: lower powers are dropped
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
@@ -364,8 +366,8 @@ def _shifted(value, bits: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=[*_NUMBERS, "indices"])
 def pick(logits, rows, indices, finite, numbers, reals, tokens, sums, floors, width, stride, span):
-    """The token of one place by its random number, in the order of ids: first its part, then its tile, then it. Grid
-    (places,).
+    """Draws the token for one row of logits with its random number, in the order of ids: finds first the part, then the
+    tile, then the token. Grid (rows of logits,).
     """
     place = tl.program_id(0).to(tl.int64)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
@@ -425,7 +427,9 @@ def advance(
     HIDDEN: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """One row that samples: how far it goes, and its state. Grid (rows,); nothing of padding changes."""
+    """Accepts drafts of one row that samples, and updates the state of its slot. Padding changes nothing. Grid
+    (rows,).
+    """
     program = tl.program_id(0)
     at = tl.load(draws + program)
     count = program * 0 + 1
@@ -466,7 +470,7 @@ def advance(
 def previous_hidden(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride, block_stride, hidden_size):
     """The hidden state before one token. Grid (tokens,)."""
     token = tl.program_id(0)
-    at, begins = token * 0, token * 0  # the row that it is of, and whether it is its first
+    at, begins = token * 0, token * 0  # the token's row, and whether the token is the row's first
     for begin in range(0, num_rows, LANES):
         row = begin + tl.arange(0, LANES)
         start = tl.load(starts + row, mask=row < num_rows, other=0)
@@ -474,8 +478,8 @@ def previous_hidden(hidden, starts, rows, origins, by_row, by_block, to, num_row
         at += tl.sum(((stop <= token) & (row < num_rows)).to(tl.int32))
         begins += tl.sum(((start == token) & (stop > token)).to(tl.int32))
     source = hidden + tl.maximum(token - 1, 0).to(tl.int64) * stride
-    # Values to read, 0 where there is no state. Not a flag: Triton 3.9's interpreter broadcasts it to integers, which
-    # are no mask.
+    # Number of values to read, 0 if there is no state. A flag does not work: Triton 3.9's interpreter broadcasts it to
+    # integers, which cannot be a mask.
     known = hidden_size
     if begins > 0:
         origin = tl.load(origins + at)
@@ -496,8 +500,8 @@ def previous_hidden(hidden, starts, rows, origins, by_row, by_block, to, num_row
 def keep_hidden(
     hidden, positions, slots, starts, rows, by_row, by_block, num_tokens, stride, block_stride, hidden_size, size
 ):
-    """Keep one token's hidden state in its block, or, after the tokens, one row's last one in its slot. Grid (tokens +
-    rows,).
+    """Writes one token's hidden state to its block. The programs after the tokens write the last hidden state of one
+    row to its slot. Grid (tokens + rows,).
     """
     program = tl.program_id(0)
     if program < num_tokens:

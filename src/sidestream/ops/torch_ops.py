@@ -1,4 +1,4 @@
-"""The operations by torch: for a CPU, and the oracle of the Triton kernels."""
+"""The operations in torch: for a CPU, and as the reference for tests of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TorchOps:
             wanted = history.gather(1, (last - back).clamp(min=0))
             matches = matches & (history.roll(back, 1) == wanted) & (position >= back)
             matched += matches
-        # One rank for both orders: the longest match first, then the latest.
+        # The rank orders matches by length, and equally long ones by position.
         rank = torch.where(matched >= shortest, matched.to(torch.int64) * width + position, -1)
         best, _ = rank.max(1, keepdim=True)
         found = torch.where(best >= 0, best % width, last - 1)
@@ -88,7 +88,7 @@ class TorchOps:
         """See `Ops.draft_rows`."""
         known = positions[starts]
         length = torch.where(known < 0, lengths[slots], known)
-        bounds = (torch.where(kv_lens < 0, length - kv_lens, kv_lens) - 1).clamp(min=0)  # rows of padding have no KV
+        bounds = (torch.where(kv_lens < 0, length - kv_lens, kv_lens) - 1).clamp(min=0)  # padding rows have no KV
         padding = slots == len(last_tokens) - 1
         return DraftRows(last_tokens[slots], length + 1, bounds, padding, block_tables[:, :width][slots], hidden[slots])
 
@@ -139,7 +139,7 @@ class TorchOps:
         num_drafts = torch.zeros_like(row)
         if width:
             num_drafts = torch.where(row < decodes, cu_seqlens_q[row + 1] - cu_seqlens_q[row] - 1, num_drafts)
-        # The logits of each row; a row with fewer drafts repeats its last one.
+        # Indices of the logits of each row; a row with fewer drafts repeats its last index.
         number = torch.arange(width + 1, device=row.device)
         logit = first_logits[:, None] + torch.minimum(number, num_drafts[:, None])
         logit = logit.clamp(max=len(tokens) - 1)
@@ -173,7 +173,7 @@ class TorchOps:
         first = torch.where(origins == FROM_SLOT, by_slot[rows.slots], 0)
         first = torch.where(origins >= 0, by_block[rows.origins.clamp(min=0)], first)
         starts, stops, nowhere = rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:], len(hidden)
-        shifted = torch.cat([hidden[-1:], hidden])  # one more: rows without tokens write there
+        shifted = torch.cat([hidden[-1:], hidden])  # one more row, to which rows without tokens write
         return shifted.index_copy(0, torch.where(stops > starts, starts, nowhere), first)[:nowhere]
 
     def keep_hidden(

@@ -1,9 +1,9 @@
-"""The sampler in torch: penalties, filters and one random token for each row of logits, by the options of its request
-slot.
+"""The sampler in torch: applies penalties and filters, and draws one token for each row of logits, with the options of
+the row's request slot.
 
-**Same seed, same tokens, whatever else runs.** Probabilities are whole numbers (weights), so their sums are exact in
-any order and with any tiling. A filter is a lower bound of the weight, found without sorting. No token depends on the
-number, the position or the options of the other rows of the batch.
+**The same seed gives the same tokens, whatever else runs.** Probabilities are whole numbers (weights), so their sums
+are exact in any order and with any tiling. A filter is a lower bound of the weight, which is found without sorting. No
+token depends on the number, the positions or the options of the other rows in the batch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from sidestream.ops.rules import SamplingTensors, uniforms
 
-# Weight of the likeliest token. A token that is 2**-40 times as likely has weight 0; the sum over any vocabulary stays
-# below 2**63.
+# Weight of the likeliest token. Tokens that are less than 2**-40 times as likely have weight 0. The sum over any
+# vocabulary stays below 2**63.
 UNIT = 2.0**40
-# Bounds of divisors: beyond them, a quotient would overflow or vanish in float32. Powers of two are exact in every
+# Bounds of divisors. Beyond them, a quotient would overflow or become zero in float32. Powers of two are exact in every
 # type.
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
@@ -57,7 +57,7 @@ def penalise(
         before = drafted[which]
         counts.scatter_add_(1, before.clamp(min=0), (before >= 0).to(counts.dtype))
     output = counts > 0
-    # Dividing by 1 and subtracting 0 are exact: a penalty with its neutral value changes no bit.
+    # Dividing by 1 and subtracting 0 are exact, so a penalty with its neutral value changes no bit.
     repetition = _column(rules["repetition_penalty"][slots].clamp(min=SMALLEST))
     repeated = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
     penalised = torch.where(in_prompt | output, repeated, penalised)
@@ -67,13 +67,14 @@ def penalise(
 
 
 def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
-    """Of each row, the smallest power whose larger ones have a total measure below `limit`, else 0: float32 `[R, 1]`.
+    """For each row, the smallest power for which the total measure of all larger powers is below `limit`; 0 if there is
+    none. float32 `[R, 1]`.
 
-    powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. A radix select: three histograms
-    over the bits of the powers, each inside the bucket that the one before found. No sort; exact in any order of
-    summing.
+    powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. This is a radix select: it makes
+    three histograms over the bits of the powers, each inside the bucket that the previous histogram found. It does not
+    sort, and is exact in any order of summation.
     """
-    bits = powers.view(torch.int32)  # floats that are not negative have the order of their bits
+    bits = powers.view(torch.int32)  # floats that are not negative have the same order as their bits
     base = bits.new_zeros(bits.shape[0], 1)
     for shift in (20, 10, 0):
         # bucket 0: below base · 1 .. 1024: base + [0, 1024) << shift · 1025: above all of them
@@ -87,7 +88,7 @@ def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
 
 def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> Tensor:
     """Ids drawn by inverse CDF, `[R]`, for finite rows whose temperature is not 0."""
-    # The maximum is subtracted first, so that no temperature makes a power overflow.
+    # The maximum is subtracted first, so that powers do not overflow at any temperature.
     powers = logits.float()
     powers = (
         (powers - powers.amax(-1, keepdim=True))
@@ -96,8 +97,8 @@ def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: S
     )
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, rules["top_k"][slots], rules["top_p"][slots], rules["min_p"][slots])
-    # The first id whose cumulative weight exceeds `target`. It exists, because `target` is below the row's sum, and its
-    # own weight is not 0.
+    # The first id whose cumulative weight exceeds `target`. It exists, because `target` is below the sum of the row,
+    # and the weight of this id is not 0.
     cumulative = weights.cumsum(-1)
     total, number = cumulative[:, -1], uniforms(rules.seed[slots], output_indices)
     target = torch.minimum((total * number).to(torch.int64), total - 1)
@@ -105,8 +106,8 @@ def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: S
 
 
 def _filter(weights: Tensor, powers: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Set the weights of tokens that top-k, top-p or min-p drops to 0, in place. Each filter sees what the one before
-    left.
+    """Set the weights of tokens that top-k, top-p or min-p drops to 0, in place. Each filter sees the tokens that the
+    previous filter has kept.
     """
     candidates, measure = powers, weights
     top_k = torch.where(top_k < weights.shape[-1], top_k, 0)
@@ -115,7 +116,7 @@ def _filter(weights: Tensor, powers: Tensor, top_k: Tensor, top_p: Tensor, min_p
         kth = highest.gather(-1, (top_k - 1).clamp(min=0).unsqueeze(-1))
         _drop_below(torch.where(top_k.unsqueeze(-1) > 0, kth, 0), weights, powers)
         if bool(((top_k > 0) | (top_p == 1)).all()):
-            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # the same floor of top-p, found sooner
+            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # the same floor of top-p, but faster
     if bool((top_p < 1).any()):
         limit = (weights.sum(-1) * top_p).unsqueeze(-1)
         _drop_below(probability_floor(candidates, measure, limit), weights, powers)

@@ -1,6 +1,6 @@
-"""The operations by Triton kernels: for a GPU, or for tests in Triton's interpreter. Needs triton.
+"""The operations as Triton kernels: for a GPU, or for tests in Triton's interpreter. Needs triton.
 
-Enqueues on the current stream and reads nothing back, so it may be captured.
+They enqueue on the current stream, and the host reads no device values, so they may be captured.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from sidestream.ops import draft_kernels, step_kernels
 from sidestream.ops.interface import DraftRows, PackedRows, ResolvedInputs, SlotTensors
 
-# Programs of a draw that run at once.
+# Number of programs of a draw that run at the same time.
 _PROGRAMS = 512
-# Low bits of a float32 that no number of the type has.
+# Number of low bits of a float32 that are zero in every number of the type.
 _SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -219,10 +219,10 @@ class TritonOps:
 def _draw(
     logits: Tensor, slots: Tensor, output_indices: Tensor, finite: Tensor, sampling: Tensor, tokens: Tensor
 ) -> None:
-    """Overwrite `tokens`, the argmax of each row of logits, where its slot draws at random."""
+    """Overwrite `tokens`, which holds the argmax of each row of logits, for rows whose slot draws at random."""
     (places, width), stride, spare = logits.shape, logits.stride(0), _SPARE_BITS[logits.dtype]
     tiles, turns = -(-width // step_kernels.TILE.value), -(-(32 - spare) // step_kernels.BITS.value)
-    # As many programs as a GPU runs at once, if there are rows for it; each for so many tiles.
+    # As many programs as a GPU runs at the same time, if there are enough rows. Each program processes several tiles.
     span = max(-(-tiles * places // _PROGRAMS), -(-tiles // step_kernels.PARTS.value)) * step_kernels.TILE.value
     parts = -(-width // span)
 

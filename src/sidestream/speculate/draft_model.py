@@ -1,4 +1,6 @@
-"""Drafts by a smaller model, token by token. It computes KV for every token that the served model computes."""
+"""Drafts tokens with a smaller model, one after another. It computes KV for every token that the served model
+computes.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from sidestream.speculate.proposer import Context, StepTokens
 class DraftModelProposer:
     """Drafts the tokens with the largest logits of `model`.
 
-    num_layers   layers of the block pool that hold the draft model's KV, from `attach_draft`
-    vocab_size   of the served model: no draft is outside its vocabulary
-    shape        of the draft model's KV
+    num_layers   number of layers of the block pool for the draft model's KV, from `attach_draft`
+    vocab_size   vocabulary size of the served model, which contains all drafts
+    shape        shape of the draft model's KV
     """
 
     name = "draft"
@@ -35,7 +37,7 @@ class DraftModelProposer:
         drafts = []
         for _ in range(count):
             batch = context.attend(positions).over(self.shape)
-            # All rows get `count` drafts, so a row near the maximum length would exceed the model's positions.
+            # All rows get `count` drafts, so a row near the maximum length would exceed the positions of the model.
             clamped = positions.clamp(max=self.model.max_model_len - 1)
             logits = self.model.forward(self._in_vocab(tokens), clamped, batch, every_row)
             (tokens, _), positions = context.ops.argmax(logits[:, : self._common_vocab]), positions + 1
@@ -48,5 +50,5 @@ class DraftModelProposer:
         self.model.forward(self._in_vocab(step.tokens), step.positions, step.batch.over(self.shape), no_logits)
 
     def _in_vocab(self, tokens: Tensor) -> Tensor:
-        """Clamp ids to the draft model's vocabulary; the served model's may be larger."""
+        """Clamp ids to the draft model's vocabulary; the vocabulary of the served model may be larger."""
         return tokens.clamp(max=self.model.vocab_size - 1)

@@ -1,4 +1,6 @@
-"""Drafts by a multi-token-prediction head of the model, token by token, from its own predictions."""
+"""Drafts tokens with a multi-token-prediction head of the model, one after another: each prediction is the head's next
+input.
+"""
 
 from __future__ import annotations
 

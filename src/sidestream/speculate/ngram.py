@@ -14,11 +14,11 @@ from sidestream.speculate.proposer import Context, StepTokens
 
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
-    """Finds the longest suffix of `longest` to `shortest` tokens that occurred before; of equal ones the latest (Saxena
-    2023).
+    """Looks for an earlier occurrence of the row's last tokens, with at most `longest` and at least `shortest` tokens.
+    The longest match counts, and among equally long ones the latest (Saxena 2023).
 
-    Drafts the tokens after that occurrence, and repeats them when they end. Without an occurrence, repeats the last
-    token.
+    Drafts the tokens after that occurrence, and repeats them if they are too few. Without an occurrence, repeats the
+    last token.
     """
 
     longest: int = 4
@@ -34,4 +34,4 @@ class NgramProposer:
         )
 
     def follow(self, step: StepTokens) -> None:
-        """Nothing to do: it keeps no state."""
+        """Does nothing, because the proposer has no state."""

@@ -1,8 +1,8 @@
 """The protocol of proposers, and their inputs. Called on the compute stream, inside a step's work.
 
-A proposer may have KV of its own, in additional layers of the block pool, and may read the model's hidden states. A
-proposer with KV gets all tokens that the model computes (`follow`). So its KV covers the same positions as the model's,
-and is stored and loaded with the same blocks (H15).
+A proposer may have its own KV, in additional layers of the block pool, and may read the model's hidden states. A
+proposer with KV gets all tokens that the model computes (`follow`). So its KV covers the same positions as the model's
+KV, and is stored and loaded with the same blocks (H15).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sidestream.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """State of the rows to draft for, all of it on the device.
+    """State of the rows to draft for. All tensors are on the device.
 
-    history   int32 `[request slots, width]`: all tokens of each request slot, the last one included; garbage after
+    history   int32 `[request slots, width]`: all tokens of each request slot, including the last one; undefined after
               that
     rows      int64 `[R]`: request slot of each row
-    lengths   int64 `[R]`: number of tokens of each row, at least 1; garbage for an unused request slot
+    lengths   int64 `[R]`: number of tokens of each row, at least 1; undefined for an unused request slot
     tokens    int64 `[R]`: last token of each row
     hidden    `[R, hidden_size]`: output of the model's last layer at the token before the last one; only for proposers
               with a `hidden_size`
-    attend    makes the attention batch in which each row has one token at the given positions, int64 `[R]`
+    attend    function that makes an attention batch in which each row has one token, at the given positions int64 `[R]`
     ops       the device operations of the engine
     """
 
@@ -77,9 +77,9 @@ class Proposer(Protocol):
     def propose(self, context: Context, count: int) -> Tensor:
         """Propose the next `count` tokens of each row: int64 `[R, count]`.
 
-        The result depends on the row's own tokens only, not on other rows or earlier drafts. May write its own KV at
-        the row's last position and after it; `follow` computes those positions again. Enqueues on the current stream
-        without a host sync.
+        The result depends only on the row's own tokens, not on other rows or earlier drafts. The proposer may write its
+        own KV at the row's last position and after it; `follow` computes these positions again. Enqueues on the current
+        stream without a host sync.
         """
         ...
 
@@ -87,7 +87,7 @@ class Proposer(Protocol):
         """Compute the proposer's own KV for a step's tokens, including the drafts that the step verifies; rejected
         positions are computed again later.
 
-        In a proposer that reads hidden states, `follow` may run at the same time as the model's forward pass. So it
-        must not attend, and must not write memory that the model reads.
+        If the proposer reads hidden states, `follow` may run at the same time as the model's forward pass. So it must
+        not compute attention, and must not write memory that the model reads.
         """
         ...
