@@ -1,8 +1,8 @@
 """A scripted engine for tests of servers and clients: deterministic, on the caller's event loop. It records every
 abort.
 
-One token is one UTF-8 byte, so that characters span tokens as they do with real models. `release` and `wait_until` may
-be called from any thread. A script determines the reply to each request.
+One token is one UTF-8 byte, so that characters span tokens, as with real models. Any thread may call `release` and
+`wait_until`. A script determines the reply to each request.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class FakeDetokenizer:
         return self._decoder.decode(bytes([token_id]))
 
     def finish(self) -> str:
-        """The rest of an incomplete character."""
+        """The text for an incomplete character at the end."""
         return self._decoder.decode(b"", final=True)
 
 
 class FakeTokenizer:
     """Token ids are UTF-8 bytes.
 
-    options  the chat template's options: variables, the role `tool`, the field `tool_calls` of messages
-    chats    messages and variables of each call of `chat`
-    specials for each encoded text, whether special tokens were requested
+    options   what the chat template supports: names of variables, the role `tool`, the message field `tool_calls`
+    chats     messages and variables of each call of `chat`
+    specials  for each encoded text, whether special tokens were requested
     """
 
     vocab_size = 256
@@ -97,7 +97,7 @@ class FakeTokenizer:
         return self.encode(text + "assistant: " if add_generation_prompt else text)
 
     def template_knows(self, option: str) -> bool:
-        """Whether `where` is one of `options`."""
+        """Whether `option` is one of `options`."""
         return option in self.options
 
 
@@ -105,12 +105,12 @@ class FakeTokenizer:
 class Script:
     """The fake's reply to one request.
 
-    text         the reply, the same for each sample; cut at max_tokens, with finish reason "length"
+    text         the reply, the same for each sample; it is cut at max_tokens, with finish reason "length"
     token_bytes  bytes per delta
-    refuse       raised before any delta
-    fail_after   deltas after which `failure` is raised; None: never
-    hold_after   deltas after which the request waits for `release`; None: never
-    cached       prompt tokens that count as cached
+    refuse       exception to raise before any delta
+    fail_after   number of deltas after which `failure` is raised; None: never
+    hold_after   number of deltas after which the request waits for `release`; None: never
+    cached       number of prompt tokens that count as cached
     """
 
     text: str = "Hello, world"
@@ -165,7 +165,7 @@ class FakeBackend:
         """Continue every held request."""
         with self._changed:
             for loop, gate in self._gates:
-                with contextlib.suppress(RuntimeError):  # its loop is closed, and the request with it
+                with contextlib.suppress(RuntimeError):  # the request's event loop is closed
                     loop.call_soon_threadsafe(gate.set)
             self._gates.clear()
 
@@ -184,7 +184,7 @@ class FakeBackend:
         request_name: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the script's deltas; samples alternate, one delta each."""
+        """Yield the script's deltas. Samples alternate: each gets one delta in turn."""
         prompt = self.tokenizer.decode(prompt_ids)
         with self._changed:
             self.prompts.append(prompt)
@@ -242,8 +242,8 @@ def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[
 
 
 def _logprob(token_id: int, top: int) -> TokenLogprob:
-    """The drawn token has -0.5; each of the next ones (by id) is one lower; the last of more than two has probability
-    zero.
+    """Log-probabilities: the drawn token has -0.5, and each following token (by id) one less. If there are more than
+    two, the last has probability zero.
     """
     others = [((token_id + rank) % 128, -0.5 - rank if rank < 2 else float("-inf")) for rank in range(top)]
     return TokenLogprob(token_id, -0.5, tuple(others))

@@ -1,7 +1,7 @@
 """Fault injection: a tier that is slow, late, full, torn or flapping, and a stream that is blocked.
 
-A fault replaces one read or write. Faults run on the tier's stream threads; tests set them from any thread. Every wait
-is bounded.
+A fault replaces one read or write. Faults run on the tier's stream threads; any thread may set them. Every wait has a
+time limit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sidestream.errors import TierCorrupt, TierError, TierFull
 from sidestream.offload.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
 from sidestream.types import Key
 
-# A gate that a test forgot to open fails the operation instead of hanging the process.
+# Time after which an operation fails if its gate is not opened, so that a faulty test does not hang.
 _PATIENCE_S = 30.0
 
 Fault = Callable[[Callable[[], None], Block], None]
-"""Called in place of an operation, with the operation (which it may run) and the block that is read or filled."""
+"""Function called in place of a read or write, with the operation (which it may run) and the block of the operation."""
 
 
 def healthy(proceed: Callable[[], None], block: Block) -> None:
@@ -30,12 +30,12 @@ def healthy(proceed: Callable[[], None], block: Block) -> None:
 
 
 def full(proceed: Callable[[], None], block: Block) -> None:
-    """No space on the medium; nothing is written."""
+    """Fail as if the medium had no space; nothing is written."""
     raise TierFull("injected: no room")
 
 
 def broken(proceed: Callable[[], None], block: Block) -> None:
-    """The medium fails; no bytes move."""
+    """Fail as if the medium was broken; no bytes are moved."""
     raise TierError("injected: the medium is gone")
 
 
@@ -48,8 +48,8 @@ def torn(proceed: Callable[[], None], block: Block) -> None:
 
 
 def lying(proceed: Callable[[], None], block: Block) -> None:
-    """A read that flips one bit and does not detect it: no tier may do this. Proves that a test's comparison notices a
-    single wrong bit.
+    """A read that flips one bit and does not detect it, which no tier may do. It proves that a test's comparison
+    detects a single wrong bit.
     """
     proceed()
     np.frombuffer(block, np.uint8)[0] ^= 1
@@ -66,7 +66,7 @@ def slow(gate: threading.Event) -> Fault:
 
 
 def late(gate: threading.Event) -> Fault:
-    """Move the bytes at once; complete when `gate` is open."""
+    """Move the bytes at once, but complete only when `gate` is open."""
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
         proceed()
@@ -76,7 +76,7 @@ def late(gate: threading.Event) -> Fault:
 
 
 def flapping(*faults: Fault) -> Fault:
-    """The given faults in turn, repeated."""
+    """Apply the given faults in turn, repeatedly."""
     turns, lock = itertools.cycle(faults), threading.Lock()
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
@@ -122,7 +122,7 @@ class FaultyTier:
 
 
 class Hold:
-    """Blocks streams from now until `release`: work that is enqueued later is delayed."""
+    """Blocks streams until `release`: work that is enqueued after this object was made is delayed."""
 
     def __init__(self, *streams: Stream) -> None:
         self._gate = threading.Event()

@@ -1,6 +1,7 @@
-"""Words the checker's findings: each broken rule as a sentence that names work, call sites, streams and bytes.
+"""Writes the messages of the checker's findings: one sentence for each broken rule, with work, call sites, streams and
+bytes.
 
-Called by the checker only, under its lock. Messages are built only when a rule is broken.
+Only the checker calls it, under its lock. Messages are built only when a rule is broken.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class Finding:
 
     kind            see `sidestream.testing.checker`
     message         the finding as a sentence
-    first, second   `file:line function, label` of the operations involved, in the order of submission; second is empty
-                    for findings about one operation
-    streams         their streams, in the same order
-    works           `stream:tick` of each, or `"host"`, in the same order
-    accesses        the access of each, `"reads"` or `"writes"`; empty for kinds that are not about an access
+    first, second   `file:line function, label` of the operations, in the order of submission; second is empty for
+                    findings about one operation
+    streams         streams of the operations, in the same order
+    works           `stream:tick` of each operation, or `"host"`, in the same order
+    accesses        access of each operation, `"reads"` or `"writes"`; empty for kinds that are not about an access
     memory, start, stop   the bytes; for a pool without memory, its name and the id
     """
 
@@ -46,7 +47,9 @@ class Finding:
 
 
 class Report:
-    """All findings of one run, at most `max_findings`; each pair of call sites once for each kind and memory."""
+    """The findings of one run, at most `max_findings`. For each kind and memory, a pair of call sites is reported
+    once.
+    """
 
     def __init__(self, max_findings: int) -> None:
         self.findings: list[Finding] = []
@@ -54,8 +57,8 @@ class Report:
         self._known: dict[object, Finding] = {}
 
     def race(self, op: Op, writes: bool, other: Op, other_writes: bool, clock: Clock, where: Where) -> None:
-        """`op` touches bytes that `other` has touched, unordered by `op`'s `clock`. Both are named in the order of
-        submission, not of execution.
+        """Report that `op` touches bytes that `other` has touched, but `op`'s `clock` does not order the two. The
+        message names them in the order of submission, not of execution.
         """
         if other.seq < op.seq:
             earlier, later, known = other, op, f" (it knows of {other.stream} up to {clock.get(other.stream, 0)})"
@@ -70,7 +73,7 @@ class Report:
         self._add("race", message, where, earlier, later, accesses=verbs)
 
     def unwritten(self, op: Op, shadow: Shadow, cell: Cell) -> None:
-        """`op` reads bytes that were not written."""
+        """Report that `op` reads bytes that were not written."""
         where = (shadow.memory, cell.start, cell.stop)
         since = (
             "ever wrote"
@@ -80,7 +83,7 @@ class Report:
         self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, accesses=("reads",))
 
     def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
-        """`op` touches an id that was free when it was submitted."""
+        """Report that `op` touches an id that was free when `op` was submitted."""
         self._add(
             "unleased",
             f"{op} touches {_id(pool, number, where)}, which had no open lease when it was submitted",
@@ -89,12 +92,12 @@ class Report:
         )
 
     def over_released(self, pool: Pool, number: int, site: Site) -> None:
-        """A release of an id without an open lease."""
+        """Report the release of an id without an open lease."""
         where, end = pool.span(number), lease_op(f"release of {pool.name}", site)
         self._add("unleased", f"{end} released {_id(pool.name, number, where)}, which had no open lease", where, end)
 
     def taken_twice(self, pool: Pool, item: Item, lease: Lease, site: Site) -> None:
-        """An id with an open lease was taken again for writing."""
+        """Report that an id with an open lease was taken again for writing."""
         where, held = pool.span(item.number), lease_op(f"lease of {pool.name}", lease.site)
         again = lease_op(f"take from {pool.name}", site)
         self._add(
@@ -106,7 +109,7 @@ class Report:
         )
 
     def early_release(self, pool: Pool, item: Item, use: Op, lease: Lease) -> None:
-        """`lease` ended, and none of its fences comes after `use`."""
+        """Report that `lease` ended, and none of its fences comes after `use`."""
         where, end = pool.span(item.number), lease_op(f"release of {pool.name}", lease.site)
         given = ", ".join(f"{fence.stream}:{fence.tick}" for fence in lease.after) or "none"
         story = f"{end} released {_id(pool.name, item.number, where)}, which {use} uses"
@@ -117,7 +120,7 @@ class Report:
         self._add("early_release", f"{story}: {missing}", where, use, end)
 
     def early_publish(self, pool: Pool, item: Item, write: Op, publish: Op) -> None:
-        """An id became findable before the host saw `write` done."""
+        """Report that an id became findable before the host observed that `write` was done."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
         self._add(
@@ -129,13 +132,13 @@ class Report:
         )
 
     def incomplete(self, pool: Pool, item: Item, byte: int, publish: Op) -> None:
-        """An id became findable with a byte that had not been written."""
+        """Report that an id became findable although one of its bytes was not written."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
         self._add("early_publish", f"{story}, but no work wrote {where[0]}[{byte}] since it was taken", where, publish)
 
     def failed_publish(self, pool: Pool, item: Item, write: Op, publish: Op) -> None:
-        """An id became findable although its write failed."""
+        """Report that an id became findable although its write failed."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
         self._add(
@@ -143,7 +146,9 @@ class Report:
         )
 
     def published_write(self, op: Op, pool: str, item: Item, where: Where) -> None:
-        """`op` writes an id that is findable; `early_publish` if it was submitted before that."""
+        """Report that `op` writes an id that is findable. The kind is `early_publish` if `op` was submitted before the
+        publication.
+        """
         kind, when = ("published_write", "was") if op.seq > item.published else ("early_publish", "has become")
         self._add(
             kind,
@@ -154,12 +159,12 @@ class Report:
         )
 
     def stall(self, op: Op, allowed: frozenset[str]) -> None:
-        """The host blocked."""
+        """Report that the host was blocked by `op`."""
         only = ", ".join(sorted(allowed)) or "nothing"
         self._add("stall", f"the host was blocked by {op}; it may be blocked by: {only}", ("", 0, 0), op)
 
     def leak(self, pool: Pool, held: Sequence[Item]) -> Finding | None:
-        """Ids of a pool are still leased at the end. Returns None if `max_findings` is reached."""
+        """Report that ids of a pool are still leased at the end. Returns None if `max_findings` is reached."""
         lease = held[0].lease
         assert lease is not None
         numbers = ", ".join(str(item.number) for item in held[:_LISTED])

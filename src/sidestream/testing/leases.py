@@ -1,6 +1,6 @@
-"""The records of all pools' leases and published keys, and the checks of their use. Trusts no pool and no lease.
+"""Records the leases and published keys of all pools, and checks their use, without relying on the pools and leases.
 
-No lock of its own: `Checker` holds one.
+Has no lock: `Checker` holds one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sidestream.testing.shadow import Clock, Item, Lease, Op, Pool, Shadow, Site
 from sidestream.types import Fence
 
 Dying = list[tuple[Pool, Item]]
-"""Ids that nothing may read any more once the fences of their last uses are done."""
+"""Ids that no work may read after the fences of their last uses."""
 
 
 class Leases:
@@ -102,8 +102,8 @@ class Leases:
         return dying
 
     def use(self, op: Op, shadow: Shadow, number: int, where: tuple[str, int, int], *, write: bool) -> int:
-        """Record that `op` uses an id, and check it against the leases at its submission. Returns the `seq` after which
-        its bytes must have been written.
+        """Record that `op` uses an id, and check this against the leases at the submission of `op`. Returns the `seq`
+        after which the bytes of the id must have been written.
         """
         item = shadow.items.get(number)
         lease = None if item is None else item.lease_at(op.seq)
@@ -119,14 +119,14 @@ class Leases:
         return lease.taken
 
     def leaks(self) -> Iterable[Finding]:
-        """Report the ids that are leased now, one finding for each pool."""
+        """Report the ids that are leased now, with one finding for each pool."""
         for pool in self.pools.values():
             held = [item for item in pool.items.values() if item.lease is not None]
             if held and (leak := self._report.leak(pool, held)) is not None:
                 yield leak
 
     def sweep(self, floor: Clock, oldest: int) -> None:
-        """Delete the records of ids that no future work meets: see `Pool.sweep`."""
+        """Delete the records of ids that no future work uses: see `Pool.sweep`."""
         for pool in self.pools.values():
             pool.sweep(floor, oldest)
 
@@ -141,7 +141,7 @@ class Leases:
         return lease
 
     def _judge(self, book: Pool, item: Item, use: Op, lease: Lease) -> None:
-        """Check whether `lease` ended after `use`; later, if that depends on a fence that is not done yet."""
+        """Check whether `lease` ended after `use`. If this depends on a fence that is not done yet, check later."""
         if use.tick <= self._order.host.get(use.stream, 0):
             return
         awaited: list[Op] = []
@@ -183,7 +183,7 @@ class Leases:
 
 
 def settle(verdict: Verdict, clock: Clock) -> None:
-    """One of the fences that `verdict` waits for is done, with this clock: update the verdict."""
+    """Update `verdict`: one of the fences that it waits for is done, with this clock."""
     if clock.get(verdict.use.stream, 0) >= verdict.use.tick:
         verdict.awaited = 0
     elif verdict.awaited:

@@ -1,6 +1,7 @@
-"""Happens-before of a run: the clocks of streams and of host threads, and the work that was submitted to streams.
+"""The happens-before relation of a run: clocks of streams and host threads, and the work submitted to streams.
 
-A clock says how far each stream, and each host thread, is known to have come. No lock of its own: `Checker` holds one.
+A clock holds, for each stream and each host thread, the last operation that is known to be done. Has no lock: `Checker`
+holds one.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from sidestream.types import Fence
 
 
 class StreamClock:
-    """clock: everything that happens before the next work of this stream. known: the host's clock that `clock` includes
-    already. works: by tick, those that some stream or host does not know to be done.
+    """The clock of one stream.
+
+    clock   everything that happens before the next work of the stream
+    known   the host's clock that `clock` includes already
+    works   works of the stream, by tick, that some stream or host does not know to be done
     """
 
     __slots__ = ("clock", "known", "name", "running", "works")
@@ -32,21 +36,22 @@ class Order:
     """The vector clocks of one device and its host threads.
 
     seq          number of the last submission or lease event
-    unfinished   unfinished work, and finished work after the first unfinished one, in order of submission
+    unfinished   works from the first unfinished one on, in the order of submission; later ones may be finished
     """
 
     def __init__(self) -> None:
         self.seq = 0
         self.unfinished: deque[Op] = deque()
-        self._hosts: dict[str, Clock] = {HOST: {}}  # by host; clocks are replaced, never changed: submissions keep them
-        self._apart: dict[int, str] = {}  # threads that are hosts of their own
+        # Clocks by host. They are replaced, not changed, because submissions keep them.
+        self._hosts: dict[str, Clock] = {HOST: {}}
+        self._apart: dict[int, str] = {}  # threads that have their own clocks
         self._letters: dict[
             str, deque[tuple[int, Clock]]
         ] = {}  # the senders' clocks of unreceived messages, by channel
         self._streams: dict[str, StreamClock] = {}
 
     def next(self) -> int:
-        """The next event's number."""
+        """The number of the next event."""
         self.seq += 1
         return self.seq
 
@@ -54,7 +59,7 @@ class Order:
 
     @property
     def name(self) -> str:
-        """The calling thread's host."""
+        """Name of the host that the calling thread belongs to."""
         return self._apart.get(threading.get_ident(), HOST) if self._apart else HOST
 
     @property
@@ -63,12 +68,12 @@ class Order:
         return self._hosts[self.name]
 
     def split(self, name: str) -> None:
-        """Make the calling thread a host of its own."""
+        """Give the calling thread its own clock, as the host `name`."""
         self._apart[threading.get_ident()] = name
         self._hosts[name] = {}
 
     def join(self, name: str) -> None:
-        """End a host: the calling thread learns all that it knew."""
+        """End a host: its clock is added to the calling thread's clock."""
         self._apart = {thread: other for thread, other in self._apart.items() if other != name}
         self.learn(self._hosts.pop(name, {}))
 
@@ -77,19 +82,19 @@ class Order:
         self._letters.setdefault(channel, deque()).append((number, self.host))
 
     def receive(self, channel: str, number: int) -> None:
-        """Learn the clocks of all messages up to this one."""
+        """Add the clocks of all messages up to this one to the calling thread's clock."""
         letters = self._letters.get(channel, deque())
         while letters and letters[0][0] <= number:
             self.learn(letters.popleft()[1])
 
     def learn(self, clock: Clock) -> None:
-        """Add a clock to the calling thread's."""
+        """Add a clock to the calling thread's clock."""
         known = dict(self.host)
         learn(known, clock)
         self._hosts[self.name] = known
 
     def advance(self) -> None:
-        """Advance the calling thread's own time: work submitted earlier does not know of its next operation."""
+        """Advance the calling thread's own time, so that its next operation is after all work submitted so far."""
         name = self.name
         self._hosts[name] = {**self._hosts[name], name: self._hosts[name].get(name, 0) + 1}
 
@@ -107,7 +112,7 @@ class Order:
         return stream
 
     def op(self, fence: Fence) -> Op | None:
-        """The work of a fence; None: forgotten, or not of a stream."""
+        """The work of a fence; None if its record was deleted, or if the fence does not belong to a stream."""
         stream = self._streams.get(fence.stream)
         return None if stream is None else stream.works.get(fence.tick)
 
@@ -119,13 +124,13 @@ class Order:
         return op
 
     def drop_finished(self) -> None:
-        """Drop finished work up to the first unfinished one."""
+        """Drop finished works up to the first unfinished one."""
         while self.unfinished and self.unfinished[0].over:
             self.unfinished.popleft()
 
     def prune(self) -> tuple[Clock, int]:
-        """Delete work that precedes all future work: every host knows it, and knew it when it submitted unfinished
-        work. Returns the clock up to which that holds, and the number of the oldest unfinished work.
+        """Delete records of work that precedes all future work: every host knows it, and knew it when it submitted its
+        unfinished work. Returns the clock up to which this holds, and the number of the oldest unfinished work.
         """
         oldest = self.unfinished[0].seq if self.unfinished else self.seq + 1
         floor, *others = {

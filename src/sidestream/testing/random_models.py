@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights, created locally: for speed measurements without network access."""
+"""Models of well-known shapes with random weights, for speed measurements without network access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sidestream.models.config_checks import layout_of
 from sidestream.tokenizer import Tokenizer
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-# Written last: a directory without it is incomplete.
+# Name of the file that is written last: a directory without it is incomplete.
 _MARK = "random-weights.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -76,7 +76,7 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
         },
     ),
 }
-"""By name: the config's class and its fields. All other fields keep the class's defaults."""
+"""Shapes by name: class and fields of the config. All other fields have the defaults of the class."""
 
 
 def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, seed: int = 0) -> PagedModel:
@@ -113,7 +113,7 @@ def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: t
 
     Its greedy outputs contain only tokens with text, so that each token is a piece of the streamed answer: ids unknown
     to the tokenizer, special tokens and parts of characters never have the largest logit. An existing directory with
-    the same content is kept. Raises ConfigError for an unknown shape and for a directory with other content, ModelError
+    the same content is kept. Raises ConfigError for an unknown shape or a directory with other content, and ModelError
     for an unreadable tokenizer.
     """
     holds = {"shape": shape, "seed": seed, "tokenizer": str(tokenizer.resolve())}
@@ -153,8 +153,8 @@ def _is_whole(text: str) -> bool:
 
 
 def _draw_only(weight: torch.Tensor, token_ids: list[int]) -> None:
-    """Replace all other tokens' rows by halves of these tokens' rows: such a logit is half of another one, so it is
-    never the largest.
+    """Replace the rows of all other tokens by halves of the rows of these tokens. Their logits are then halves of other
+    logits, so they are never the largest.
 
     Rows of zeros would have the same effect, but a GPU multiplies zeros faster.
     """

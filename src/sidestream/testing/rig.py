@@ -29,7 +29,7 @@ from sidestream.types import Fence, Key, LoadPlan, StorePlan
 # Polling interval for the end of transfers.
 _LOOK_AGAIN_S = 0.01
 _PATIENCE_S = 60.0
-# Clock cycles per second of a busy H100; on a slower GPU, `busy` lasts longer, which does no harm.
+# Clock cycles per second of a busy H100. On a slower GPU, `busy` takes longer, which does no harm.
 _CYCLES_A_SECOND = 1.75e9
 
 
@@ -37,8 +37,8 @@ class Rig:
     """`num_blocks` device blocks and `num_slots` host slots. Both pools hand out their ids in a random order (`seed`),
     so that consecutive blocks of a transfer are not adjacent in memory.
 
-    layered    the device's blocks are in one tensor per layer, as in other engines; else in one tensor for all layers
-    together   the tensors of the layers are slices of one allocation, one directly after the other
+    layered    True: the device's blocks are in one tensor per layer, as in other engines; False: in one tensor
+    together   the tensors of the layers are adjacent slices of one allocation
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Rig:
                 raise DeviceError(f"transfers did not end within {patience_s:.0f} s")
             self.poll()
             if not done():
-                self._notified.wait(_LOOK_AGAIN_S)  # like the engine thread when it has nothing to compute
+                self._notified.wait(_LOOK_AGAIN_S)  # as the engine thread does when it has nothing to compute
 
     def settle(self) -> None:
         """Poll until no transfer is running."""
@@ -141,7 +141,7 @@ class Rig:
 
 
 def busy(device: Device, seconds: float) -> None:
-    """Keep the current stream busy for about this long; not at all for 0. Called inside its work."""
+    """Keep the current stream busy for about `seconds`. Call it inside work of the stream."""
     if not seconds:
         return
     if device.kind == CUDA:

@@ -36,8 +36,8 @@ class TierConformance:
     # ------------------------------------------------------------------ hooks of the tier's author
 
     def open(self, context: TierContext, *, capacity_blocks: int) -> PersistentTier:
-        """Open the tier on the test's medium, with room for `capacity_blocks`. It must find the entries of an earlier
-        tier.
+        """Open the tier on the test's medium, with room for `capacity_blocks`. It must find the entries that an earlier
+        tier has left on the medium.
         """
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class TierConformance:
         assert reads_as_corrupt(tier, Entry(key("never written"), 12345))
 
     def test_damaged_entry_is_corrupt_and_deleted(self) -> None:
-        """A read detects every flipped bit, and deletes the entry: the next read is a miss, too."""
+        """A read detects every flipped bit and deletes the entry, so the next read is also a miss."""
         tier = self._open()
         entry = write(tier, "a")
         self.damage(tier, entry)
@@ -155,7 +155,7 @@ class TierConformance:
         assert tier.index.stats.evictions == 1
 
     def test_pinned_entry_is_not_evicted(self) -> None:
-        """It is kept as long as a read may need it."""
+        """A pinned entry is kept as long as a read may need it."""
         tier = self._open(capacity_blocks=2)
         write(tier, "pinned")
         pin = tier.index.pin([key("pinned")])

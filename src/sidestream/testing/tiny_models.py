@@ -1,7 +1,7 @@
 """Tiny models with random weights, one of each supported family, saved as complete transformers directories.
 
-Small enough to load at once, and configured so that attention matters: windows are shorter than a test's context, soft
-caps take effect.
+They are small enough to load at once, and configured so that attention matters: windows are shorter than the context of
+a test, and soft caps have an effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from transformers.utils import logging as transformers_logging
 from sidestream.models.mtp import MtpHead, write_head
 
 WINDOW = 12
-"""Sliding window, for families with one."""
+"""Size of the sliding window, for families that have one."""
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS = len(pre_tokenizers.ByteLevel.alphabet())
@@ -67,7 +67,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 1024,
-        # Ten times the usual value: then the attended context decides the next token.
+        # Ten times the usual value, so that the attended context determines the next token.
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -113,8 +113,8 @@ def save_head(model: Path, path: Path, *, seed: int) -> Path:
 
 
 def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -> None:
-    """Add the tensors of a file in Sidestream's format to a checkpoint's directory, under the names of public
-    checkpoints.
+    """Add the tensors of a head file in Sidestream's format to a checkpoint's directory, with the names that public
+    checkpoints use.
     """
     layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     prefix, renamed = {
@@ -152,7 +152,7 @@ def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -
                 else {"down_proj": expert}
             )
             carried |= {f"{found[1]}.{number}.{part}.weight": weights.contiguous() for part, weights in parts.items()}
-    if names == "deepseek":  # it repeats shared tensors
+    if names == "deepseek":  # these checkpoints repeat shared tensors
         carried[f"{prefix}embed_tokens.weight"] = torch.zeros(2, 2)
     save_file(carried, model / "model-mtp.safetensors")
 
@@ -239,4 +239,4 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
         },
     ),
 }
-"""Families by name: the config's class, and its fields."""
+"""Families by name: class and fields of the config."""

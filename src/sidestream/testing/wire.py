@@ -1,8 +1,8 @@
 """In-memory connections in one thread: replacements for `socket.socketpair`, a selector and an event loop, for both
 ends of the border.
 
-A seed decides how many bytes move at a time and which end is polled when. As on a Unix socket, bytes are never lost,
-duplicated or reordered.
+A seed decides how many bytes are moved at a time, and which end is polled next. As on a Unix socket, bytes are never
+lost, duplicated or reordered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-# A blocking `recv` fails after this many turns of the other end: the bytes it waits for never arrive.
+# Number of turns of the other end after which a blocking `recv` fails, because its bytes will never arrive.
 _MOST_WAITS = 1000
 _numbers = itertools.count(1_000_000)
 
@@ -33,11 +33,11 @@ class Wire:
         self.incoming = bytearray()
         self.closed = False
         self.wait: Callable[[], None] | None = None
-        """Runs the other end while a `recv` blocks; None: `recv` does not block."""
+        """Function that runs the other end while a `recv` blocks; None: `recv` does not block."""
 
     @property
     def as_socket(self) -> socket.socket:
-        """Itself: it implements the socket methods that both ends of the border use."""
+        """Returns itself, because it implements the socket methods that client and server use."""
         return cast("socket.socket", self)
 
     @property
@@ -62,7 +62,7 @@ class Wire:
         return count
 
     def recv(self, size: int) -> bytes:
-        """Some of the bytes that have arrived; none when the other end is closed."""
+        """Some of the bytes that have arrived; empty if the other end is closed."""
         for _ in range(_MOST_WAITS if self.wait is not None else 0):
             if self.readable:
                 break
@@ -78,7 +78,7 @@ class Wire:
         return data
 
     def close(self) -> None:
-        """Close; the other end reads the bytes sent before, and then the end."""
+        """Close this end. The other end reads the bytes sent before, and then the end of the connection."""
         self.closed = True
 
     def fileno(self) -> int:
@@ -106,7 +106,7 @@ def wire_pair(rng: random.Random, *, capacity: int) -> tuple[Wire, Wire]:
 
 
 class WireSelector(selectors.BaseSelector):
-    """Reports each ready wire with probability `share`. Has no wake-ups: no thread sleeps."""
+    """A selector that reports each ready wire with probability `share`. It never sleeps."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -127,7 +127,7 @@ class WireSelector(selectors.BaseSelector):
         return self._keys
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """The ready wires that the seed chooses, in its order. Never waits."""
+        """The ready wires that the seed chooses, in an order that the seed chooses. Never waits."""
         ready = [
             (key, selectors.EVENT_READ)
             for key in self._keys.values()
@@ -142,7 +142,7 @@ class WireSelector(selectors.BaseSelector):
 
 
 class WireLoop:
-    """The part of an event loop that `RemoteClient` uses. Calls callbacks of wires in `turn` only."""
+    """The part of an event loop that `RemoteClient` uses. Only `turn` calls the callbacks of wires."""
 
     def __init__(self) -> None:
         self._readers: dict[Wire, Callable[[], object]] = {}
@@ -150,7 +150,7 @@ class WireLoop:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which it is the running loop."""
+        """A context in which this is the running loop."""
         asyncio._set_running_loop(self._as_loop)
         try:
             yield

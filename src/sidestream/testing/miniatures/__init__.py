@@ -1,8 +1,9 @@
-"""Published bugs of KV offloading as small programs: each one fails without its protection, and never with it.
+"""Published bugs of KV offloading as small programs. Each program fails without its protection, and never fails with
+it.
 
-`MINIATURES` covers every hazard H1 to H26, those of the border between processes (H32, H34, H35), and some bugs that
-only cost time. `run_miniature` plays one on the simulated device under a policy and a seed, with the checker attached,
-and reports the oracle that caught it.
+`MINIATURES` covers the hazards H1 to H26, the hazards between processes (H32, H34, H35), and some bugs that only cost
+time. `run_miniature` runs a miniature on the simulated device with a policy, a seed and the checker, and reports the
+oracle that detected the bug.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """How a failure was noticed.
+    """The oracles that detected a failure.
 
-    oracles   all oracles that objected, of `"checker"`, `"tokens"`, `"accept length"`, `"balance"` (a leak, or a
-              release too many) and `"order"` (too late, or never); never empty
-    detail    the message of the first one
+    oracles   one or more of `"checker"`, `"tokens"`, `"accept length"`, `"balance"` (a leak, or one release too many)
+              and `"order"` (an event was too late or never happened)
+    detail    message of the first oracle
     """
 
     oracles: tuple[str, ...]
@@ -43,7 +44,7 @@ class Caught:
 
 
 def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bool) -> Caught | None:
-    """Play `miniature` once; None when nothing is wrong. Raises ConfigError for an unknown policy."""
+    """Run `miniature` once. None if no oracle detected a failure. Raises ConfigError for an unknown policy."""
     device, checker = simulated(policy, seed)
     verdicts: list[tuple[str, str]] = []
     try:
@@ -51,7 +52,7 @@ def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bo
         device.close()
         verdicts += outcome.verdicts()
         checker.check_idle()
-    except InvariantError as error:  # the ledger raises, for example for a double release
+    except InvariantError as error:  # a pool raises this, for example for a double release
         verdicts.append(("balance", str(error)))
     except Deadlock as error:
         verdicts.append(("order", str(error)))

@@ -1,6 +1,6 @@
 """Front ends and an engine in separate processes: lost, duplicated and late messages, and processes that die.
 
-Streams of the simulated device stand for threads and processes. Frames are packed and parsed by the product's code.
+Streams of the simulated device represent threads and processes. The product's code packs and parses frames.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _OVER = 0
 
 
 class _Channel:
-    """The receiving end of one connection in a front end. `numbered`: check frame numbers as the product does;
-    otherwise accept every frame.
+    """The receiving end of one connection in a front end. If `numbered`, it checks frame numbers like the product; else
+    it accepts every frame.
     """
 
     def __init__(self, *, numbered: bool) -> None:
@@ -35,7 +35,7 @@ class _Channel:
         return self._encoder.encode(Outputs([stream], [token], {}))
 
     def read(self, frame: bytes) -> Iterator[tuple[int, int]]:
-        """Stream and token of a received frame; nothing more once the connection has ended."""
+        """Stream and token of a received frame; nothing after the connection has ended."""
         if self.broken:
             return
         decoder: FrameDecoder = (
@@ -53,11 +53,11 @@ def _number_of(frame: bytes) -> int:
 
 
 def frames_that_two_threads_hand_over(device: SimDevice, protected: bool) -> Outcome:
-    """One thread sends new frames, another one sends the rest of partly sent frames: a frame may overtake the one
-    before it.
+    """One thread sends new frames, and another thread sends the rest of partly sent frames: a frame may overtake the
+    previous frame.
 
-    With frame numbers the connection ends, and the tokens received so far are a prefix of the answer; without them the
-    tokens change places.
+    With frame numbers, the connection ends, and the tokens received so far are a prefix of the answer. Without them,
+    the order of the tokens is wrong.
     """
     channel, heard = _Channel(numbered=protected), list[int]()
     threads = [device.stream("engine"), device.stream("reading thread")]
@@ -74,8 +74,8 @@ def frames_that_two_threads_hand_over(device: SimDevice, protected: bool) -> Out
 
 
 def frame_sent_again_after_a_timeout(device: SimDevice, protected: bool) -> Outcome:
-    """A sender without an acknowledgement repeats its frame after a timeout, although the first one was only late: a
-    token arrives twice.
+    """A sender gets no acknowledgement, and sends its frame again after a timeout. But the first frame was only late,
+    so a token arrives twice.
     """
     channel, heard = _Channel(numbered=protected), list[int]()
     connection, timer = device.stream("connection"), device.stream("timer")
@@ -95,7 +95,7 @@ def frame_sent_again_after_a_timeout(device: SimDevice, protected: bool) -> Outc
 
 
 def frame_overwritten_before_it_was_read(device: SimDevice, protected: bool) -> Outcome:
-    """A buffer for one frame is overwritten before it was read: the answer lacks a token, without an error."""
+    """A buffer for one frame is overwritten before it was read: a token is missing in the answer, without an error."""
     channel, heard, place = _Channel(numbered=protected), list[int](), dict[str, bytes]()
     engine, front_end = device.stream("engine"), device.stream("front end")
 
@@ -118,8 +118,8 @@ def frame_overwritten_before_it_was_read(device: SimDevice, protected: bool) -> 
 
 
 def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
-    """A client aborts its request while a token is in flight. The next request gets the same stream number, and this
-    token.
+    """A client aborts its request while a token is in flight. The next request gets the same stream number, and
+    receives this token.
     """
     channel, answers = _Channel(numbered=True), dict[int, list[int]]()
     engine = device.stream("engine")
@@ -140,8 +140,8 @@ def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
 
 
 def abort_that_crosses_the_finish(device: SimDevice, protected: bool) -> Outcome:
-    """An abort waits in a separate queue while its request finishes and a new request gets the row's name: the abort
-    ends the new request.
+    """An abort waits in a separate queue while its request finishes, and a new request gets the name of the old
+    request: the abort ends the new request.
     """
     aborts, engine = device.stream("aborts"), device.stream("engine")
     running, told = set[int](), list[int]()
@@ -167,15 +167,15 @@ def abort_that_crosses_the_finish(device: SimDevice, protected: bool) -> Outcome
 
 
 class _Place:
-    """The slot of a front end: its receiver changes when the front end dies."""
+    """The slot of a front end. Its receiver changes when the front end dies."""
 
     def __init__(self) -> None:
         self.listener: list[int] = []
 
 
 def place_of_a_front_end_that_has_died(device: SimDevice, protected: bool) -> Outcome:
-    """A front end dies, and another one takes its slot. Messages are addressed to the slot: the new front end receives
-    the old one's answers.
+    """A front end dies, and another takes its slot. Messages are addressed to the slot, so the new front end receives
+    answers for the old one.
     """
     engine, place = device.stream("engine"), _Place()
     first = place.listener
@@ -192,8 +192,8 @@ def place_of_a_front_end_that_has_died(device: SimDevice, protected: bool) -> Ou
 
 
 def requests_of_a_process_that_has_gone(device: SimDevice, protected: bool) -> Outcome:
-    """A front end dies between its request and the reply that names it: the clean-up does not know the name, and the
-    request is never removed.
+    """A front end dies between its request and the reply with the request's name. The clean-up does not know the name,
+    so the request is never removed.
     """
     reading, engine = device.stream("reading thread"), device.stream("engine")
     names, running = list[int](), set[int]()
@@ -206,7 +206,7 @@ def requests_of_a_process_that_has_gone(device: SimDevice, protected: bool) -> O
 
 
 def news_for_a_reader_that_does_not_read(device: SimDevice, protected: bool) -> Outcome:
-    """Messages for a reader are queued without a bound: a reader that never reads exhausts the memory."""
+    """Messages for a reader are queued without a limit, so a reader that never reads exhausts the memory."""
     engine, reader = device.stream("engine"), device.stream("reader")
     bound, unread, most = 2, list[int](), [0]
     cut_off = [False]

@@ -7,7 +7,7 @@ from sidestream.testing.miniatures.stage import BOTH, Blocks, Miniature, Outcome
 
 
 def store_before_compute(device: SimDevice, protected: bool) -> Outcome:
-    """The store does not wait for the step that fills the block: it stores the block's previous content."""
+    """The store does not wait for the step that fills the block, and stores the block's previous content."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store = device.stream("compute"), device.stream("store")
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -23,8 +23,8 @@ def store_before_compute(device: SimDevice, protected: bool) -> Outcome:
 
 
 def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
-    """One copy engine serves a direction in submission order, across streams: the tokens of a step arrive after 20 ms
-    of bulk copies.
+    """One copy engine executes all copies of one direction in the order of submission, across streams. So the tokens of
+    a step arrive only after 20 ms of bulk copies.
     """
     kv, host = Blocks(device, "kv", 2), Blocks(device, "host", 2)
     drawn, mailbox = Blocks(device, "drawn", 1), Blocks(device, "mailbox", 1)
@@ -47,8 +47,8 @@ def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
 
 
 def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
-    """The host waited for the load at capture, so the wait is not in the graph: a replay reads KV that is still being
-    loaded.
+    """The host has waited for a load during the capture, so the graph contains no wait: a replay reads KV that is still
+    being loaded.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load = device.stream("compute"), device.stream("load")
@@ -75,8 +75,8 @@ def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
 
 
 def queue_of_one_stream_full(device: SimDevice, protected: bool) -> Outcome:
-    """All transfers share a stream; after about a thousand pending operations, a submission blocks the thread until the
-    device catches up.
+    """All transfers share a stream. With about a thousand pending operations, a submission blocks the thread until the
+    device has caught up.
     """
     compute = device.stream("compute")
     filled = compute.submit(lambda: device.sleep(1.0), label="long prefill")
@@ -91,7 +91,7 @@ def queue_of_one_stream_full(device: SimDevice, protected: bool) -> Outcome:
 
 
 def pageable_copy(device: SimDevice, protected: bool) -> Outcome:
-    """Block ids are copied from pageable memory: the call blocks until the device has done all earlier work and the
+    """Block ids are copied from pageable memory: the call blocks until the device has finished all earlier work and the
     copy.
     """
     staging, ids_on_device = Blocks(device, "staging", 1, pageable=not protected), Blocks(device, "ids", 1)
@@ -108,7 +108,7 @@ def pageable_copy(device: SimDevice, protected: bool) -> Outcome:
 
 
 def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
-    """The block was freed and reused while a store still reads it: the new owner's KV is stored under the old owner's
+    """A block is freed and reused while a store still reads it: the new owner's KV is stored under the old owner's
     key.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
@@ -117,7 +117,7 @@ def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
     filled = kv.write(compute, block.ids, 7, "prefill")
     store.wait(filled)
     stored = copy(store, kv, block.ids, host, slot.ids, "store")
-    block.release(after=(filled, stored))  # at once: no flush waits for the store
+    block.release(after=(filled, stored))  # at once, without waiting for the store
     fresh = kv.pool.take(1)
     for fence in fresh.after if protected else ():
         compute.wait(fence)
@@ -130,8 +130,8 @@ def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
 
 
 def wait_for_an_event_not_yet_recorded(device: SimDevice, protected: bool) -> Outcome:
-    """A background thread enqueues the gather and records its event; a wait for the event before that record has no
-    effect.
+    """A background thread enqueues the gather and records an event. A wait for this event has no effect if it comes
+    before the record.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, gather, background = device.stream("compute"), device.stream("gather"), device.stream("background")
@@ -161,7 +161,9 @@ def wait_for_an_event_not_yet_recorded(device: SimDevice, protected: bool) -> Ou
 
 
 def load_under_the_old_owners_step(device: SimDevice, protected: bool) -> Outcome:
-    """A step of the block's old owner still reads it; a load that relies on host bookkeeping only overwrites it."""
+    """A step of the block's old owner still reads the block. A load that relies only on bookkeeping of the host
+    overwrites it.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -182,7 +184,7 @@ def load_under_the_old_owners_step(device: SimDevice, protected: bool) -> Outcom
 
 
 def zero_fill_after_a_load(device: SimDevice, protected: bool) -> Outcome:
-    """Fresh blocks are zeroed on a stream other than the load's: the zeros may be written last."""
+    """Fresh blocks are zeroed on another stream than the stream of the load, so the zeros may be written last."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -200,7 +202,7 @@ def zero_fill_after_a_load(device: SimDevice, protected: bool) -> Outcome:
 
 
 def layer_read_before_its_load(device: SimDevice, protected: bool) -> Outcome:
-    """A load arrives layer by layer, and each reader must wait for its layer; one reader does not wait."""
+    """A load arrives layer by layer. Each reader must wait for its layer, but one reader does not wait."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -224,7 +226,7 @@ def layer_read_before_its_load(device: SimDevice, protected: bool) -> Outcome:
 
 
 def two_movers_of_one_block(device: SimDevice, protected: bool) -> Outcome:
-    """Two connectors are stacked, and each has its own ledger: both allocate the same block."""
+    """Two connectors are stacked, and each has its own pool of block ids: both allocate the same block."""
     kv = Blocks(device, "kv", 2)
     compute, receive, found = device.stream("compute"), device.stream("receive"), list[int]()
     other_pool = kv.pool if protected else kv.another_pool("the same blocks in the other connector's ledger")
@@ -241,7 +243,7 @@ def two_movers_of_one_block(device: SimDevice, protected: bool) -> Outcome:
 
 
 def consumer_before_producer(device: SimDevice, protected: bool) -> Outcome:
-    """All work is on one stream, so it is ordered; but the copy of the block ids is enqueued after the gather that
+    """All work is on one stream, so it runs in order. But the copy of the block ids is enqueued after the gather that
     reads them.
     """
     staging, ids_on_device = Blocks(device, "staging", 1), Blocks(device, "ids", 1)
@@ -306,7 +308,7 @@ COPIES = (
     Miniature(
         "zero-fill after a load",
         "H4",
-        "The load's stream waits for the zero-fill, a use like any other.",
+        "The load's stream waits for the zero-fill, as for any other use.",
         zero_fill_after_a_load,
     ),
     Miniature(

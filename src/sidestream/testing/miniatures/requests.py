@@ -1,4 +1,4 @@
-"""Requests that end, are preempted, or are shared by ranks: who releases, who emits tokens, who decides."""
+"""Requests that end, are preempted, or are shared by ranks: wrong releases, extra tokens, and different decisions."""
 
 from __future__ import annotations
 

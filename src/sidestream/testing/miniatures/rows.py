@@ -1,4 +1,4 @@
-"""Rows of a batch, their device state and their inputs: races between one step and the next."""
+"""Races between a step and the next step: rows of a batch, their device state and their inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def token_read_when_the_step_was_counted(device: SimDevice, protected: bool) -> 
 
 
 def row_reused_under_its_last_step(device: SimDevice, protected: bool) -> Outcome:
-    """A request ended, but a step launched earlier still writes its row, over the new owner's first token."""
+    """A request has ended, but a step that was launched earlier still writes its row, and overwrites the new owner's
+    first token.
+    """
     rows = Blocks(device, "rows", 1)
     compute, inputs, found = device.stream("compute"), device.stream("inputs"), list[int]()
     row = rows.pool.take(1)
@@ -66,8 +68,8 @@ def staging_refilled_under_a_copy(device: SimDevice, protected: bool) -> Outcome
 
 
 def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
-    """A graph of two rows runs a batch of one; the padding row still refers to a block of an earlier batch, which has a
-    new owner.
+    """A graph for two rows runs a batch of one row. The padding row still refers to a block of an earlier batch, and
+    this block has a new owner.
     """
     kv, table = Blocks(device, "kv", 3), Blocks(device, "table", 1)
     compute, found = device.stream("compute"), list[int]()
@@ -102,7 +104,9 @@ def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
 
 
 class _Speculation:
-    """A row with a hidden value on the device: every step drafts with it, verifies, and computes the next value."""
+    """A row with a hidden value on the device. Every step drafts with this value, verifies, and computes the next
+    value.
+    """
 
     def __init__(self, device: SimDevice) -> None:
         self.head = ToyDraftHead(ToyModel())
@@ -125,7 +129,7 @@ class _Speculation:
         return self.head.hidden(self.context)
 
     def outcome(self) -> Outcome:
-        """The tokens that every run yields at least, and all accept lengths."""
+        """The tokens (as many as every run yields), and all accept lengths."""
         reference = self.head.expected(_PROMPT, _ROUNDS)
         text = tuple(self.context[len(_PROMPT) :])
         return Outcome(text[:_ROUNDS], reference.tokens[:_ROUNDS], tuple(self.accept_lengths), reference.accept_lengths)
@@ -135,7 +139,7 @@ def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outc
     """A bookkeeping worker publishes the state that the next step drafts from. The next step does not wait, and drafts
     from older values.
 
-    The text stays right, because drafts are verified; in a public engine the accept length fell from 4.20 to 2.42.
+    The text stays right, because drafts are verified. In a public engine, the accept length fell from 4.20 to 2.42.
     """
     loop, compute, worker = _Speculation(device), device.stream("compute"), device.stream("worker")
     state, row, results = loop.state, loop.row, list[int]()
@@ -160,9 +164,11 @@ def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outc
 
 
 def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
-    """A flag says that the row's state is defined. Between this check and the use of the state, a worker clears it.
+    """A flag says that the row's state is defined. Between the check of the flag and the use of the state, a worker
+    clears the state.
 
-    Without state on the device, the worker's copy on the host is used; it is written before the state is cleared.
+    If there is no state on the device, the worker's copy on the host is used, which is written before the state is
+    cleared.
     """
     loop, compute, worker = _Speculation(device), device.stream("compute"), device.stream("worker")
     defined, copies = {"row": 0}, dict[int, int]()

@@ -28,9 +28,9 @@ class Outcome:
     """The output of a miniature, and the expected output.
 
     output, expected                  numbers or tokens
-    accept_lengths, expected_...      of a speculative loop, by round
-    leaked                            ids that are never released
-    late                              events that happened too late, too often or never, in words
+    accept_lengths, expected_...      accept lengths of a speculative loop, by round
+    leaked                            number of ids that are never released
+    late                              descriptions of events that happened too late, too often or never
     """
 
     output: tuple[int, ...] = ()
@@ -64,8 +64,8 @@ class Miniature:
     """A published bug as a small program.
 
     hazard       one of `sidestream.testing.mutations.HAZARDS`, or `"P1"` to `"P5"` for bugs that only cost time
-    protection   how the protected version avoids the bug, in one sentence
-    run          plays it on a device without streams, with or without the protection
+    protection   one sentence that says how the protected version avoids the bug
+    run          function that runs the program on a fresh device, with or without the protection
     """
 
     name: str
@@ -95,7 +95,7 @@ class Blocks:
         return lambda: self._ranges(ids, layers, write=False)
 
     def writes(self, ids: Sequence[int], layers: range = BOTH) -> Accesses:
-        """Declares that they are written, and possibly read."""
+        """Declares that some layers of some blocks are written, and possibly read."""
         return lambda: self._ranges(ids, layers, write=True)
 
     def write(self, stream: SimStream, ids: Sequence[int], number: int, label: str) -> SimFence:
@@ -119,13 +119,13 @@ class Blocks:
         return stream.submit(work, self.reads(ids), label=label)
 
     def put(self, ids: Sequence[int], number: int) -> None:
-        """The host writes the blocks."""
+        """Write the blocks on the host."""
         if self._tracer is not None:
             self._tracer.host_touched(self.writes(ids), f"host writes {self.memory.name}")
         self.numbers[list(ids)] = number
 
     def seen(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """The host reads the blocks."""
+        """Read the blocks on the host."""
         if self._tracer is not None:
             self._tracer.host_touched(self.reads(ids), f"host reads {self.memory.name}")
         return tuple(self.numbers[list(ids)].ravel().tolist())
@@ -157,6 +157,6 @@ def copy(
 
 
 def finish(device: SimDevice, *fences: SimFence) -> None:
-    """The commit: the host waits for results, which it may do."""
+    """The commit: the host waits for results. Here, a wait of the host is allowed."""
     for fence in fences:
         device.wait_host(fence, reason="step")

@@ -12,8 +12,8 @@ from sidestream.types import Key
 
 
 def slot_freed_by_a_timer(device: SimDevice, protected: bool) -> Outcome:
-    """A store is slow; the lock on its slot expires after 10 ms, then a disk read fills the slot, and the late store
-    overwrites it.
+    """A store is slow, and the lock on its slot expires after 10 ms. Then a disk read fills the slot, and the late
+    store overwrites the slot.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store, disk = device.stream("compute"), device.stream("store"), device.stream("disk")
@@ -36,7 +36,7 @@ def slot_freed_by_a_timer(device: SimDevice, protected: bool) -> Outcome:
 
 
 def key_published_before_its_bytes(device: SimDevice, protected: bool) -> Outcome:
-    """A store's key is published at its submission; the next request loads bytes that are not there yet."""
+    """A key is published when its store is submitted: the next request loads bytes that are not there yet."""
     kv, host = Blocks(device, "kv", 2), Blocks(device, "host", 1)
     compute, store, load = device.stream("compute"), device.stream("store"), device.stream("load")
     block, slot, fresh, found = kv.pool.take(1), host.pool.take(1), kv.pool.take(1), list[int]()
@@ -62,7 +62,7 @@ def key_published_before_its_bytes(device: SimDevice, protected: bool) -> Outcom
 
 
 def store_that_survives_new_weights(device: SimDevice, protected: bool) -> Outcome:
-    """The weights change during a store and all keys are dropped; then the store publishes KV of the old weights."""
+    """The weights change during a store, and all keys are dropped. Then the store publishes KV of the old weights."""
     kv, host, weights, generation = Blocks(device, "kv", 1), Blocks(device, "host", 1), 1, 0
     compute, store, load, found = device.stream("compute"), device.stream("store"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -95,9 +95,7 @@ def store_that_survives_new_weights(device: SimDevice, protected: bool) -> Outco
 
 
 def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outcome:
-    """The write of an entry fails; its key is published all the same, and every later hit reads bytes that were never
-    written.
-    """
+    """The write of an entry fails, but its key is published: every later hit reads bytes that were never written."""
     medium = device.allocate_host("disk", 1)
     index, disk, found = (
         TierIndex(name="disk", max_entries=1, entry_bytes=1, tracer=device.tracer),
@@ -133,7 +131,7 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
 
 
 def load_that_lands_after_its_deadline(device: SimDevice, protected: bool) -> Outcome:
-    """A load misses its deadline and its request gives up; the load then writes into a block that has a new owner."""
+    """A load misses its deadline, and its request gives up. Then the load writes into a block that has a new owner."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -155,7 +153,7 @@ def load_that_lands_after_its_deadline(device: SimDevice, protected: bool) -> Ou
 
 
 def key_without_identity(device: SimDevice, protected: bool) -> Outcome:
-    """Two adapters see the same tokens; the key does not include the adapter, so that one gets the other's KV."""
+    """Two adapters get the same tokens, and the key does not include the adapter: one adapter gets the other's KV."""
     kv, compute, found = Blocks(device, "kv", 2), device.stream("compute"), list[int]()
 
     def serve(adapter: str, number: int) -> None:
@@ -178,8 +176,8 @@ def key_without_identity(device: SimDevice, protected: bool) -> Outcome:
 
 
 def block_of_which_a_part_is_missing(device: SimDevice, protected: bool) -> Outcome:
-    """Target KV, draft KV and recurrent state of a block are cached separately, and the states' cache is small: the KV
-    may hit while the state is gone.
+    """Target KV, draft KV and recurrent state of a block are cached separately, and the cache for states is small: the
+    KV may be a hit although the state was evicted.
     """
     rooms = {"target KV": 2, "draft KV": 2, "state": 1}
     host = [Blocks(device, f"{part} on the host", slots) for part, slots in rooms.items()]
@@ -210,9 +208,7 @@ def block_of_which_a_part_is_missing(device: SimDevice, protected: bool) -> Outc
 
 
 def done_before_its_references_are_dropped(device: SimDevice, protected: bool) -> Outcome:
-    """A store reports completion before it releases its block: a reader that reacts at once finds the block still in
-    use.
-    """
+    """A store reports its completion before it releases its block: a reader may then find the block still in use."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store, late = device.stream("compute"), device.stream("store"), list[str]()
     block, slot = kv.pool.take(1), host.pool.take(1)

@@ -1,5 +1,5 @@
-"""Every wait, lease, check and publish-order rule by name, and a way to remove it from the running code. For tests
-only.
+"""All rules about waits, leases, checks and the order of publication, by name, and a way to remove a rule from the
+running code. For tests only.
 
 A test that passes both with and without a rule does not test it:
 
@@ -9,10 +9,10 @@ A test that passes both with and without a rule does not test it:
 A comment `# rule: name` marks the statement of a rule in the product's code; its mutation names a change of the syntax
 tree there. A new wait, lease or check needs a mark, and a row in its room's table beside this file.
 
-MUTATIONS    rules whose absence some schedule must detect
-EQUIVALENT   rules whose absence no schedule detects, each with the reason
-EXEMPT       code that looks like such a rule, with the reason why it is none
-ELSEWHERE    hazards without a rule in these rooms, and why
+MUTATIONS    rules whose removal some schedule must detect
+EQUIVALENT   rules whose removal no schedule detects, each with the reason
+EXEMPT       code that looks like such a rule but is not, each with the reason
+ELSEWHERE    hazards without a rule in these tables, each with the reason
 HAZARDS      the faults that the rules prevent, by number
 """
 
@@ -61,7 +61,9 @@ ELSEWHERE: dict[str, str] = {
 
 
 def find(name: str) -> Mutation:
-    """The mutation of that name, including equivalent ones. Raises ConfigError that names the nearest known one."""
+    """The mutation with this name, which may be an equivalent one. Raises ConfigError, which names the nearest known
+    name.
+    """
     known = {mutation.name: mutation for mutation in (*MUTATIONS, *(equivalent.mutation for equivalent in EQUIVALENT))}
     if name not in known:
         raise ConfigError(unknown_name("mutation", name, known))

@@ -291,5 +291,5 @@ EXEMPT = (
     Exempt("RemoteClient._on_lost", ("clear", "clear"), _AFTER_THE_END),
     Exempt("RemoteClient._on_lost", ("done",), _CALLS),
     Exempt("_submit", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
-    Exempt("_submit", ("replace",), "the engine does not use text"),
+    Exempt("_submit", ("replace",), "the engine does not use stop strings"),
 )

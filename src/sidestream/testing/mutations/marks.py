@@ -1,9 +1,9 @@
 """Finds the rules in the product's source: trailing comments such as `# rule: step-leaves-its-fence`.
 
-A mark stands on any line of the statement that implements the rule; on a compound statement it stands on the header,
-and only the header is meant. If the line is too long, the mark stands alone on the line above the statement. One
-comment may name several rules: `# rule: load-holds-its-slots, missing-source-fails-the-load`. Reads text only; imports
-none of the modules it reads.
+A mark is on any line of the statement that implements the rule. On a compound statement, it is on the header, and means
+only the header. If the line is too long, the mark is alone on the line above the statement. One comment may name
+several rules: `# rule: load-holds-its-slots, missing-source-fails-the-load`. Only reads the text of modules; does not
+import them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _KIT = "testing"
 class Mark:
     """A rule's mark in the source.
 
-    function    the outermost function around the mark, below its classes
-    qualname    its qualified name: `Lease.release`
+    function    the outermost function around the mark, which may be in a class
+    qualname    the function's qualified name: `Lease.release`
     statement   the marked statement, a node below `function`
     """
 
@@ -50,7 +50,7 @@ class Mark:
 
 
 def find_marks(root: Path, package: str, *, but: Sequence[str] = ()) -> dict[str, Mark]:
-    """The marks of all modules below `root`, the directory of that package, by name.
+    """The marks of all modules below `root`, the directory of `package`, by name.
 
     but   names of folders in `root` that are not read
 
@@ -130,8 +130,8 @@ def _statement_on(tree: ast.Module, line: int) -> ast.stmt | None:
 
 
 def _statement_below(tree: ast.Module, line: int) -> ast.stmt | None:
-    """The statement that a comment on a line of its own marks: the enclosing statement if the comment is inside an
-    expression, else the next one.
+    """The statement that a comment on its own line marks: the enclosing statement if the comment is inside an
+    expression, else the next statement.
     """
     for statement in _statements(tree):
         expressions = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.expr)]

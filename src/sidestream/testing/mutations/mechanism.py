@@ -1,4 +1,4 @@
-"""Removes one rule from the running code, and restores it. The product contains no hooks for it.
+"""Removes one rule from the running code, and restores the code. The product contains no hooks for this.
 
 A mutation names marked statements (`marks`) and their changes (`operators`). While it is applied, each marked function
 runs code compiled from its changed syntax tree, with the file name and line numbers of the original. The function
@@ -21,7 +21,8 @@ from sidestream.testing.mutations.marks import Function, Mark, product_marks
 from sidestream.testing.mutations.operators import DoesNotFit, Operator, Place
 from sidestream.testing.mutations.tables import Mutation
 
-# A second mutation of the same function would be compiled from the original source and undo the first.
+# Functions that are changed now. A second mutation of the same function would be compiled from the original source, and
+# would undo the first.
 _changed_now: set[FunctionType] = set()
 
 
@@ -30,10 +31,10 @@ def applied(mutation: Mutation, marks: Mapping[str, Mark] | None = None) -> Iter
     """Run the body without the mutation's rule; then restore the original code, also after an error.
 
     Changes functions for the whole process: no other thread may be running one of them at the start or the end. Raises
-    InvariantError, with nothing changed, when the mutation does not fit the code or one of its functions is changed
+    InvariantError, and changes nothing, if the mutation does not fit the code or if one of its functions is changed
     already.
 
-    marks   None: those of the product
+    marks   marks by name; None: the marks of the product
     """
     changes = [(function, function.__code__, code) for function, code in changed_functions(mutation, marks)]
     with ExitStack() as undo:
@@ -57,8 +58,8 @@ def changed_functions(
 def changed_trees(
     mutation: Mutation, marks: Mapping[str, Mark] | None = None
 ) -> list[tuple[tuple[str, str], Function]]:
-    """The functions that a mutation changes, as module and qualified name, each with its changed syntax tree. Imports
-    nothing.
+    """The functions that a mutation changes, as module and qualified name, each with its changed syntax tree. Does not
+    import the modules.
     """
     marks = product_marks() if marks is None else marks
     by_function: dict[tuple[str, str], list[tuple[Mark, Operator]]] = {}
@@ -108,7 +109,7 @@ def _changed_tree(name: str, changes: Sequence[tuple[Mark, Operator]], marks: Ma
 
 
 def _function_of(module: str, qualname: str) -> FunctionType:
-    """The function of that name, without its decorators; for a property its getter. Imports the module."""
+    """The function with this name, without its decorators; for a property, its getter. Imports the module."""
     found: Any = importlib.import_module(module)
     for name in qualname.split("."):
         found = vars(found)[name]

@@ -1,9 +1,9 @@
-"""What a mutation does to the statement that is marked with its rule: changes of the syntax tree, so that neither
-layout nor names of local variables matter.
+"""The changes that mutations make to the statements marked with their rules. They change the syntax tree, so neither
+the layout nor the names of local variables matter.
 
-An operator is given a `Place` in a copy of the function and changes it. It raises `DoesNotFit` where the statement has
-not exactly one node that it could mean. Operators that take a name (`naming`, `call`) look for functions, attributes,
-keywords and texts of that name in the statement; of a compound statement they look at the header only.
+An operator gets a `Place` in a copy of the function, and changes it. It raises `DoesNotFit` unless exactly one node of
+the statement matches. Operators that take a name (`naming`, `call`) look in the statement for functions, attributes,
+keywords and strings with this name; in a compound statement, they look only at the header.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, cast
 
 
 class DoesNotFit(Exception):
-    """The marked statement is not of the kind that the operator changes."""
+    """The operator cannot change the marked statement, because the statement is of another kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a node hangs in the tree: field of its parent, and the index if the field is a list."""
+    """The position of a node in the tree: the field of its parent, and the index if the field is a list."""
 
     parent: ast.AST
     field: str
@@ -30,7 +30,7 @@ class Slot:
     node: ast.AST
 
     def put(self, node: ast.AST) -> None:
-        """Put another node in its place."""
+        """Put another node at this position."""
         if self.index is None:
             setattr(self.parent, self.field, node)
         else:
@@ -41,7 +41,8 @@ class Slot:
 class Place:
     """A marked statement in a copy of its function.
 
-    other   the same function's place of another mark, by name; raises DoesNotFit for a mark of another function
+    other   function that returns the place of another mark in the same function, by name; raises DoesNotFit if the mark
+            is in another function
     """
 
     function: ast.AST
@@ -50,7 +51,7 @@ class Place:
 
     @property
     def body(self) -> list[ast.stmt]:
-        """The block that the statement stands in."""
+        """The list of statements that contains the statement."""
         for node in ast.walk(self.function):
             for _, value in ast.iter_fields(node):
                 if isinstance(value, list) and any(entry is self.statement for entry in value):
@@ -63,7 +64,7 @@ class Place:
         return next(index for index, entry in enumerate(self.body) if entry is self.statement)
 
     def replace(self, stop: int, statements: list[ast.stmt]) -> None:
-        """Put other statements in place of those from this one to index `stop`, exclusive."""
+        """Replace the statements from this one to index `stop`, exclusive, by other statements."""
         body, first = self.body, self.index
         if len(body) == stop - first and not statements:
             statements = [ast.Pass()]
@@ -73,18 +74,20 @@ class Place:
         body[first:stop] = statements
 
     def slots(self) -> Iterator[Slot]:
-        """Everything below the statement that is no statement, outermost first."""
+        """All nodes below the statement that are not statements, outermost first."""
         return _below(self.statement)
 
     def only(self, wanted: Callable[[Slot], bool], what: str) -> Slot:
-        """The one slot that is wanted. Raises DoesNotFit, which says `what` it was, for none and for several."""
+        """The only slot that is wanted. If there is none or more than one, raises DoesNotFit, which describes them as
+        `what`.
+        """
         found = [slot for slot in self.slots() if wanted(slot)]
         if len(found) != 1:
             raise DoesNotFit(f"the statement has {len(found)} of {what}, not one")
         return found[0]
 
     def call(self, name: str) -> ast.Call:
-        """The only call of a function or method of that name."""
+        """The only call of a function or method with this name."""
         return cast("ast.Call", self.only(lambda slot: _called(slot.node) == name, f"calls of {name}").node)
 
 
@@ -95,7 +98,7 @@ class Operator(ABC):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks of further statements that it refers to."""
+        """Marks of other statements that the operator refers to."""
         return ()
 
     def apply(self, place: Place) -> None:
@@ -108,7 +111,7 @@ class Operator(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Delete(Operator):
-    """Delete the statement, and those after it up to this number."""
+    """Delete this number of statements, beginning with the marked one."""
 
     statements: int = 1
 
@@ -123,7 +126,7 @@ class Delete(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Become(Operator):
-    """Other code in place of the statement."""
+    """Replace the statement by other code."""
 
     source: str
 
@@ -133,7 +136,7 @@ class Become(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Append(Operator):
-    """More code after the statement."""
+    """Add code after the statement."""
 
     source: str
 
@@ -154,13 +157,13 @@ class Swap(Operator):
 
 @dataclass(frozen=True, slots=True)
 class MoveAfter(Operator):
-    """Run the statement after another marked one of the same function, in the other one's block."""
+    """Move the statement behind another marked statement of the same function."""
 
     mark: str
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The statement that comes first."""
+        """The mark of the other statement."""
         return (self.mark,)
 
     def _change(self, place: Place) -> None:
@@ -174,8 +177,8 @@ class MoveAfter(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Always(Operator):
-    """The condition holds. Of an `if` or `while` that is its test; else the only conditional expression or condition of
-    a comprehension.
+    """Make a condition always true: the test of an `if` or `while`, else the only conditional expression or condition
+    of a comprehension in the statement.
     """
 
     value: bool = True
@@ -186,7 +189,7 @@ class Always(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Never(Operator):
-    """The condition does not hold."""
+    """Make a condition always false."""
 
     def _change(self, place: Place) -> None:
         Always(False).apply(place)
@@ -194,7 +197,7 @@ class Never(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Once(Operator):
-    """A `while` becomes an `if`."""
+    """Turn a `while` into an `if`."""
 
     def _change(self, place: Place) -> None:
         loop = place.statement
@@ -207,8 +210,8 @@ class Once(Operator):
 class DropOperand(Operator):
     """Drop an operand of an `and`, `or`, `+` or `-`, or an element of a list, tuple or dict.
 
-    which   the name in it, in a dict its key; of nested expressions the innermost one is meant. Or its position in the
-            statement's outermost expression with operands
+    which   a name in the operand (for a dict, its key); if several nested expressions match, the innermost is meant. Or
+            the operand's position in the statement's outermost expression with operands
     """
 
     which: str | int
@@ -229,7 +232,7 @@ class DropOperand(Operator):
 
 @dataclass(frozen=True, slots=True)
 class SetOperand(Operator):
-    """Such an operand becomes another expression."""
+    """Replace an operand (see DropOperand) by another expression."""
 
     which: str | int
     value: str
@@ -244,7 +247,7 @@ class SetOperand(Operator):
 
 @dataclass(frozen=True, slots=True)
 class SetArgument(Operator):
-    """An argument of the only call of this name becomes another expression. `which`: its position or its keyword."""
+    """Replace an argument of the only call of this name. `which` is the argument's position or keyword."""
 
     call: str
     which: int | str
@@ -263,7 +266,7 @@ class SetArgument(Operator):
 
 @dataclass(frozen=True, slots=True)
 class DropArgument(Operator):
-    """The only call of this name lacks a keyword argument."""
+    """Drop a keyword argument of the only call of this name."""
 
     call: str
     keyword: str
@@ -275,7 +278,7 @@ class DropArgument(Operator):
 
 @dataclass(frozen=True, slots=True)
 class CallInstead(Operator):
-    """The only call of this name calls another function or method."""
+    """Let the only call of this name call another function or method."""
 
     call: str
     other: str
@@ -290,7 +293,7 @@ class CallInstead(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Unwrap(Operator):
-    """One argument of the only call of this name stands in place of the call."""
+    """Replace the only call of this name by one of its arguments."""
 
     call: str
     position: int = 0
@@ -304,7 +307,7 @@ class Unwrap(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Value(Operator):
-    """The value that the statement assigns, returns, loops over or tests becomes another expression."""
+    """Replace the value that the statement assigns, returns, loops over or tests."""
 
     value: str
 
@@ -318,7 +321,7 @@ class Value(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Compare(Operator):
-    """The only comparison, or the only one with this name in it, uses another operator."""
+    """Change the operator of the only comparison, or of the only comparison that contains this name."""
 
     operator: str
     naming: str = ""
@@ -336,7 +339,7 @@ class Compare(Operator):
 
 @dataclass(frozen=True, slots=True)
 class PopInstead(Operator):
-    """`del table[key]` becomes `table.pop(key, None)`: what is gone already may go again."""
+    """Turn `del table[key]` into `table.pop(key, None)`, which accepts a missing key."""
 
     def _change(self, place: Place) -> None:
         match place.statement:
@@ -349,8 +352,8 @@ class PopInstead(Operator):
 
 @dataclass(frozen=True, slots=True)
 class Rewrite(Operator):
-    """A piece of the statement's source, as `ast.unparse` writes it, becomes another one: for what no other operator
-    says.
+    """Replace a piece of the statement's source, as `ast.unparse` writes it. For changes that no other operator can
+    make.
     """
 
     old: str
@@ -369,7 +372,7 @@ class Rewrite(Operator):
 
 
 def _header(statement: ast.stmt) -> ast.stmt:
-    """The statement with nothing in it, if it is a compound one."""
+    """The statement; a compound statement without its body."""
     if not hasattr(statement, "body"):
         return statement
     header: Any = copy.copy(statement)
@@ -463,7 +466,7 @@ def _expression(source: str) -> ast.expr:
 
 
 def _take_locations(tree: ast.AST) -> None:
-    """Remove line numbers: new code gets those of the statement whose place it takes."""
+    """Remove line numbers, because new code gets the line numbers of the statement that it replaces."""
     for node in ast.walk(tree):
         for attribute in ("lineno", "end_lineno", "col_offset", "end_col_offset"):
             if hasattr(node, attribute):

@@ -46,7 +46,7 @@ captured        forward passes are captured and replayed
 close           the engine closes while requests or transfers are unfinished
 corrupt_tier    files of the disk tier are cut short or have a bit flipped
 disk            there is a disk tier
-failing_copy    stores and loads raise, loads possibly after a part was copied
+failing_copy    stores and loads raise; a load may raise after a part of it was copied
 failing_load    the failing copies include loads, not only stores
 failing_step    forward passes raise
 failing_tier    disk reads and writes raise
@@ -72,7 +72,7 @@ weights         the weights are replaced, so blocks computed before are wrong
 class Change:
     """One change of one marked statement.
 
-    mark   the name in the statement's comment: `# rule: step-leaves-its-fence`
+    mark   name in the comment of the statement: `# rule: step-leaves-its-fence`
     """
 
     mark: str
@@ -83,13 +83,13 @@ class Change:
 class Mutation:
     """One wait, lease, check or publish-order rule, and the change that removes it.
 
-    name         of the removed rule
-    hazard       a key of `HAZARDS`: the fault that the rule prevents
-    change       made to the marked statement; the default deletes it
-    at           the mark of that statement, if it is not `name`: several rules may share a statement
-    consequence  what happens without the rule, in one sentence
-    needs        the features of workloads that can show the consequence; empty: requests share and reuse blocks
-    also         further changes, if two places prevent the same fault and a schedule detects only the removal of both
+    name         name of the rule
+    hazard       key of `HAZARDS`: the fault that the rule prevents
+    change       change of the marked statement; the default deletes the statement
+    at           mark of the statement, if it is not `name` (several rules may share a statement)
+    consequence  one sentence that says what happens without the rule
+    needs        features that a workload needs to show the consequence; empty: requests share and reuse blocks
+    also         more changes, if two statements prevent the same fault, so that only the removal of both is detected
     """
 
     name: str
@@ -102,7 +102,7 @@ class Mutation:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """All its changes, in order."""
+        """All changes of the mutation, in order."""
         return (Change(self.at or self.name, self.change), *self.also)
 
 
@@ -111,8 +111,8 @@ class Equivalent:
     """A rule whose removal no schedule detects, because another rule prevents the same fault, or because it only saves
     time.
 
-    noticed_by   a unit test that fails without the rule: file below `tests/`, two colons, function; empty: the mutation
-                 changes nothing observable
+    noticed_by   unit test that fails without the rule: file below `tests/`, two colons, function; empty: the mutation
+                 has no observable effect
     """
 
     mutation: Mutation
@@ -122,11 +122,11 @@ class Equivalent:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Code of one function that looks like a rule but is none, or is part of another rule.
+    """Code of one function that looks like a rule, but is no rule or is part of another rule.
 
-    function   its name below its class: `Lease.extend`
-    sites      the calls, attributes and keywords that look like a rule and are in no marked statement, one entry for
-               each
+    function   name of the function with its class: `Lease.extend`
+    sites      the calls, attributes and keywords that look like a rule and are not in a marked statement; one entry for
+               each occurrence
     """
 
     function: str
