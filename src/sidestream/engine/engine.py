@@ -255,8 +255,7 @@ class Engine:
                 return
             self._closed = True
             # The stack calls its callbacks from the last to the first, even if one raises: the engine thread ends,
-            # complete blocks are stored, the streams end, and then the disk, which nobody writes to any more, is
-            # closed.
+            # complete blocks are stored, the streams end, and then the disk is closed, after its last write.
             transfers = parts.transfers
             if transfers is not None:  # rule: streams-end-before-the-disk-is-unlocked
                 ends.callback(transfers.close)

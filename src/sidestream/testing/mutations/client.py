@@ -43,7 +43,7 @@ MUTATIONS = (
         name="frames-of-a-front-end-keep-their-order",
         hazard="H32",
         change=Become("self._unsent[:0] = frame"),
-        consequence="a message overtakes the unsent rest of the one before it",
+        consequence="a message overtakes the unsent rest of the previous message",
         needs=_BORDER,
     ),
     Mutation(
@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
 )
 
-_FALLS_BEHIND = "clients of schedules read all outputs at once; the bound is thousands of them"
+_FALLS_BEHIND = "clients of schedules read all outputs at once; the bound is thousands of outputs"
 
 EQUIVALENT = (
     Equivalent(
@@ -269,7 +269,7 @@ EQUIVALENT = (
 
 _BOTH_CLIENTS = "tests/client/test_clients.py runs the same tests for this client and for the one that schedules use"
 _OTHER_LOOP = "a schedule's front end has one event loop; tests/client/test_clients.py closes one"
-_AFTER_THE_END = "the connection has ended: nothing reads this any more"
+_AFTER_THE_END = "the connection has ended, so this is not read any more"
 _CALLS = "schedules request no metrics and no flush through front ends; tests/client/test_clients.py does"
 
 EXEMPT = (

@@ -90,7 +90,7 @@ MUTATIONS = (
         hazard="H2",
         at="store-is-settled",
         change=DropOperand("pieces"),
-        consequence="a store counts as ended when the first of its last pieces is",
+        consequence="a store counts as ended when the first of its last pieces has ended",
         needs=frozenset({"offload"}),
         also=(Change("job-settles-once", PopInstead()),),
     ),
@@ -270,7 +270,7 @@ MUTATIONS = (
     ),
 )
 
-_LATER = "copies are submitted in another order, each with all its waits"
+_LATER = "copies are submitted in another order, but each with all its waits"
 
 EQUIVALENT = (
     Equivalent(
@@ -280,7 +280,7 @@ EQUIVALENT = (
             consequence="blocks stored by a request with wrong KV are found in host memory",
             needs=frozenset({"bad_logits"}),
         ),
-        "the fault breaks logits alone: the KV of earlier chunks is right, so its reuse cannot be detected",
+        "the fault affects only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
     ),
     Equivalent(
@@ -315,7 +315,7 @@ EQUIVALENT = (
             consequence="blocks that the host tier already has are stored again",
             needs=frozenset({"offload"}),
         ),
-        "the second copy gets no key and is free when done: only time is lost",
+        "the second copy gets no key, and its slot is free when it is done: only time is lost",
         noticed_by="offload/test_store_and_load.py::test_blocks_that_are_stored_or_being_stored_are_not_copied_again",
     ),
     Equivalent(
@@ -347,9 +347,13 @@ EXEMPT = (
     Exempt("OffloadWorker._turn", ("abandoned", "abandoned"), GIVES_UP),
     Exempt("OffloadWorker._take_commands", ("take",), MESSAGE),
     Exempt("OffloadWorker._take_commands", ("_forget",), "see reset-drops-keys-of-the-host-tier"),
-    Exempt("OffloadWorker._take_in_copies", ("abandoned",), "all at once at the close; else some in each turn"),
-    Exempt("OffloadWorker._drop", ("drop",), "of loads: see dropped-load-is-settled"),
-    Exempt("OffloadWorker._drop", ("drop",), "of stores: see dropped-store-is-settled"),
+    Exempt(
+        "OffloadWorker._take_in_copies",
+        ("abandoned",),
+        "copies are handled all at once at the close, else some in each turn",
+    ),
+    Exempt("OffloadWorker._drop", ("drop",), "for loads see dropped-load-is-settled"),
+    Exempt("OffloadWorker._drop", ("drop",), "for stores see dropped-store-is-settled"),
     Exempt("Stores.begin_pieces", ("begun",), QUEUE),
     Exempt("Stores._begin_piece", ("begun",), COUNT),
     Exempt("Stores._begin_piece", ("abandoned",), GIVES_UP),

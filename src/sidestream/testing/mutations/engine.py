@@ -234,10 +234,10 @@ EQUIVALENT = (
         Mutation(
             name="invalidated-keys-are-sent-to-the-tiers",
             hazard="H9",
-            consequence="the same in host memory and on disk",
+            consequence="blocks of a request with wrong KV are found in host memory and on disk",
             needs=frozenset({"bad_logits"}),
         ),
-        "the fault breaks logits alone: the KV of earlier chunks is right, so its reuse cannot be detected",
+        "the fault affects only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
     ),
     Equivalent(
@@ -269,7 +269,7 @@ EQUIVALENT = (
             "an error",
             needs=frozenset({"failing_step", "preempt"}),
         ),
-        "a request of a failed step may end with an error: no answer is wrong, one is missing",
+        "a request of a failed step may end with an error: an answer is missing, but no answer is wrong",
     ),
     Equivalent(
         Mutation(
@@ -278,7 +278,7 @@ EQUIVALENT = (
             consequence="the weights are replaced repeatedly",
             needs=frozenset({"weights"}),
         ),
-        "the weights are the same each time; only blocks cached in between are lost",
+        "the weights are the same each time, so only blocks cached in between are lost",
     ),
     Equivalent(
         Mutation(
@@ -292,15 +292,17 @@ EQUIVALENT = (
     ),
 )
 
-_WHAT_MAY_BE_CONCLUDED = "polls fences; rules above cover its decisions"
+_WHAT_MAY_BE_CONCLUDED = "it polls fences; rules above cover its decisions"
 _OTHER_THREAD = "another thread waits here for the engine thread; a schedule has one thread"
-_NOTHING = "without it no output is sent and nothing is published or ended; rules above cover the time"
+_NOTHING = (
+    "without it, no output is sent, no block is published and no request ends; rules above cover when that may happen"
+)
 
 _MESSAGE = (
     "a message, not a lease; a schedule runs such work at once between two steps; see tests/engine/test_listening.py"
 )
-_UNBUILT = "an engine that could not be built: nothing runs"
-_WARM_UP = "before anything is served; tests/attention/test_engine_in_interpreter.py runs it"
+_UNBUILT = "it runs only if an engine cannot be built; then no work runs"
+_WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_interpreter.py runs it"
 
 EXEMPT = (
     Exempt("build_engine", ("callback", "callback"), _UNBUILT),
@@ -321,7 +323,7 @@ EXEMPT = (
     ),
     Exempt("StepLoop._turn", ("_commit", "_commit", "_commit"), _NOTHING),
     Exempt("StepLoop._commit", ("commit",), _NOTHING),
-    Exempt("StepLoop._idle", ("wait",), "sleeps when the engine is idle"),
+    Exempt("StepLoop._idle", ("wait",), "it sleeps while the engine is idle"),
     Exempt("Listener.apply_messages", ("take",), _MESSAGE),
     Exempt("Listener.apply_events", ("poll",), _WHAT_MAY_BE_CONCLUDED),
     Exempt("Listener.wait_for", ("wait_host",), "see commit-waits-for-its-step"),
@@ -330,6 +332,6 @@ EXEMPT = (
     Exempt("Failures.end_engine", ("take",), _MESSAGE),
     Exempt("OutputStreams.finish", ("end_sample",), "see non-finite-logits-end-their-request"),
     Exempt("OutputStreams.finish", ("_close",), "see finish-releases"),
-    Exempt("OutputStreams.fail_all", ("clear",), "the engine has failed: nothing runs any more"),
-    Exempt("OutputStreams._close", ("release",), "a count; requests and blocks: see finish-releases"),
+    Exempt("OutputStreams.fail_all", ("clear",), "the engine has failed, so no more work runs"),
+    Exempt("OutputStreams._close", ("release",), "it only counts; for requests and blocks see finish-releases"),
 )

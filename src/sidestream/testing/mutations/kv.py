@@ -196,8 +196,8 @@ EQUIVALENT = (
             consequence="the last one to release a shared block discards the fence of the store that still reads it",
             needs=frozenset({"offload"}),
         ),
-        "steps run in the order of their launch, and whatever else uses blocks is waited for by the host: the last "
-        "release knows the last use",
+        "steps run in the order of their launch, and the host waits for all other uses of blocks, so the last release "
+        "knows the last use",
         noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
     ),
     Equivalent(
@@ -209,8 +209,8 @@ EQUIVALENT = (
             "uses it",
             needs=frozenset({"offload"}),
         ),
-        "only a load that got the blocks between the end of the transfer and that of the last step would come too "
-        "soon: hardly any schedule has one",
+        "only a load that gets the blocks after the end of the transfer and before the end of the last step would come "
+        "too soon; hardly any schedule has such a load",
         noticed_by="kv/test_pool.py::test_an_id_that_comes_back_late_brings_its_fences",
     ),
     Equivalent(
@@ -222,8 +222,8 @@ EQUIVALENT = (
             "it",
             needs=frozenset({"abort", "offload", "preempt"}),
         ),
-        "the step that admits has its step wait for all fresh blocks, so only a load could come too soon into blocks "
-        "of a request that left before its first step",
+        "the step that admits a request waits for all fresh blocks, so only a load into the blocks of a request that "
+        "left before its first step could come too soon",
         noticed_by="kv/test_pool.py::test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before",
     ),
     Equivalent(
@@ -249,7 +249,7 @@ EQUIVALENT = (
     ),
 )
 
-_GUARD = "raises when the caller broke a rule; that rule has its own mutation"
+_GUARD = "it raises if the caller breaks a rule, which has its own mutation"
 
 EXEMPT = (
     Exempt("BlockKeys.extend", ("extend",), "appends keys to a list; for their owner see key-contains-its-prefix"),
@@ -257,13 +257,13 @@ EXEMPT = (
     Exempt("Lease.extend", ("_open", "_open", "_open"), _GUARD),
     Exempt("Lease.extend", ("extend",), "a list"),
     Exempt("Lease.release", ("_open", "_open"), _GUARD),
-    Exempt("FencedPool.grow", ("extend", "extend", "extend"), "lists, of new ids"),
+    Exempt("FencedPool.grow", ("extend", "extend", "extend"), "they only append new ids to lists"),
     Exempt("FencedPool.take", ("extend",), "a list"),
     Exempt("FencedPool.take", ("_references",), "without it nothing can be leased; rules above cover leases"),
     Exempt("FencedPool.publish", ("_references",), _GUARD),
     Exempt("FencedPool.publish", ("add",), "see key-refers-to-one-block"),
     Exempt("FencedPool.publish_all", ("_references",), _GUARD),
-    Exempt("FencedPool.publish_all", ("publish",), "when: see slice-counts-after-its-fence"),
+    Exempt("FencedPool.publish_all", ("publish",), "for its time see slice-counts-after-its-fence"),
     Exempt("FencedPool.forget_all", ("clear",), "see reset-removes-keys"),
     Exempt("FencedPool.check", ("_references", "_references"), _GUARD),
 )

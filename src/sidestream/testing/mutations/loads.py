@@ -166,8 +166,8 @@ EQUIVALENT = (
             consequence="a failed load releases its slots a second time at the close",
             needs=frozenset({"close", "failing_copy", "offload"}),
         ),
-        "the close would have to come in the same turn in which the offload worker sees a piece fail, and other loads "
-        "would have to keep its lane full: no test brings that about",
+        "the close would have to come in the turn in which the offload worker sees a piece fail, and other loads keep "
+        "its lane full: no test does this",
     ),
     Equivalent(
         Mutation(
@@ -338,7 +338,7 @@ EXEMPT = (
     Exempt("Loads._begin_piece", ("add",), QUEUE),
     Exempt("Loads.submitted", ("submitted",), COUNT),
     Exempt("Loads.submitted", ("failure", "failure"), "see failed-load-is-not-reported-as-ready"),
-    Exempt("Loads.end", ("failure",), "which copies are measured"),
+    Exempt("Loads.end", ("failure",), "decides whether a copy is measured"),
     Exempt("Loads.end", ("failure",), "decides which of several failures is kept"),
     Exempt("Loads._settle", ("ended", "failure"), "see failed-load-is-reported"),
     Exempt("Loads.drop", ("failure",), "see dropped-load-is-settled"),

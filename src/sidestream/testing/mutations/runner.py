@@ -60,7 +60,7 @@ MUTATIONS = (
         name="sampling-uses-the-index-of-its-output",
         hazard="H19",
         change=Value("output.positions[:count] - state.rules.prompt_len[slots]"),
-        consequence="a token is sampled with the random number of the one before",
+        consequence="a token is sampled with the random number of the previous token",
         needs=frozenset({"sampling"}),
     ),
     Mutation(
@@ -157,7 +157,7 @@ MUTATIONS = (
         name="accepted-tokens-count-for-later-penalties",
         hazard="H19",
         change=Rewrite(".to(torch.int32)", ".to(torch.int32).tril()"),
-        consequence="of a step's first rows, accepted drafts are not counted as output",
+        consequence="accepted drafts of a step's first rows are not counted as output",
         needs=frozenset({"speculative", "sampling"}),
     ),
     Mutation(
@@ -324,13 +324,13 @@ EQUIVALENT = (
         Mutation(
             name="slot-begins-with-its-last-token",
             hazard="H16",
-            consequence="a row's last token is that of its previous owner, until the first sample",
+            consequence="until the first sample, a row's last token is the token of its previous owner",
         ),
         "a row's first chunks carry their tokens, and the last of them draws one before a decode step asks for it",
     ),
 )
 
-_WARM_UP = "before anything is served; tests/attention/test_engine_in_interpreter.py runs it"
+_WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_interpreter.py runs it"
 
 _UNPLACED = (
     "the simulated device always has room for a table's changes; "

@@ -208,7 +208,7 @@ MUTATIONS = (
             "__import__('sidestream.types').types.RowStart(request.sampling, request.prompt, "
             "tuple(request.tokens[len(request.prompt) :]))",
         ),
-        consequence="a decode step uses the host's last token, one step old, instead of the one that the device has "
+        consequence="a decode step uses the host's last token, one step old, instead of the token that the device has "
         "just sampled",
     ),
     # ------------------------------------------------------------------ resets and new weights
@@ -327,7 +327,7 @@ EQUIVALENT = (
             "with it",
             needs=frozenset({"offload", "meanwhile"}),
         ),
-        "it is planned with the next step, as with the rule",
+        "the request is planned with the next step, as with the rule",
         noticed_by="schedule/test_scheduler_meanwhile.py::test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken",
     ),
     Equivalent(
@@ -486,7 +486,8 @@ EQUIVALENT = (
             change=Always(),
             consequence="a request is preempted before it ran a step",
         ),
-        "the first in rank is never preempted, so it ends, then the next one: steps are wasted, but none is endless",
+        "the request first in rank is never preempted, so it ends, then the next one: steps are wasted, but all "
+        "requests end",
         noticed_by="schedule/test_preemption.py::test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped",
     ),
     Equivalent(
@@ -497,7 +498,7 @@ EQUIVALENT = (
             consequence="a request of lower priority is preempted before it ran a step",
             needs=frozenset({"priority"}),
         ),
-        "priorities are ordered: the highest continues and ends, then the next one is highest",
+        "the request with the highest priority continues and ends, then the next one has the highest priority",
         noticed_by="schedule/test_scheduler_priorities.py::test_room_is_not_taken_from_one_that_has_not_stepped",
     ),
     Equivalent(
@@ -514,10 +515,10 @@ EQUIVALENT = (
 )
 
 _LIST = "a list"
-_STATE = "the state itself; rules above cover its effects"
-_PREFIX_KEYS = "makes keys; takes nothing"
-_BLOCKS = "without it a request has no blocks to write to; rules above cover when they may be written"
-_PASSES_ON = "forwards the call; the rule is in the called function"
+_STATE = "it sets the state itself; rules above cover the effects"
+_PREFIX_KEYS = "it makes keys, and takes no resources"
+_BLOCKS = "without it, a request has no blocks to write to; rules above cover when they may be written"
+_PASSES_ON = "it forwards the call; the rule is in the called function"
 _NEW_KEYS = (
     "see waiting-requests-get-the-new-keys and request-that-arrives-late-gets-the-new-keys, whose calls lead here"
 )
@@ -540,7 +541,7 @@ EXEMPT = (
     Exempt("Allocator.grow", ("take", "extend"), _BLOCKS),
     Exempt("Allocator.release", ("last_fence",), "see release-waits-for-the-last-step"),
     Exempt("Committer.commit", ("stepped",), "see request-steps-before-it-is-preempted"),
-    Exempt("Committer.publish", ("publish",), "which blocks: see only-committed-blocks-are-published"),
+    Exempt("Committer.publish", ("publish",), "for its blocks see only-committed-blocks-are-published"),
     Exempt("Committer.publish", ("extend", "extend"), _LIST),
     Exempt("Preemption.preempt", ("release",), "see release-waits-for-the-last-step and preemption-begins-an-epoch"),
     Exempt("Preemption.preempt", ("requeue",), "without it a request runs without blocks"),
@@ -559,7 +560,7 @@ EXEMPT = (
     Exempt("PrefixCache.rekey", ("keys_version",), _NEW_KEYS),
     Exempt("PrefixCache.wanted_keys", ("extend", "salt="), _PREFIX_KEYS),
     Exempt("PrefixCache.publish", ("extend", "salt="), _PREFIX_KEYS),
-    Exempt("PrefixCache.publish", ("publish",), "which blocks: see only-committed-blocks-are-published"),
+    Exempt("PrefixCache.publish", ("publish",), "for its blocks see only-committed-blocks-are-published"),
     Exempt("RequestQueues.start", ("state",), _STATE),
     Exempt("RequestQueues.requeue", ("state",), _STATE),
     Exempt("TierLoads.locate", ("avoid_tiers",), "see failed-load-is-not-tried-again"),

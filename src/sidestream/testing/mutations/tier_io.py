@@ -166,7 +166,7 @@ MUTATIONS = (
     ),
 )
 
-_MISS = "then the blocks are a miss, and are recomputed"
+_MISS = "the blocks are then a miss, and are recomputed"
 
 EQUIVALENT = (
     Equivalent(
@@ -176,7 +176,7 @@ EQUIVALENT = (
             consequence="blocks stored by a request with wrong KV are found on disk",
             needs=frozenset({"bad_logits"}),
         ),
-        "the fault breaks logits alone: the KV of earlier chunks is right, so its reuse cannot be detected",
+        "the fault affects only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
     ),
     Equivalent(
@@ -272,8 +272,8 @@ EXEMPT = (
     Exempt("TierIO.finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
     Exempt("TierIO.read", ("take",), PLACE),
     Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
-    Exempt("TierIO.finish_reads", ("taken_in",), "when: see disk-read-counts-after-its-fence"),
-    Exempt("TierIO.finish_reads", ("publish",), "when: see disk-read-counts-after-its-fence"),
+    Exempt("TierIO.finish_reads", ("taken_in",), "for its time see disk-read-counts-after-its-fence"),
+    Exempt("TierIO.finish_reads", ("publish",), "for its time see disk-read-counts-after-its-fence"),
     Exempt("TierIO.finish_reads", ("failure",), "a read that never ran proves nothing about its entry"),
     Exempt("TierIO._timed", ("abandoned",), GIVES_UP),
     Exempt("ReadTicket.failure", ("failure",), "a query; rules above cover its callers"),
