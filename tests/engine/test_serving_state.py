@@ -12,7 +12,7 @@ def test_samples_are_accepted_up_to_the_bound_and_again_after_one_has_ended() ->
     state = ServingState(2)
     state.check_room(2)
     state.accept(2)
-    with pytest.raises(QueueFull, match="2 requests are running or waiting, and at most 2 may"):
+    with pytest.raises(QueueFull, match="2 requests are running or waiting, the bound is 2"):
         state.check_room(1)
     state.release()
     state.check_room(1)

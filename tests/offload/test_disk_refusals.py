@@ -138,7 +138,7 @@ def test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on(made:
     first = open_tier(made)
     before = snapshot(made)
     with pytest.raises(
-        ConfigError, match=f"is in use by process {os.getpid()}: stop that one, or give each engine a directory"
+        ConfigError, match=f"is in use by process {os.getpid()}: stop that process, or give each engine"
     ):
         open_tier(made, max_entries=1)
     assert snapshot(made) == before

@@ -112,7 +112,7 @@ def test_a_row_without_drafts_keeps_up_so_that_it_may_draft_later(model: Path, h
 
 def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head: Path, tmp_path: Path) -> None:
     wider = tiny_model_dir("llama", tmp_path / "wider", 3, hidden_size=96)
-    with pytest.raises(ModelError, match=r"made for (model_type|hidden_size) \w+, the model has \w+"):
+    with pytest.raises(ModelError, match=r"made for (model_type|hidden_size) \w+, but the model has \w+"):
         engine(model, save_head(wider, tmp_path / "wide.safetensors", seed=0))
     for other, fact in (
         ({"vocab_size": 300}, "vocab_size 300"),
@@ -121,7 +121,7 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
     ):
         directory = tiny_model_dir("llama", tmp_path / fact, 3, **other)
         carry_head(directory, save_head(directory, tmp_path / f"{fact}.safetensors", seed=0), names="deepseek")
-        with pytest.raises(ModelError, match=f"the head in .* was made for {fact}, but the model has"):
+        with pytest.raises(ModelError, match=f"the head: .* was made for {fact}, but the model has"):
             engine(model, directory)
     with pytest.raises(ModelError, match="was made for vocab_size 300, but the model has"):
         engine(model, tmp_path / "vocab_size 300.safetensors")
@@ -157,7 +157,7 @@ def test_a_head_that_other_weights_taught_is_taken_with_a_warning_that_names_bot
     ).close()  # loaded in another dtype, they are the same
     engine(other, head).close()  # says nothing of whose it is
     assert not caplog.records
-    with pytest.raises(ModelError, match="was made for hidden_size 64, the model has 96"):
+    with pytest.raises(ModelError, match="was made for hidden_size 64, but the model has 96"):
         engine(tiny_model_dir("llama", tmp_path / "wider", 3, hidden_size=96), tmp_path / "taught.safetensors")
 
 

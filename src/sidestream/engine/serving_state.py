@@ -41,7 +41,7 @@ class ServingState:
             raise EngineStopped(f"the engine is {health.status}: {health.detail or 'send the request to another one'}")
         if self._unfinished + num_samples > bound:
             raise QueueFull(
-                f"{self._unfinished} requests are running or waiting, and at most {bound} may: "
+                f"{self._unfinished} requests are running or waiting, the bound is {bound}: "
                 "try again later, or raise max_waiting"
             )
 

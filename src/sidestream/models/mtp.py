@@ -298,7 +298,7 @@ def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
     for name, value in facts.items():
         if str(value) != str(getattr(config, name)):
             raise ModelError(
-                f"the head in {source} was made for {name} {value}, but the model has {getattr(config, name)}: "
+                f"{source} was made for {name} {value}, but the model has {getattr(config, name)}: "
                 "give the model's own head"
             )
 
