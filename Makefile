@@ -43,7 +43,7 @@ unit: $(VENV)/.dev
 WITH_LOWEST := cli server models engine ops attention
 NOT_WITH_LOWEST := cli/test_chat.py cli/test_torture.py cli/test_torture_device.py cli/test_train.py cli/test_bench_gpu.py \
 	models/test_head_layouts.py server/test_processes.py cli/test_bench_serve.py cli/test_serve.py attention/test_engine_in_interpreter.py
-SHORT := not learns_to_draft and (not test_compiled or qwen3) and (not test_triton or mixed_batch) and (not test_draw or filters)
+SHORT := not learns_to_draft and (not test_compiled or qwen3) and (not test_triton or mixed_batch) and (not test_draw or filters) and (not test_hybrid or lfm2)
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -k "$(SHORT)" \
 		$(WITH_LOWEST:%=tests/%) $(NOT_WITH_LOWEST:%=--ignore=tests/%)

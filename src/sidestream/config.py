@@ -211,6 +211,10 @@ class EngineConfig:
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
     kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
                     free beside the weights, minus the memory that attention needs
+    state_memory    bytes of `kv_memory` for recurrent states, of models that keep some; None: half of it, or as many as
+                    can be of use, if that is less
+    state_interval  tokens between checkpoints of recurrent state inside a prompt, a multiple of block_tokens; 0: none
+                    but at the end of a prompt, at the end of an answer, and where prompts were seen to branch
     block_tokens    tokens of a block, the unit of storing, loading and sharing
     chunk_tokens    prefill is cut at multiples of this number (and at the last block border), so that a prompt is
                     always computed in the same shapes; None: about 256 on a CPU, 2,048 on a GPU
@@ -250,6 +254,8 @@ class EngineConfig:
     offload: OffloadConfig | None = None
     speculative: SpeculativeConfig | None = None
     generation_config: str = "auto"
+    state_memory: int | str | None = None
+    state_interval: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -260,6 +266,9 @@ class EngineConfig:
             raise ConfigError(unknown_name("generation_config", str(self.generation_config), ("auto", "none")))
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory, option="kv_memory")
+        if self.state_memory is not None:
+            parse_bytes(self.state_memory, option="state_memory")
+        _at_least("state_interval", self.state_interval, 0)
         for name in ("block_tokens", "max_waiting"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
@@ -269,6 +278,11 @@ class EngineConfig:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), "
                 "so that chunks end at block borders"
+            )
+        if self.state_interval % self.block_tokens:
+            raise ConfigError(
+                f"state_interval is {self.state_interval}: it must be a multiple of block_tokens "
+                f"({self.block_tokens}), so that checkpoints are taken at block borders"
             )
         self.sizes("cuda" if self.device == "cuda" else "cpu")
 

@@ -100,6 +100,13 @@ class RowStart:
     """Tokens that were already emitted; empty unless the request resumes after a preemption."""
 
 
+class StateIds(NamedTuple):
+    """The recurrent state that a row continues from (negative: the sequence begins), and the one it leaves."""
+
+    read: int
+    write: int
+
+
 class RowPlan(NamedTuple):
     """One request's share of a step: compute KV for positions `[min_start, stop)`.
 
@@ -112,6 +119,7 @@ class RowPlan(NamedTuple):
     min_output_index  index of the row's first output
     begin             set on the request's first chunk of an epoch
     drafts            number of draft tokens; 0 in prefill
+    states            its recurrent states; None: the model keeps none
 
     `min_start` and `min_output_index` are exact, unless drafts of an earlier step are in flight. Then only the device
     knows how many of those are accepted: both are lower bounds, and the row's `1 + drafts` tokens lie somewhere in
@@ -129,6 +137,7 @@ class RowPlan(NamedTuple):
     min_output_index: int
     begin: RowStart | None = None
     drafts: int = 0
+    states: StateIds | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -155,6 +164,7 @@ class RowColumns(NamedTuple):
     min_output_index: tuple[int, ...]
     begin: tuple[RowStart | None, ...]
     drafts: tuple[int, ...]
+    states: tuple[StateIds | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,9 +436,9 @@ class Tracer(Protocol):
         """
         ...
 
-    def backed(self, pool: str, memory: str, block_bytes: int) -> None:
-        """Block `i` of the pool is bytes `[i * block_bytes, (i + 1) * block_bytes)` of `memory`. Called before the
-        pool's first lease.
+    def backed(self, pool: str, memory: str, block_bytes: int, first: int = 0) -> None:
+        """Block `i` of the pool is `block_bytes` bytes of `memory` from byte `first + i * block_bytes` on. Called
+        before the pool's first lease; the pools of one memory in the order of their bytes.
         """
         ...
 

@@ -245,7 +245,7 @@ def test_a_checkpoint_of_more_than_text_is_judged_by_its_config_for_text(tmp_pat
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     config["text_config"]["vocab_size"] = 300
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ModelError, match="was made for vocab_size 300, the model has 99"):
+    with pytest.raises(ModelError, match="was made for vocab_size 300, but the model has 99"):
         load_head(model, tmp_path)
 
 

@@ -75,8 +75,8 @@ def test_positions_that_start_anew_in_each_chunk_are_refused(
 ) -> None:
     own = PagedModel.forward
 
-    def anew(self: PagedModel, tokens: torch.Tensor, positions: torch.Tensor, *args: Any) -> torch.Tensor:
-        return own(self, tokens, positions - positions[0], *args)
+    def anew(self: PagedModel, tokens: torch.Tensor, positions: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        return own(self, tokens, positions - positions[0], *args, **named)
 
     monkeypatch.setattr(PagedModel, "forward", anew)
     with pytest.raises(ModelError, match="the paged path computes the attention of layer 0 differently"):

@@ -129,7 +129,7 @@ def test_kill_9_while_evicting_leaves_at_most_the_capacity_all_of_it_whole(tmp_p
 
 def test_a_directory_held_by_another_process_is_refused_until_that_is_killed(tmp_path: Path, writers: Writers) -> None:
     writer = writers.start(0, max_entries=10_000)
-    with pytest.raises(ConfigError, match=f"is in use by process {writer}: stop that one"):
+    with pytest.raises(ConfigError, match=f"is in use by process {writer}: stop that process"):
         open_tier(tmp_path, max_entries=1)
     writers.kill(writer)
     tier = open_tier(tmp_path, max_entries=10_000)

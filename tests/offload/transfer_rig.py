@@ -133,7 +133,7 @@ class Rig:
         self.device.stream = lambda name: streams.get(name) or make(name)  # type: ignore[method-assign]
         self.transfers = OffloadConnector(
             device=self.device,
-            blocks=self.blocks,
+            pools=[self.blocks],
             memory=self.memory,
             tiers=TierStack(self.host, {} if self.disk is None else {"disk": self.disk}),
             costs=self.costs,

@@ -148,7 +148,7 @@ class SimTiers:
             found.append(self.where[key])
         return found
 
-    def worth_loading(self, sources: Sequence[Source]) -> bool:
+    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
         return self.worth
 
     def seconds_left(self, request_id: int, epoch: int, *, step_s: float) -> float:

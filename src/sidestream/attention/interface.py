@@ -13,7 +13,7 @@ import torch
 
 
 def ungated(layer: int) -> None:
-    """The gate of a batch that waits for no load."""
+    """A `before_layer` callback that does nothing: for a batch that waits for no load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,9 @@ class AttentionBatch(Attended, Protocol):
     """A packed batch as a model's layers see it."""
 
     def over(self, shape: KVShape) -> AttentionBatch:
-        """The same rows over the KV of another model, at the end of the same blocks. It waits for no load."""
+        """A batch with the same rows for a draft model, whose KV lies at the end of the same blocks. It waits for no
+        load.
+        """
         ...
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
@@ -89,7 +91,8 @@ class BatchRows:
     slot_mapping     int64 [T]: block_id * block_tokens + offset of each packed token; negative: padding
     block_tables     integers [B, max_blocks]
     cu_seqlens_q     integers [B + 1]: start of each row's queries in the packed tokens, and the end of the last row
-    kv_lens          integers [B]: length of each row's KV, including this step's tokens; a row's queries are the last
+    kv_lens          integers [B]: length of each row's KV, including this step's tokens; its queries are the last
+                     of these tokens
     decode_rows      number of decode rows, which come first, with at most `decode_queries` tokens each
     short_rows       number of rows after these with at most `short_queries` tokens each
     """
@@ -109,7 +112,7 @@ class AttentionSpec:
     """The requirements of an engine for its attention.
 
     heads, kv_heads, head_dim, dtype   of the model
-    query_tokens   most tokens of decode rows and short rows in one step
+    query_tokens   largest number of tokens that decode rows and short rows have together in one step
     draft          heads of a draft model that shares the backend; None: no draft model
     """
 

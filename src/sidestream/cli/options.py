@@ -93,6 +93,14 @@ _KvMemory = Annotated[
         "1GiB on a CPU, 90% of the memory left by the weights on a GPU",
     ),
 ]
+_StateMemory = Annotated[
+    str | None,
+    _engine("--state-memory", "Part of the KV pool for recurrent states of hybrid models.", "SIZE", "half of the pool"),
+]
+_StateInterval = Annotated[
+    int,
+    _engine("--state-interval", "Tokens between checkpoints of recurrent state in a prompt.", "N", parse=whole),
+]
 _BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens per KV block.", "N", parse=whole)]
 _ChunkTokens = Annotated[
     int | None,
@@ -224,6 +232,8 @@ def engine_config(
     dtype: _Dtype = _ENGINE.dtype,
     device: _Device = _ENGINE.device,
     kv_memory: _KvMemory = None,
+    state_memory: _StateMemory = None,
+    state_interval: _StateInterval = _ENGINE.state_interval,
     block_tokens: _BlockTokens = _ENGINE.block_tokens,
     chunk_tokens: _ChunkTokens = _ENGINE.chunk_tokens,
     token_budget: _TokenBudget = _ENGINE.token_budget,
@@ -250,6 +260,8 @@ def engine_config(
         dtype=dtype,
         device=device,
         kv_memory=kv_memory,
+        state_memory=state_memory,
+        state_interval=state_interval,
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
         token_budget=token_budget,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,12 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend, AttentionSpec
 from sidestream.attention.registry import select_backend
-from sidestream.config import NEUTRAL, EngineConfig, EngineSizes, SamplingDefaults
+from sidestream.config import NEUTRAL, EngineConfig, EngineSizes, SamplingDefaults, parse_bytes
 from sidestream.device.base import Device, Memory
 from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.kinds import CPU, CUDA
-from sidestream.engine.capacity import MAX_BLOCKS, pool_bytes
+from sidestream.engine.capacity import MAX_BLOCKS, num_states, pool_bytes
 from sidestream.engine.engine import Engine
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.parts import Parts
@@ -31,6 +32,7 @@ from sidestream.errors import ConfigError, DeviceLost
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
+from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, blocks_per_state
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models.compile_cache import use_compile_cache
 from sidestream.offload.connector import OffloadConnector
@@ -58,6 +60,8 @@ if TYPE_CHECKING:  # importing transformers takes seconds
 
 logger = logging.getLogger(__name__)
 
+# A state of the one request that runs, and a checkpoint that it makes or starts from.
+_FEWEST_STATES = 2
 _WARMING_UP = "warming up the GPU's kernels"
 
 
@@ -128,16 +132,20 @@ def build_engine(
         stack = _open_tiers(model, config, device, tiers)
         if stack is not None and tiers is None:
             undo.callback(stack.close)
-        memory, blocks = _allocate_pool(plan)
+        memory, blocks, states = _allocate_pools(plan)
         inbox = Inbox()
         costs = CostModel(model.layout, clock=device.now)
         transfers = None
         if stack is not None:
             kv = BlockMemory(memory, model.layout)
-            transfers = _build_transfers(plan, kv, blocks, stack, costs, metrics, inbox)
+            transfers = _build_transfers(
+                plan, kv, [blocks, *([] if states is None else [states])], stack, costs, metrics, inbox
+            )
         # rule: keys-of-the-served-model
-        keys = BlockKeys(fingerprint=model.fingerprint, layout=model.layout, salt=config.salt)
-        scheduler = _build_scheduler(plan, blocks, keys, transfers)
+        keys = BlockKeys(
+            fingerprint=model.fingerprint, layout=model.layout, salt=config.salt, states=model.state_layout
+        )
+        scheduler = _build_scheduler(plan, blocks, keys, transfers, states)
         executor = _build_executor(plan, memory)
         if on_gpu:
             _make_ready(plan, executor, blocks, transfers is not None, tell)
@@ -160,6 +168,8 @@ def build_engine(
             proposer="" if plan.proposer is None else plan.proposer.name,
             max_drafts=plan.max_drafts,
             timeline=timeline,
+            states=states,
+            state_region=plan.region,
         )
         undo.pop_all()
     return Engine(parts, threaded=threaded)
@@ -167,7 +177,11 @@ def build_engine(
 
 @dataclass(frozen=True, slots=True)
 class _BuildPlan:
-    """The choices that everything is built by. `num_blocks`: of the device pool."""
+    """The choices that everything is built by.
+
+    num_blocks   of the device pool
+    region       recurrent states behind the blocks; None: the model keeps none
+    """
 
     model: ServableModel
     config: EngineConfig
@@ -177,6 +191,7 @@ class _BuildPlan:
     proposer: Proposer | None
     max_drafts: int
     num_blocks: int
+    region: StateRegion | None
     bounds: Bounds
 
     @property
@@ -186,6 +201,8 @@ class _BuildPlan:
 
 
 def _check_sizes(model: ServableModel, config: EngineConfig, sizes: EngineSizes) -> None:
+    if model.state_layout is not None and config.speculative is not None:
+        raise ConfigError("speculative is not available for models with recurrent state yet: leave it out")
     if sizes.kv_bytes is not None:
         _check_pool(sizes.kv_bytes, model.layout)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
@@ -221,7 +238,10 @@ def _plan_build(
         origin = "what the weights leave free; --kv-memory changes it"
     else:
         origin = "the default" if config.kv_memory is None else "as asked"
-    num_blocks = kv_bytes // layout.block_bytes
+    region, num_blocks = None, kv_bytes // layout.block_bytes
+    if model.state_layout is not None:
+        region = _size_states(model.state_layout, layout, config, sizes, kv_bytes)
+        num_blocks = region.num_blocks
     pool_tokens = num_blocks * layout.block_tokens
     logger.info(
         "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
@@ -243,26 +263,64 @@ def _plan_build(
         vocab_size=model.vocab_size,
         max_unfinished=config.max_waiting + sizes.max_running,
     )
-    return _BuildPlan(model, config, sizes, device, on_gpu, proposer, max_drafts, num_blocks, bounds)
+    return _BuildPlan(model, config, sizes, device, on_gpu, proposer, max_drafts, num_blocks, region, bounds)
 
 
-def _allocate_pool(plan: _BuildPlan) -> tuple[Memory, FencedPool]:
-    """Device memory of the blocks, and the pool that leases them. If the proposer reads hidden states, the memory has
-    one block more than the pool: a scratch block for states that belong to no block.
+def _size_states(
+    states: StateLayout, blocks: KVLayout, config: EngineConfig, sizes: EngineSizes, budget: int
+) -> StateRegion:
+    """Divide `budget` bytes between blocks and recurrent states."""
+    asked = None if config.state_memory is None else parse_bytes(config.state_memory, option="state_memory")
+    state_bytes = blocks_per_state(states, blocks.block_bytes) * blocks.block_bytes
+    count = num_states(
+        budget,
+        state_bytes=state_bytes,
+        block_bytes=blocks.block_bytes,
+        max_running=sizes.max_running,
+        state_memory=asked,
+    )
+    if count < _FEWEST_STATES:
+        least = (_FEWEST_STATES + RESERVED_STATES) * state_bytes
+        given = f"half of kv_memory ({budget} bytes)" if asked is None else f"state_memory ({asked} bytes)"
+        raise ConfigError(
+            f"{given} holds {max(0, count + RESERVED_STATES)} recurrent states of {state_bytes} bytes: "
+            f"give state_memory at least {least} bytes, and kv_memory more than that"
+        )
+    left = budget - (count + RESERVED_STATES) * state_bytes
+    _check_pool(left, blocks)
+    region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes, count)
+    if region.stop_byte > budget:  # alignment
+        region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
+    logger.info(
+        "recurrent states: %.2f GiB of the KV memory, %d of %d bytes", (budget - left) / 2**30, count, state_bytes
+    )
+    if count < sizes.max_running:
+        logger.warning("state memory holds %d states: at most as many requests run, not %d", count, sizes.max_running)
+    return region
+
+
+def _allocate_pools(plan: _BuildPlan) -> tuple[Memory, FencedPool, FencedPool | None]:
+    """Device memory of the blocks and of recurrent states, and the pools that lease them. If the proposer reads hidden
+    states, the memory has one block more than the pool: a scratch block for states that belong to no block.
     """
-    device, block_bytes = plan.device, plan.model.layout.block_bytes
+    device, block_bytes, region = plan.device, plan.model.layout.block_bytes, plan.region
     scratch = plan.proposer is not None and plan.proposer.hidden_size > 0
-    memory = device.allocate("kv", (plan.num_blocks + scratch) * block_bytes)
-    blocks = FencedPool("device blocks", plan.num_blocks, tracer=device.tracer)
+    num_bytes = (plan.num_blocks + scratch) * block_bytes if region is None else region.stop_byte
+    memory = device.allocate("kv", num_bytes)
+    blocks, states = FencedPool("device blocks", plan.num_blocks, tracer=device.tracer), None
     if device.tracer is not None:
         device.tracer.backed(blocks.name, memory.name, block_bytes)
-    return memory, blocks
+    if region is not None:
+        states = FencedPool("states", region.num_states, tracer=device.tracer)
+        if device.tracer is not None:
+            device.tracer.backed(states.name, memory.name, region.state_bytes, region.first_byte)
+    return memory, blocks, states
 
 
 def _build_transfers(
     plan: _BuildPlan,
     kv: BlockMemory,
-    blocks: FencedPool,
+    pools: Sequence[FencedPool],
     tiers: TierStack,
     costs: CostModel,
     metrics: Metrics,
@@ -271,7 +329,7 @@ def _build_transfers(
     assert plan.config.offload is not None
     return OffloadConnector(
         device=plan.device,
-        blocks=blocks,
+        pools=pools,
         memory=kv,
         tiers=tiers,
         costs=costs,
@@ -282,7 +340,11 @@ def _build_transfers(
 
 
 def _build_scheduler(
-    plan: _BuildPlan, blocks: FencedPool, keys: BlockKeys, transfers: OffloadConnector | None
+    plan: _BuildPlan,
+    blocks: FencedPool,
+    keys: BlockKeys,
+    transfers: OffloadConnector | None,
+    states: FencedPool | None,
 ) -> Scheduler:
     config, sizes, device, speculative = plan.config, plan.sizes, plan.device, plan.config.speculative
     return Scheduler(
@@ -292,6 +354,7 @@ def _build_scheduler(
             sizes.token_budget,
             prefix_cache=config.prefix_cache,
             tail_apart=not plan.on_gpu if config.tail_apart is None else config.tail_apart,
+            state_interval=config.state_interval // plan.model.layout.block_tokens,
         ),
         blocks=blocks,
         slots=FencedPool("rows", sizes.max_running, tracer=device.tracer),
@@ -300,6 +363,7 @@ def _build_scheduler(
         policy=None
         if speculative is None
         else SpecPolicy(plan.max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_slowdown),
+        states=None if states is None or plan.region is None else (states, plan.region),
     )
 
 
@@ -311,6 +375,7 @@ def _build_executor(plan: _BuildPlan, memory: Memory) -> Executor:
         num_slots=plan.sizes.max_running,
         attention=_attention(plan.model, plan.sizes, plan.bounds, plan.proposer, plan.max_drafts, plan.device),
         ops=select_ops(has_kernels=plan.on_gpu),
+        states=plan.region,
         proposer=plan.proposer,
         max_drafts=plan.max_drafts,
         max_len=plan.max_len,
@@ -337,8 +402,11 @@ def _make_ready(
         chunk_tokens=sizes.chunk_tokens,
         max_tokens=min(sizes.token_budget, plan.bounds.pool_tokens),
         drafts=plan.max_drafts,
+        has_states=plan.model.state_layout is not None,
     )
-    gate_layers = layers_per_group(layout, plan.device.segment_bytes) if gated else 0
+    # Only steps with chunks wait for loads, and those of models with states are not captured.
+    gates = gated and plan.region is None
+    gate_layers = layers_per_group(layout, plan.device.segment_bytes) if gates else 0
     _capture(executor, plan.model, plan.proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
 
 
@@ -448,6 +516,8 @@ def _capture(
 
     start_s = time.monotonic()
     served: list[PagedModel | MtpHead] = [model, *_drafting(proposer)] if isinstance(model, PagedModel) else []
+    if model.state_layout is not None:
+        served = []  # the compiler cannot trace layers whose state lies in a pool
     for way in ("compiled and ", "") if served else ("",):
         if not way:
             for part in served:
@@ -512,5 +582,12 @@ def _open_tiers(
     memory = device.allocate_host(HOST, slots * layout.block_bytes, item_bytes=layout.block_bytes)
     host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=device.tracer)
     if given is None:
-        given = open_tiers(offload, TierContext(layout, model.fingerprint, device.tracer))
+        given = open_tiers(offload, TierContext(layout, _tier_fingerprint(model), device.tracer))
     return TierStack(host, given)
+
+
+def _tier_fingerprint(model: ServableModel) -> str:
+    """Names the model and the layout of its recurrent states, which tiers hold as blocks."""
+    if model.state_layout is None:
+        return model.fingerprint
+    return f"{model.fingerprint} {json.dumps(model.state_layout.describe(), sort_keys=True)}"

@@ -45,7 +45,11 @@ class StepLoop:
         self.times = StepTimes(parts)
         self.spec_stats = SpecStats(parts.metrics, parts.proposer, parts.device.now)
         self.weights = WeightUpdates(
-            scheduler=parts.scheduler, transfers=parts.transfers, layout=parts.layout, salt=parts.salt
+            scheduler=parts.scheduler,
+            transfers=parts.transfers,
+            layout=parts.layout,
+            salt=parts.salt,
+            states=None if parts.state_region is None else parts.state_region.layout,
         )
         self._parts = parts
         self._streams = streams
@@ -83,6 +87,7 @@ class StepLoop:
         self._commit(self.in_flight)  # rule: last-step-is-committed-before-the-end
         self.in_flight = None
         self._streams.abort_all()
+        self._store_latest_states()
         self._streams.deliver_outputs()  # rule: last-outputs-are-delivered-when-the-engine-ends
         self._gauges.update(force=True)
 
@@ -96,6 +101,7 @@ class StepLoop:
         parts, previous = self._parts, self.in_flight
         self._listener.apply_messages()
         self._listener.apply_events()
+        self._store_latest_states()
         if previous is None:  # rule: new-weights-wait-for-the-step-in-flight
             self.weights.apply()
         begin_s = parts.device.now()
@@ -114,6 +120,17 @@ class StepLoop:
         self.in_flight = step
         self._commit(previous)
         return step is not None or previous is not None
+
+    def _store_latest_states(self) -> None:
+        """Store the newest checkpoints of requests that have left the device."""
+        transfers = self._parts.transfers
+        if (latest := self._parts.scheduler.store_latest_states()) is None:
+            return
+        store, lease = latest
+        if transfers is not None:
+            transfers.submit([store])
+        # rule: stored-checkpoint-is-released-after-its-copy
+        lease.release(until=None if transfers is None else transfers.transfers_fence())
 
     def _launch(self, plan: StepPlan, begin_s: float) -> LaunchedStep | None:
         """Submit the plan's transfers, then launch its step. None if the step has no rows."""

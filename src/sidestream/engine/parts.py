@@ -9,6 +9,7 @@ from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
+from sidestream.kv.state_layout import StateRegion
 from sidestream.metrics import Metrics, Timeline
 from sidestream.offload.connector import OffloadConnector
 from sidestream.offload.costs import CostModel
@@ -28,6 +29,8 @@ class Parts:
     asynchronous  whether a step is launched before the previous step is committed
     salt          salt of the block keys
     proposer      name of the proposer in metrics; empty: nothing is drafted
+    states        the pool of recurrent states; None: the model keeps none
+    state_region  where they are in the memory of the blocks
     """
 
     device: Device
@@ -48,3 +51,5 @@ class Parts:
     proposer: str = ""
     max_drafts: int = 0
     timeline: Timeline | None = None
+    states: FencedPool | None = None
+    state_region: StateRegion | None = None

@@ -121,6 +121,13 @@ class Gauges:
         metrics.set("blocks_free", parts.blocks.num_free)
         metrics.set("blocks_cached", parts.blocks.num_cached)
         metrics.set("blocks_used", parts.blocks.num_used)
+        if parts.states is not None:
+            for status, count in (
+                ("free", parts.states.num_free),
+                ("cached", parts.states.num_cached),
+                ("used", parts.states.num_used),
+            ):
+                metrics.set("states", count, status)
         metrics.raise_to("preemptions_total", parts.scheduler.num_preemptions)
         for gauge in parts.tiers.gauges() if parts.tiers is not None else ():
             metrics.set("tier_blocks", gauge.num_blocks, gauge.name)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout
 from sidestream.offload.connector import OffloadConnector
 from sidestream.schedule.scheduler import Scheduler
 
@@ -22,12 +23,19 @@ class WeightUpdates:
     """
 
     def __init__(
-        self, *, scheduler: Scheduler, transfers: OffloadConnector | None, layout: KVLayout, salt: str
+        self,
+        *,
+        scheduler: Scheduler,
+        transfers: OffloadConnector | None,
+        layout: KVLayout,
+        salt: str,
+        states: StateLayout | None,
     ) -> None:
         self._scheduler = scheduler
         self._transfers = transfers
         self._layout = layout
         self._salt = salt
+        self._states = states
         self._announced: list[tuple[Callable[[], None], str, threading.Event]] = []
 
     def announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
@@ -44,7 +52,9 @@ class WeightUpdates:
         for apply, fingerprint, done in self._announced:
             apply()
             # rule: new-weights-replace-the-keys
-            self._scheduler.rekey(BlockKeys(fingerprint=fingerprint, layout=self._layout, salt=self._salt))
+            self._scheduler.rekey(
+                BlockKeys(fingerprint=fingerprint, layout=self._layout, salt=self._salt, states=self._states)
+            )
             if self._transfers is not None:
                 self._transfers.forget_all()  # rule: new-weights-drop-the-keys-of-the-tiers
             done.set()

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout
 from sidestream.types import Key
 
 KEY_BYTES = 16
@@ -33,9 +34,15 @@ _PIECE_OVERHEAD_BYTES = 512
 class BlockKeys:
     """The keys of one model in one layout under one engine salt."""
 
-    def __init__(self, *, fingerprint: str, layout: KVLayout, salt: str = "") -> None:
+    def __init__(
+        self, *, fingerprint: str, layout: KVLayout, salt: str = "", states: StateLayout | None = None
+    ) -> None:
+        """`states`: of a model with recurrent state, whose checkpoints have the keys of blocks."""
+        parts = {} if states is None else {"states": states.describe()}
         # rule: key-identity
-        identity = json.dumps({"fingerprint": fingerprint, "layout": layout.describe(), "salt": salt}, sort_keys=True)
+        identity = json.dumps(
+            {"fingerprint": fingerprint, "layout": layout.describe(), "salt": salt, **parts}, sort_keys=True
+        )
         self._set_root(
             hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest(),
             layout.block_tokens,

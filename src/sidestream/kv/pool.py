@@ -15,7 +15,7 @@ others. Other threads may call `get` and `match` and read the counters; the answ
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sidestream.errors import InvariantError, SidestreamError
 from sidestream.kv.eviction import Lru
@@ -84,6 +84,8 @@ class FencedPool:
         self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()
         self._cached = Lru()
         self._index = PrefixIndex()
+        self.on_evict: Callable[[list[Key]], None] | None = None
+        """Called with the keys of evicted blocks, on the owner's thread."""
 
     def grow(self, size: int) -> None:
         """Add free blocks until there are `size`; never removes one."""
@@ -249,7 +251,9 @@ class FencedPool:
 
     def _evict(self, count: int) -> list[int]:
         block_ids = self._cached.pop_oldest(count)
-        self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
+        keys = self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
+        if self.on_evict is not None:
+            self.on_evict(keys)
         return block_ids
 
     def _release(self, block_ids: Sequence[int], after: tuple[Fence, ...]) -> None:

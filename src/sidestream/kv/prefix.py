@@ -65,11 +65,13 @@ class PrefixIndex:
         self._key_of.update(zip(block_ids, keys, strict=True))
         return True
 
-    def remove_all(self, block_ids: Sequence[int]) -> None:
-        """Remove the keys of these blocks; each must have one."""
+    def remove_all(self, block_ids: Sequence[int]) -> list[Key]:
+        """Remove and return the keys of these blocks; each must have one."""
         key_of, id_of = self._key_of.pop, self._id_of
-        for block_id in block_ids:
-            del id_of[key_of(block_id)]
+        keys = [key_of(block_id) for block_id in block_ids]
+        for key in keys:
+            del id_of[key]
+        return keys
 
     def clear(self) -> list[int]:
         """Remove all keys; returns the blocks that had one."""

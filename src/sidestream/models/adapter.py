@@ -13,9 +13,12 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
 from sidestream.attention.interface import Attended, AttentionBatch
+from sidestream.attention.states import StateBatch
 from sidestream.device.kinds import on_host
 from sidestream.errors import InvariantError, ModelError
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout
+from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 
 PAGED = "sidestream_paged"
 
@@ -47,6 +50,7 @@ class PagedModel:
     name            last part of the directory or hub id
     config          the model's own config
     layout          shape of its KV blocks
+    state_layout    shape of its recurrent states; None: it keeps none
     vocab_size      width of its logits
     num_heads       query heads of its attention
     max_model_len   positions that its config allows
@@ -61,6 +65,7 @@ class PagedModel:
         *,
         name: str,
         layout: KVLayout,
+        state_layout: StateLayout | None = None,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         fingerprint: str,
@@ -68,6 +73,7 @@ class PagedModel:
         self.name = name
         self.config: PreTrainedConfig = module.config
         self.layout = layout
+        self.state_layout = state_layout
         self.vocab_size = int(module.config.vocab_size)
         self.num_heads = int(module.config.num_attention_heads)
         self.max_model_len = max_model_len
@@ -77,6 +83,10 @@ class PagedModel:
         if self.config.model_type in _DROPS_ARGUMENTS:
             for layer in module.base_model.layers:
                 _pass_batch_on(layer)
+        self.stateful: StatefulLayers | None = None
+        if state_layout is not None:
+            self.stateful = StatefulLayers(module)
+            number_attention_layers(module)
         self.module = module
         self._on_hidden: Callable[[torch.Tensor], None] | None = None
 
@@ -113,25 +123,40 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: Attended, logit_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: Attended,
+        logit_rows: torch.Tensor,
+        *,
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
         """Logits `[R, vocab_size]` in the model's dtype, at the packed positions `logit_rows`; writes the tokens' KV to
-        the pool.
+        the pool, and the rows' states to theirs.
 
-        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device. Runs on the calling
-        thread, on a GPU enqueued on the current stream; one call at a time.
+        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device · states: of a model that
+        keeps some. Runs on the calling thread, on a GPU enqueued on the current stream; one call at a time.
         """
         if on_host(tokens.device):
             missing = padded_length(len(tokens)) - len(tokens)
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
-        logits: torch.Tensor = self.module(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logit_rows,
-            paged_batch=OpaqueBatch(batch),
-        ).logits
-        return logits[0]
+
+        def run() -> torch.Tensor:
+            logits: torch.Tensor = self.module(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                paged_batch=OpaqueBatch(batch),
+            ).logits
+            return logits[0]
+
+        if self.stateful is None:
+            return run()
+        if states is None:
+            raise InvariantError(f"{self.name} keeps recurrent state: its forward needs the states of the rows")
+        logits: torch.Tensor = self.stateful.run(states, run)
+        return logits
 
 
 def _pass_batch_on(layer: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -14,8 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sidestream.errors import ModelError
 from sidestream.kv.layout import DTYPE_BYTES, KVLayout
+from sidestream.kv.state_layout import StateLayout
+from sidestream.models.recurrent import attention_layers, keeps_state, skeleton, state_layout_of
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
+# Further types of layers in models that keep recurrent state: with state, with both, and with neither.
+_STATEFUL_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"}
 # Rotary frequencies depend on the longest context of a batch here, so KV would depend on the other rows.
 _SWITCHING_ROPE = {"dynamic", "longrope"}
 # Nested configs that describe parts of one model; other nested configs describe further models.
@@ -38,8 +43,38 @@ def check_servable(config: PreTrainedConfig) -> None:
         raise ModelError(reason)
 
 
-def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> KVLayout:
-    """Shape of the model's KV blocks. Raises ModelError when layers differ or a size is missing."""
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """The parts of a model's cache: KV, and recurrent state in models that keep some.
+
+    kv      of a block
+    state   of a sequence; None: the model keeps none
+    """
+
+    kv: KVLayout
+    state: StateLayout | None
+
+
+def parts_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> ModelParts:
+    """The parts of the cache of a model that `check_servable` accepts; reads no weights. Raises ModelError."""
+    if not _keeps_state(config):
+        return ModelParts(layout_of(config, dtype=dtype, block_tokens=block_tokens), None)
+    module = skeleton(config, dtype)
+    layers = attention_layers(module)
+    if not layers or len({*layers}) < len(layers):
+        raise ModelError(
+            f"{config.model_type} has attention in layers {layers}: "
+            "models with recurrent state need attention too, once in a layer"
+        )
+    layout = layout_of(config, dtype=dtype, block_tokens=block_tokens, num_layers=len(layers))
+    return ModelParts(layout, state_layout_of(module, config))
+
+
+def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_layers: int | None = None) -> KVLayout:
+    """Shape of the model's KV blocks. Raises ModelError when layers differ or a size is missing.
+
+    num_layers   layers that attend; None: all
+    """
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"its weights are {dtype}: choose one of {', '.join(DTYPE_BYTES)}")
     heads = _size(config, "num_attention_heads")
@@ -47,7 +82,8 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> KVL
     if config.model_type == "jetmoe":  # its attention copies keys and values for each expert of a token
         kv_heads *= _size(config, "num_experts_per_tok")
     head_dim = _size(config, "head_dim", _size(config, "hidden_size") // heads)
-    return KVLayout(_size(config, "num_hidden_layers"), kv_heads, head_dim, block_tokens, dtype)
+    num_layers = _size(config, "num_hidden_layers") if num_layers is None else num_layers
+    return KVLayout(num_layers, kv_heads, head_dim, block_tokens, dtype)
 
 
 def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None) -> int:
@@ -105,11 +141,16 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
         return "its weights are quantised: load the model in bfloat16, float16 or float32"
     if chunk := _of_any_layer(config, "attention_chunk_size"):
         return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
-    types = set(getattr(config, "layer_types", None) or ())
-    if others := sorted(types - _SERVED_LAYERS):
-        return f"{kind} has layers of type {', '.join(others)}: only full and sliding attention are served"
+    types, stateful = set(getattr(config, "layer_types", None) or ()), _keeps_state(config)
+    served = _SERVED_LAYERS | _STATEFUL_LAYERS if stateful else _SERVED_LAYERS
+    if others := sorted(types - served):
+        return f"{kind} has layers of type {', '.join(others)}: only {', '.join(sorted(served))} are served"
     # At this point, a config with `layer_types` has only attention layers.
-    if not types and any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config)):
+    if (
+        not stateful
+        and not types
+        and any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config))
+    ):
         return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
     if shared := getattr(config, "num_kv_shared_layers", None):
         return (
@@ -131,6 +172,8 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
     for model_class in _classes(config):
         definition = vars(sys.modules[model_class.__module__])
         if "ALL_ATTENTION_FUNCTIONS" not in definition:
+            if _keeps_state(config):
+                return f"{kind} keeps recurrent state and does not attend: only models with attention layers are served"
             return (
                 f"{kind} has attention code of its own in transformers, which cannot be replaced by paged attention: "
                 "only models that attend through transformers' AttentionInterface are served"
@@ -145,6 +188,19 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
                 "only models whose first position is 0 are served"
             )
     return None
+
+
+def _keeps_state(config: PreTrainedConfig) -> bool:
+    """Whether layers of the model keep recurrent state in transformers' cache. Some models do only by their config."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and _SERVED_LAYERS.issuperset(types):
+        return False
+    return any(
+        keeps_state(part)
+        for model_class in _classes(config)
+        for part in vars(sys.modules[model_class.__module__]).values()
+        if isinstance(part, type)
+    )
 
 
 def _of_layers(config: PreTrainedConfig, name: str) -> list[Any]:

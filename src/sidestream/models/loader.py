@@ -23,7 +23,7 @@ from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
 from sidestream.models.compile_cache import use_compile_cache
-from sidestream.models.config_checks import check_servable, layout_of, max_positions, takes_long_rope
+from sidestream.models.config_checks import check_servable, max_positions, parts_of, takes_long_rope
 from sidestream.models.directory import check_config, read_json
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.rope import fix_longrope
@@ -65,12 +65,12 @@ def load_model(
         check_config(directory)
         config = read_config(directory)
         check_servable(config)
-        layout_of(config, dtype="float32", block_tokens=block_tokens)
+        parts_of(config, dtype="float32", block_tokens=block_tokens)
         stored = check_files(directory)
         precision = _precision(directory, config, dtype, device)
         logger.info("model %s: %s", name, precision)
         module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
-        layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
+        parts = parts_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
         long_rope = takes_long_rope(config, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)
         # Computed on the host, so that the fingerprint is the same on every device.
@@ -81,7 +81,8 @@ def load_model(
         model = PagedModel(
             module,
             name=name,
-            layout=layout,
+            layout=parts.kv,
+            state_layout=parts.state,
             max_model_len=max_positions(module.config, max_model_len=max_model_len),
             eos_token_ids=_eos_ids(module),
             fingerprint=fingerprint,
@@ -111,7 +112,7 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.de
         check_config(directory)
         config = read_config(directory)
         check_servable(config)
-        return layout_of(config, dtype=_precision(directory, config, dtype, device).dtype, block_tokens=1).token_bytes
+        return parts_of(config, dtype=_precision(directory, config, dtype, device).dtype, block_tokens=1).kv.token_bytes
 
 
 def weights_digest(path_or_hub_id: str) -> str:

@@ -25,9 +25,12 @@ from transformers.masking_utils import eager_mask
 
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec, BatchRows, ungated
 from sidestream.attention.registry import select_backend
+from sidestream.attention.states import StateBatch, StatePool
 from sidestream.errors import ModelError
+from sidestream.kv.state_layout import RESERVED_STATES
 from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, paged_attention_hook
 from sidestream.models.config_checks import max_positions
+from sidestream.models.recurrent import Compute, Observer
 
 # Bound of a layer's attention: root mean square of the difference, divided by that of the attention output.
 # For SmolLM2-135M and tiny models of 80 families, at any depth: 3e-7, 2.4e-4 and 1.9e-3.
@@ -54,10 +57,12 @@ class Reference:
     """Results of transformers' own attention for the check's tokens.
 
     attended   attention output of each layer, `[25, heads, head_dim]`, in the model's dtype
+    stateful   output of each layer that keeps recurrent state, `[25, hidden_size]`, by the model's number of the layer
     logits     float32 `[25, vocab]`
     """
 
     attended: list[torch.Tensor]
+    stateful: dict[int, torch.Tensor]
     logits: torch.Tensor
 
 
@@ -67,24 +72,40 @@ def reference(model: PagedModel) -> Reference:
     tokens = _tokens(model.vocab_size).to(model.module.device)
     pool, attention = _pool(model), _attention(model)
     compared = _Compared([_batch(attention, pool, start, end, ungated) for start, end in _CHUNKS])
+    stateful: dict[int, torch.Tensor] = {}
+    states = _state_pool(model)
+
+    def compare(layer: int, hidden: torch.Tensor, batch: StateBatch | None, compute: Compute) -> torch.Tensor:
+        assert states is not None
+        whole = compute(hidden, None)
+        chunks = [
+            compute(hidden[:, start:end], _state_batch(states, number, start, end, checked=False))
+            for number, (start, end) in enumerate(_CHUNKS)
+        ]
+        _judge_stateful(model, layer, torch.cat(chunks, dim=1)[0].float() - whole[0].float(), whole[0].float())
+        stateful[layer] = whole[0]
+        return whole
+
     model.module.config._attn_implementation = _COMPARED
     try:
-        with _narrow_windows(model.module):
+        with _narrow_windows(model.module), _observed(model, compare):
             # Without positions: a model that does not count 0, 1, 2, ... by default fails the check.
             logits: torch.Tensor = model.module(input_ids=tokens[None], use_cache=False, paged_batch=compared).logits
     finally:
         model.module.config._attn_implementation = PAGED
     _check_reached(compared.layers, model.layout.num_layers)
-    return Reference(compared.attended, logits[0].float())
+    return Reference(compared.attended, stateful, logits[0].float())
 
 
 @torch.inference_mode()
 def check_paged(model: PagedModel, expected: Reference) -> None:
     """The replay. Raises ModelError when the paged path differs, or does not reach every layer once."""
     with _narrow_windows(model.module):
-        attended, logits = _replay(model, expected)
+        attended, stateful, logits = _replay(model, expected)
     for layer, (paged, own) in enumerate(zip(attended, expected.attended, strict=True)):
         _judge(model, f"the attention of layer {layer}", paged.float() - own, own)
+    for layer, own in expected.stateful.items():
+        _judge(model, f"the recurrent layer {layer}", stateful[layer].float() - own.float(), own)
     _judge(model, "the logits", logits - expected.logits, expected.logits - expected.logits.mean(-1, keepdim=True))
 
 
@@ -165,22 +186,93 @@ def _check_mask(module: Any, mask: torch.Tensor | None, window: int | None) -> N
         )
 
 
-def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The attention output of each layer and the logits, for all tokens."""
+def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], torch.Tensor]:
+    """The attention output of each layer, the output of each layer with recurrent state, and the logits, for all
+    tokens.
+    """
     device, num_layers = model.module.device, model.layout.num_layers
+    states = _state_pool(model)
+    stateful: dict[int, list[torch.Tensor]] = {layer: [] for layer in expected.stateful}
     pool, attention = _pool(model), _attention(model)
     tokens = _tokens(model.vocab_size).to(device)
     attended: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
-    logits = []
+    logits: list[torch.Tensor] = []
     for start, end in _CHUNKS:
         reached: list[int] = []
         batch = _Replayed(
             _batch(attention, pool, start, end, reached.append), attended, [own[start:end] for own in expected.attended]
         )
         rows = torch.arange(end - start, device=device)
-        logits.append(model.forward(tokens[start:end], rows + start, batch, rows))
+
+        def replace(
+            layer: int,
+            hidden: torch.Tensor,
+            batch: StateBatch | None,
+            compute: Compute,
+            chunk: slice = slice(start, end),
+        ) -> torch.Tensor:
+            output, count = compute(hidden, batch), chunk.stop - chunk.start
+            stateful[layer].append(output[0, :count].clone())
+            output[0, :count] = expected.stateful[layer][chunk]
+            return output
+
+        with _observed(model, replace):
+            kept = None if states is None else _state_batch(states, len(logits), start, end)
+            logits.append(model.forward(tokens[start:end], rows + start, batch, rows, states=kept))
+            if kept is not None:
+                kept.finish(logits[-1], rows)
         _check_reached(reached, num_layers)
-    return [torch.cat(layer) for layer in attended], torch.cat(logits).float()
+    outputs = {layer: torch.cat(parts) for layer, parts in stateful.items()}
+    return [torch.cat(layer) for layer in attended], outputs, torch.cat(logits).float()
+
+
+def _observed(model: PagedModel, observer: Observer) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if model.stateful is None else model.stateful.observed(observer)
+
+
+def _judge_stateful(model: PagedModel, layer: int, difference: torch.Tensor, whole: torch.Tensor) -> None:
+    """Raise ModelError when a recurrent layer computes any token differently in chunks than in one piece. Both got the
+    same input, so no token may differ: a layer that drops the inputs before a chunk errs in its first tokens only.
+    """
+    errors = difference.square().mean(-1).sqrt() / whole.square().mean().sqrt()
+    dtype = model.layout.dtype
+    decodes = _STAGES[-1][0]
+    # Single tokens have code of their own in transformers. Nemotron-H's bounds time steps differently: up to 9e-4.
+    for tokens, bound in ((slice(0, decodes), ATTENTION_BOUNDS[dtype]), (slice(decodes, None), REPLAY_BOUNDS[dtype])):
+        if not (error := errors[tokens].max()) <= bound:
+            raise ModelError(
+                f"its recurrent layer {layer} gives other values in chunks than in one piece: a token differs by "
+                f"{error:.2g} of their size, at most {bound:.2g} is rounding. transformers cannot continue from a "
+                "state here, so prompts could not be computed in chunks"
+            )
+
+
+def _state_pool(model: PagedModel) -> StatePool | None:
+    """States full of NaN, so that a read of a state that was not written is detected."""
+    layout = model.state_layout
+    if layout is None:
+        return None
+    count = 2 + RESERVED_STATES
+    return StatePool(
+        torch.full((count * layout.state_bytes,), 255, dtype=torch.uint8, device=model.module.device), layout
+    )
+
+
+def _state_batch(pool: StatePool, chunk: int, start: int, end: int, *, checked: bool = True) -> StateBatch:
+    """The states of one row, whose chunks write two states in turn. `checked`: they say how many tokens they cover."""
+    read = pool.zero if chunk == 0 else (chunk - 1) % 2
+    ids = torch.tensor([[read], [chunk % 2]], device=pool.device)
+    decodes = int(end - start == 1)
+    if not checked:
+        pool.covered[read] = start
+    return pool.batch(
+        ids[0],
+        ids[1],
+        cu_seqlens_q=torch.tensor((0, end - start), device=pool.device),
+        kv_lens=torch.tensor((end,), device=pool.device),
+        num_decode=decodes,
+        chunk_lens=() if decodes else (end - start,),
+    )
 
 
 def _check_reached(layers: list[int], num_layers: int) -> None:

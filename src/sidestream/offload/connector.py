@@ -124,6 +124,7 @@ class SettledFence:
 class OffloadConnector:
     """The scheduler's view of the tiers, and the engine thread's handle of all transfers in flight.
 
+    pools    those of device blocks whose releases wait for transfers
     notify   function that the worker's thread calls when there is an event to `poll`
     """
 
@@ -131,7 +132,7 @@ class OffloadConnector:
         self,
         *,
         device: Device,
-        blocks: FencedPool,
+        pools: Sequence[FencedPool],
         memory: BlockMemory,
         tiers: TierStack,
         costs: CostModel,
@@ -140,7 +141,7 @@ class OffloadConnector:
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self.tiers = tiers
-        self._blocks = blocks
+        self._pools = pools
         self._costs = costs
         self._deadline_s = load_deadline_s
         self._clock = device.now
@@ -180,12 +181,16 @@ class OffloadConnector:
         """See `TierStack.locate`."""
         return self.tiers.locate(keys)
 
-    def worth_loading(self, sources: Sequence[str]) -> bool:
-        """Whether loading is expected to take less time than computing, and less than the deadline."""
+    def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None) -> bool:
+        """Whether loading is expected to take less time than computing the tokens of `num_blocks` blocks (None: as many
+        as are loaded), and less than the deadline.
+        """
         blocks = Counter(sources)
         blocks.update(self._worker.num_reads)
         seconds = self._costs.load_seconds(blocks, num_loaded=len(sources))
-        return seconds < min(self._costs.compute_seconds(len(sources)), self._deadline_s)
+        return seconds < min(
+            self._costs.compute_seconds(len(sources) if num_blocks is None else num_blocks), self._deadline_s
+        )
 
     # ------------------------------------------------------------------ submission: never blocks
 
@@ -254,7 +259,7 @@ class OffloadConnector:
     def busy(self) -> bool:
         """Whether any transfer is in flight, including writes to tiers, or an event was not polled yet."""
         idle = self._worker.idle_after == self._num_sent
-        return not idle or len(self._events) > 0 or self._blocks.is_settling or bool(self._loads)
+        return not idle or len(self._events) > 0 or any(pool.is_settling for pool in self._pools) or bool(self._loads)
 
     @property
     def awaited(self) -> bool:
@@ -289,7 +294,8 @@ class OffloadConnector:
                 raise event.error
         while self._loads and (job_id := next(iter(self._loads))) <= settled:
             del self._loads[job_id]
-        self._blocks.settle()  # rule: settled-blocks-are-released
+        for pool in self._pools:
+            pool.settle()  # rule: settled-blocks-are-released
         return events
 
     def failed_loads(self) -> list[TransferEvent]:

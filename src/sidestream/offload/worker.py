@@ -40,9 +40,9 @@ from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 # up, and must then find the lock free. While the link has little work, the pause is the system's shortest sleep.
 _PAUSE_S = 100e-6
 _SHORT_PAUSE_S = 20e-6
-# Number of copies in a lane above which no more pieces begin ahead of need. A plan has far fewer objects than its
-# tickets, and with hundreds of thousands of objects, the garbage collector stops the engine thread for hundreds of
-# milliseconds.
+# If a lane holds this many copies, no more pieces are begun before the link needs them, and the rest of the work stays
+# in plans. A plan has far fewer Python objects than its tickets; with hundreds of thousands of objects, a garbage
+# collection stops the engine thread for hundreds of milliseconds.
 _CROWDED_LANE = 64
 # Polling interval for host memory that is being pinned.
 _GROWTH_POLL_S = 0.05
@@ -218,8 +218,8 @@ class OffloadWorker:
         return sum(len(plan.keys) for _, plan in plans if not isinstance(plan, StorePlan))
 
     def _forget(self, command: Forget) -> None:
-        """Make blocks unreachable in all tiers (H8). Transfers in flight end with their fences, and publish none of
-        these blocks.
+        """Make blocks unreachable in all tiers (H8). Transfers in flight are not cancelled, but publish none of these
+        blocks.
         """
         if command.keys is None:
             self._tiers.forget_all()

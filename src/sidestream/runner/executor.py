@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from sidestream.attention.interface import AttentionBackend
+from sidestream.attention.states import StatePool
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.device.kinds import on_host
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateRegion
 from sidestream.ops import Ops, TorchOps
 from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs
@@ -38,7 +40,7 @@ from sidestream.runner.step_inputs import (
 )
 from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowColumns, RowPlan, RowStart, SamplingSpec, StateIds
 
 # One step runs, the next one is launched, the results of the previous one are being read.
 _STEPS = 3
@@ -130,6 +132,7 @@ class Executor:
     attention   backend that makes the attention metadata of each step, created for `num_slots` decode rows and a short
                 chunk
     ops         the device operations besides the model; None: operations in torch, for a CPU
+    states      the part of `memory` for recurrent states; None: the model keeps none
     proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nothing is drafted. If the
                 proposer reads hidden states, the pool has one block more than requests can hold, and the last layers of
                 each block hold hidden states
@@ -144,6 +147,7 @@ class Executor:
         num_slots: int,
         attention: AttentionBackend,
         ops: Ops | None = None,
+        states: StateRegion | None = None,
         proposer: Proposer | None = None,
         max_drafts: int = 0,
         max_len: int = 0,
@@ -161,8 +165,13 @@ class Executor:
         self._gate_stream: Stream | None = None
         self._uploads = Uploads.of(device, num_regions=_STEPS)
         layout, dtype = model.layout, getattr(torch, model.layout.dtype)
-        num_blocks = memory.num_bytes // layout.block_bytes
+        num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
+        self._states = states
+        pool = None
+        if states is not None:
+            region = memory.data[states.first_byte : states.stop_byte]
+            pool = StatePool(region, states.layout, state_bytes=states.state_bytes)
         self._table_width = num_blocks
         if attention.max_kv_tokens is not None:
             self._table_width = min(num_blocks, attention.max_kv_tokens // layout.block_tokens)
@@ -188,6 +197,7 @@ class Executor:
             state=self._state,
             proposer=proposer,
             max_drafts=max_drafts,
+            states=pool,
         )
         self._graphs: Graphs | None = None
 
@@ -261,12 +271,20 @@ class Executor:
     def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
         """The forward pass, launched kernel by kernel."""
         (buffer,) = self._uploads.together([torch.from_numpy(step.numbers)])
-        inputs = StepInputs.of(buffer, step.sizes, table_width=max(map(len, batch.columns.block_ids)))
+        chunks = batch.rows[batch.num_decodes :] if step.sizes.has_states else ()
+        inputs = StepInputs.of(
+            buffer,
+            step.sizes,
+            table_width=max(map(len, batch.columns.block_ids)),
+            chunk_lens=tuple(row.num_tokens for row in chunks),
+        )
         rows = self._rows_from_state(batch)
         gated = bool(step.gates.by_layer)
         if batch.speculates and not gated and self._traced:
             self._touch_all_layers(rows)
-        return inputs, self._forward.step(inputs, self._layer_hook(step.gates, rows), gated=gated)
+        before_layer = self._layer_hook(step.gates, rows)
+        before_states = self._states_hook(step.gates, batch.columns)
+        return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
     def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
         """Replay the graph of the forward pass, and the graph of sampling if it is captured for this mode. Then the
@@ -344,6 +362,8 @@ class Executor:
     def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
         if not rows:
             return
+        if self._states is not None:
+            rows = [row._replace(states=StateIds(-1, -1)) for row in rows]
         step = self.launch(BatchPlan(tuple(rows), any(row.drafts for row in rows)), after=(), gates=LayerGates())
         self._device.wait_host(step.fence, reason="step")
         step.drop()
@@ -356,7 +376,8 @@ class Executor:
         """
         layout = self._model.layout
         kv = [] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))
-        return [entry.access(write=True), *kv]
+        states = [] if self._states is None or later else state_accesses(batch.columns, self._states)
+        return [entry.access(write=True), *kv, *states]
 
     def _touch_all_layers(self, rows: Sequence[RowPlan]) -> None:
         layout = self._model.layout
@@ -391,6 +412,22 @@ class Executor:
 
         return before_layer
 
+    def _states_hook(self, gates: LayerGates, columns: RowColumns) -> Callable[[], None]:
+        """The hook that is called once before a step touches recurrent states: the stream waits for the whole of its
+        loads, because a state arrives with their last slice.
+        """
+        if not gates.by_layer or self._states is None:
+            return lambda: None
+        region = self._states
+
+        def before_states() -> None:
+            for fence in gates.by_layer[-1]:  # rule: states-wait-for-their-load
+                self._stream.wait(fence)
+            if self._traced:
+                self._stream.touch(lambda: state_accesses(columns, region))
+
+        return before_states
+
 
 def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
     """The byte ranges of the pool that some layers of a step read (blocks before the chunk) and write (blocks of the
@@ -402,6 +439,19 @@ def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> lis
         for index, block in enumerate(row.block_ids):
             start, stop = layout.layer_span(block, layers.start, layers.stop)
             accesses.append(Access("kv", start, stop, write=(index + 1) * size > row.min_start))
+    return accesses
+
+
+def state_accesses(columns: RowColumns, region: StateRegion) -> list[Access]:
+    """The byte ranges of the recurrent states that a step reads and writes."""
+    accesses = []
+    for ids in columns.states:
+        if ids is None:
+            continue
+        if ids.read >= 0:
+            accesses.append(Access("kv", *region.span(ids.read), write=False))
+        if ids.write >= 0:
+            accesses.append(Access("kv", *region.span(ids.write), write=True))
     return accesses
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, ungated
+from sidestream.attention.states import StateBatch, StatePool
 from sidestream.device.base import Stream
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout
 from sidestream.ops import Ops
 from sidestream.ops.interface import PackedRows
 from sidestream.runner.hidden_states import HiddenStates
@@ -37,8 +39,24 @@ class ForwardModel(Protocol):
         """Width of its logits."""
         ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, logits_indices: Tensor, /) -> Tensor:
-        """Logits `[N, vocab_size]` at the packed positions `logits_indices`; on the compute stream."""
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """The layout of its recurrent states; None: it keeps none."""
+        ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logits_indices: Tensor,
+        /,
+        *,
+        states: StateBatch | None = None,
+    ) -> Tensor:
+        """Logits `[N, vocab_size]` at the packed positions `logits_indices`; on the compute stream. `states`: of a
+        model with recurrent state.
+        """
         ...
 
     def forward_with_hidden(
@@ -90,6 +108,7 @@ class Forward:
     attention    makes the attention batch of each pass. If it reads lengths on the host, passes have no padding
     proposer     drafts, and follows every pass if it keeps KV; None: nothing is drafted
     max_drafts   of a row in any step
+    states       of a model with recurrent state
     """
 
     def __init__(
@@ -103,9 +122,11 @@ class Forward:
         state: DecodeState,
         proposer: Proposer | None,
         max_drafts: int,
+        states: StatePool | None = None,
     ) -> None:
         self._stream = stream
         self._model = model
+        self._states = states
         self._ops = ops
         self._attention = attention
         self._state = state
@@ -122,7 +143,14 @@ class Forward:
         # Offsets of rows with one token each.
         self._single_starts = torch.arange(state.num_slots + 2).to(kv.device)
 
-    def step(self, inputs: StepInputs, before_layer: Callable[[int], None], *, gated: bool) -> ForwardOutput:
+    def step(
+        self,
+        inputs: StepInputs,
+        before_layer: Callable[[int], None],
+        *,
+        gated: bool,
+        before_states: Callable[[], None] = lambda: None,
+    ) -> ForwardOutput:
         """Run the whole pass. `gated`: `before_layer` waits for loads."""
         state, ops = self._state, self._ops
         ops.update_block_tables(inputs.table_indices, inputs.table_block_ids, state.block_tables)
@@ -158,6 +186,17 @@ class Forward:
             short_queries=SHORT_TOKENS,
         )
         indices = inputs.logits_indices
+        states = None
+        if self._states is not None:
+            before_states()
+            states = self._states.batch(
+                inputs.state_reads,
+                inputs.state_writes,
+                cu_seqlens_q=inputs.cu_seqlens_q,
+                kv_lens=resolved.kv_lens,
+                num_decode=sizes.decodes,
+                chunk_lens=inputs.chunk_lens,
+            )
         return self.run(
             resolved.tokens,
             resolved.positions,
@@ -167,6 +206,7 @@ class Forward:
             before_layer=before_layer,
             proposed=proposed,
             continues=continues,
+            states=states,
         )
 
     def run(
@@ -180,6 +220,7 @@ class Forward:
         before_layer: Callable[[int], None],
         proposed: Proposed | None,
         continues: bool = False,
+        states: StateBatch | None = None,
     ) -> ForwardOutput:
         """The model over packed tokens, int64 `[T]`, at positions, int64 `[T]`; and the proposer that follows.
 
@@ -190,16 +231,20 @@ class Forward:
         """
         hidden, proposer, at_logits = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:
-            logits = self._model.forward(tokens, positions, batch, logits_indices)
+            if states is None:
+                logits = self._model.forward(tokens, positions, batch, logits_indices)
+            else:
+                logits = self._model.forward(tokens, positions, batch, logits_indices, states=states)
+                logits = states.finish(logits, logits_indices)
             if proposer is not None and rows is not None:
                 for layer in self._proposer_layers:
                     before_layer(layer)
                 proposer.follow(StepTokens(tokens, positions, None, batch))
         else:
-            states: list[Tensor] = []
+            outputs: list[Tensor] = []
 
             def left(everywhere: Tensor) -> None:
-                states.append(everywhere)
+                outputs.append(everywhere)
                 for layer in self._proposer_layers:  # rule: hidden-states-wait-for-their-load
                     before_layer(layer)
                 if not continues:  # rule: proposer-runs-in-every-step
@@ -216,10 +261,9 @@ class Forward:
                 )
             logits = self._model.forward_with_hidden(tokens, positions, batch, logits_indices, left=left)
             self._stream.join()  # rule: proposer-branch-is-joined
-            if (
-                proposed is not None
-            ):  # else each row continues after its slot's last token, whose hidden state the slot has kept
-                at_logits = states[0][logits_indices]
+            # Without drafts, each row continues after its slot's last token, whose hidden state the slot has kept.
+            if proposed is not None:
+                at_logits = outputs[0][logits_indices]
         if proposed is not None:
             self._stream.stamp(proposed.times[2:])
         return ForwardOutput(logits, positions[logits_indices], at_logits, proposed)

@@ -50,6 +50,7 @@ class InputSizes:
     num_drafts       drafts of all rows
     logits           rows of logits: one for each sampling row and one for each draft
     first_drafting   index of the first decode row that may have drafts; `decodes`: there is none
+    has_states       the model keeps recurrent state
     """
 
     decodes: int
@@ -59,6 +60,7 @@ class InputSizes:
     num_drafts: int
     logits: int
     first_drafting: int
+    has_states: bool = False
 
     @classmethod
     def of(cls, batch: BatchPlan) -> InputSizes:
@@ -71,7 +73,8 @@ class InputSizes:
             first_drafting = columns.drafts[:decodes].count(0)
         logits = sum(columns.samples) + num_drafts
         chunks, prefill_tokens = len(batch.rows) - decodes, batch.num_prefill_tokens
-        return cls(decodes, chunks, prefill_tokens, longest, num_drafts, logits, first_drafting)
+        has_states = bool(batch.rows) and columns.states[0] is not None
+        return cls(decodes, chunks, prefill_tokens, longest, num_drafts, logits, first_drafting, has_states)
 
     @property
     def rows(self) -> int:
@@ -91,8 +94,8 @@ class InputSizes:
     @property
     def parts(self) -> list[int]:
         """Lengths of the parts of the buffer, in the order of `StepInputs`."""
-        tokens, rows = [self.num_tokens] * 3, [self.rows] * 3
-        return [*tokens, self.rows + 1, *rows, self.logits, self.rows, self.rows, self.rows, self.rows, 1]
+        tokens, rows, states = [self.num_tokens] * 3, [self.rows] * 3, [self.rows * self.has_states] * 2
+        return [*tokens, self.rows + 1, *rows, self.logits, self.rows, self.rows, self.rows, self.rows, 1, *states]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,12 +106,14 @@ class GraphKey:
     tokens        prefill tokens, all chunks together
     drafts        drafts of each decode row, at most
     total_drafts  drafts of all rows together, at most; 0: `drafts` for each row
+    has_states    the model keeps recurrent state
     """
 
     decodes: int
     tokens: int = 0
     drafts: int = 0
     total_drafts: int = 0
+    has_states: bool = False
 
     @property
     def all_drafts(self) -> int:
@@ -125,14 +130,25 @@ class GraphKey:
         """The sizes of its inputs."""
         logits = self.decodes + self.all_drafts + self.chunks
         first_drafting = 0 if self.drafts else self.decodes
-        return InputSizes(self.decodes, self.chunks, self.tokens, self.drafts, self.all_drafts, logits, first_drafting)
+        return InputSizes(
+            self.decodes,
+            self.chunks,
+            self.tokens,
+            self.drafts,
+            self.all_drafts,
+            logits,
+            first_drafting,
+            self.has_states,
+        )
 
     def fits(self, decodes: int, chunks: int, tokens: int, drafts: int = 0) -> bool:
         """Whether it has room for such a batch."""
         return decodes <= self.decodes and chunks <= self.chunks and tokens <= self.tokens and drafts <= self.drafts
 
     @classmethod
-    def all_of(cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0) -> list[GraphKey]:
+    def all_of(
+        cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0, has_states: bool = False
+    ) -> list[GraphKey]:
         """The keys worth a graph each, for up to `max_rows` rows and `max_tokens` prefill tokens; the most used first.
 
         A key for `chunk_tokens` lets the largest chunk run without padding. If `drafts` > 0, each number of decode rows
@@ -154,6 +170,8 @@ class GraphKey:
             count for count in (*(SHORT_TOKENS << power for power in range(10)), chunk_tokens) if count < max_tokens
         }
         beside = [count for count in (0, 8, 32, 128) if count < max_rows]
+        if has_states:  # the host must know the lengths of chunks, which a graph would not
+            return [cls(count, has_states=True) for count in (*decodes, max_rows)]
         return [
             *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
             *(
@@ -190,11 +208,16 @@ class StepInputs:
     table_indices     [B] flat indices of the block tables that get another block; -1 of padding
     table_block_ids   [B] the block id for each entry of `table_indices`
     mailbox_offset    [1] first byte of the step's mailbox entry
+    state_reads       [B] state that the row continues from; negative: none. Empty if the model keeps none
+    state_writes      [B] state that the row leaves; negative: padding
+
+    chunk_lens        tokens of each chunk, for a model with recurrent state; in an eager step only
     """
 
     sizes: InputSizes
     table_width: int
     padded: bool
+    chunk_lens: tuple[int, ...]
     buffer: Tensor
     tokens: Tensor
     positions: Tensor
@@ -209,11 +232,21 @@ class StepInputs:
     table_indices: Tensor
     table_block_ids: Tensor
     mailbox_offset: Tensor
+    state_reads: Tensor
+    state_writes: Tensor
 
     @classmethod
-    def of(cls, buffer: Tensor, sizes: InputSizes, *, table_width: int, padded: bool = False) -> StepInputs:
+    def of(
+        cls,
+        buffer: Tensor,
+        sizes: InputSizes,
+        *,
+        table_width: int,
+        padded: bool = False,
+        chunk_lens: tuple[int, ...] = (),
+    ) -> StepInputs:
         """The parts of a buffer that `pack` filled."""
-        return cls(sizes, table_width, padded, buffer, *torch.split(buffer, sizes.parts))
+        return cls(sizes, table_width, padded, chunk_lens, buffer, *torch.split(buffer, sizes.parts))
 
     @classmethod
     def allocate(cls, key: GraphKey, device: torch.device, *, padding_slot: int, table_width: int) -> StepInputs:
@@ -257,6 +290,9 @@ class StepInputs:
             slots=self.slots[rows],
             origins=self.origins[rows],
             logits_indices=indices,
+            chunk_lens=tuple(lengths[num_decodes:]),
+            state_reads=self.state_reads[rows] if self.sizes.has_states else self.state_reads,
+            state_writes=self.state_writes[rows] if self.sizes.has_states else self.state_writes,
         )
 
 
@@ -303,6 +339,10 @@ def pack(
     else:
         count = _pack_drafting(columns, decodes, decode_slots, starts, parts)
     _pack_chunks(batch, sizes, count, block_tokens, parts)
+    if sizes.has_states and batch.rows:
+        rows = np.array([*range(decodes), *range(sizes.decodes, sizes.decodes + len(batch.rows) - decodes)])
+        # rule: states-of-a-row-are-its-owners
+        parts.state_reads[rows], parts.state_writes[rows] = zip(*columns.states, strict=True)
     return numbers
 
 
@@ -322,6 +362,8 @@ class _Parts(NamedTuple):
     table_indices: Numbers
     table_block_ids: Numbers
     mailbox_offset: Numbers
+    state_reads: Numbers
+    state_writes: Numbers
 
 
 def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, starts: Numbers, parts: _Parts) -> int:
@@ -379,6 +421,7 @@ def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
     parts.token_slots[:] = parts.slots[:] = padding_slot
     parts.origins[:] = FROM_SLOT
     parts.logits_indices[:] = parts.sampling_rows[:] = parts.table_indices[:] = -1
+    parts.state_reads[:] = parts.state_writes[:] = -1
     return numbers
 
 

@@ -10,17 +10,18 @@ from sidestream.schedule.prefill import PrefillPlanner
 from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.queues import RequestQueues
 from sidestream.schedule.request import Request, State
+from sidestream.schedule.reuse import Reuse, ReuseFinder
 from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import TierLoads
-from sidestream.types import BlockId, LoadPlan
+from sidestream.types import LoadPlan
 
 
 class Admission:
     """Starts waiting requests in order of rank.
 
     Invariants:
-    - No request overtakes a request of higher rank that lacks room (H26). It may overtake a request that waits for
-      the disk, or for blocks that a running request is about to complete.
+    - No request overtakes a request of higher rank that lacks room (H26). A request may overtake one that waits for the
+      disk, or for blocks that a running request is about to complete.
     - Reused blocks are leased before new blocks are allocated, so the request cannot evict its own prefix (H11).
     - While admission of new requests is paused, only requests that have begun before are admitted (H8).
     """
@@ -33,6 +34,7 @@ class Admission:
         prefix_cache: PrefixCache,
         allocator: Allocator,
         tiers: TierLoads,
+        reuse: ReuseFinder,
         prefill: PrefillPlanner,
     ) -> None:
         self.paused = False
@@ -42,10 +44,13 @@ class Admission:
         self._prefix_cache = prefix_cache
         self._allocator = allocator
         self._tiers = tiers
+        self._reuse = reuse
         self._prefill = prefill
 
     def admit(self, step: StepBuilder) -> None:
-        """Start requests until the first in rank lacks room, and add their loads and first chunks to the step."""
+        """Start waiting requests in order of rank until one lacks room. Adds their loads and first chunks to the
+        step.
+        """
         if not self._queues.waiting or not self._allocator.has_free_slot:
             return
         for request in self._queues.by_rank(self.candidates())[: self._limits.max_probes]:
@@ -56,41 +61,42 @@ class Admission:
         """Waiting requests that may start now, if there is room."""
         return [request for request in self._queues.waiting.values() if self._may_start(request)]
 
-    def has_room(self, request: Request, hits: Sequence[BlockId], *, preempted: Sequence[Request] = ()) -> bool:
+    def has_room(self, request: Request, reuse: Reuse, *, preempted: Sequence[Request] = ()) -> bool:
         """Whether blocks for the request are available, or would be if these running requests were preempted."""
-        return self._allocator.fits(request, hits, num_running=len(self._queues.running), preempted=preempted)
+        return self._allocator.fits(request, reuse, num_running=len(self._queues.running), preempted=preempted)
 
     def _may_start(self, request: Request) -> bool:
         return request.state is State.WAITING and (not self.paused or request.has_begun)  # rule: request-may-start
 
     def _try_admit(self, request: Request, step: StepBuilder) -> bool:
-        """Start the request, or leave it waiting for the disk or for blocks of a running request; False: there is no
-        room, or it needs a step to compute in.
+        """Start the request, or leave it waiting for the disk or for blocks of a running request. Returns False if
+        there is no room, or if the step only takes loads and the request has none.
         """
         wanted = self._prefix_cache.wanted_keys(request)
-        hits = self._prefix_cache.find(wanted)
-        sources = self._tiers.locate(request, wanted[len(hits) :])
-        if self._tiers.promote(request, wanted[len(hits) :], sources, step):
+        reuse = self._reuse.find(request, wanted)
+        if self._tiers.promote(request, reuse.keys, reuse.sources, step):
             return True
-        num_loads = self._tiers.num_loads(sources)
-        num_found = len(hits) + num_loads
+        reuse = self._reuse.loadable(request, wanted, reuse)
+        hits = reuse.hits
         # rule: request-joins-one-that-computes-the-same
-        if self._prefix_cache.is_pending(wanted[len(hits) : num_found + 1]):
+        if self._prefix_cache.is_pending(wanted[len(hits) : reuse.num_joinable + 1]):
             return True
-        if step.loads_only and not num_loads:  # rule: order-of-admission-is-kept-during-a-wait
+        if step.loads_only and not reuse.keys:  # rule: order-of-admission-is-kept-during-a-wait
             return False
-        if not self.has_room(request, hits):  # rule: admission-needs-room
+        if not self.has_room(request, reuse):  # rule: admission-needs-room
             return False
-        fresh, after = self._allocator.start(request, hits)
+        loaded_ids, after = self._allocator.start(request, reuse)
         step.after.extend(after)  # rule: fresh-blocks-wait-for-their-last-use
-        loaded = tuple(wanted[len(hits) : num_found])
-        if loaded:
+        if reuse.keys:
             # rule: load-waits-for-its-blocks-last-use
-            step.transfers.append(LoadPlan(request.id, request.epoch, loaded, tuple(fresh[:num_loads]), after))
-        request.start(num_hits=len(hits), num_found=num_found, block_tokens=self._limits.block_tokens)
+            step.transfers.append(LoadPlan(request.id, request.epoch, tuple(reuse.keys), tuple(loaded_ids), after))
+        num_hits, num_found = len(hits), reuse.num_blocks
+        request.branch_blocks = reuse.num_joinable  # rule: checkpoint-is-made-where-prompts-branch
+        request.start(num_hits=num_hits, num_found=num_found, block_tokens=self._limits.block_tokens)
         self._queues.start(request)
-        request.loading = request.arriving = num_loads > 0  # rule: request-with-a-load-is-loading
+        request.loading = request.arriving = bool(reuse.keys)  # rule: request-with-a-load-is-loading
         if request.cached is None:
-            request.cached = self._tiers.cached_tokens(request, num_hits=len(hits), loaded=loaded)
+            loaded = tuple(reuse.keys[: reuse.num_loads])
+            request.cached = self._tiers.cached_tokens(request, num_hits=num_hits, loaded=loaded)
         self._prefill.plan(request, step)
         return True

@@ -8,8 +8,11 @@ from sidestream.kv.pool import FencedPool
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.request import Request
+from sidestream.schedule.reuse import Reuse
+from sidestream.schedule.states import RequestStates, StateCache
+from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import TierView
-from sidestream.types import BlockId, Fence
+from sidestream.types import BlockId, Fence, Key, StateIds
 
 
 class Allocator:
@@ -23,13 +26,21 @@ class Allocator:
     """
 
     def __init__(
-        self, limits: Limits, *, blocks: FencedPool, slots: FencedPool, prefix_cache: PrefixCache, tiers: TierView
+        self,
+        limits: Limits,
+        *,
+        blocks: FencedPool,
+        slots: FencedPool,
+        prefix_cache: PrefixCache,
+        tiers: TierView,
+        states: StateCache | None = None,
     ) -> None:
         self._limits = limits
         self._blocks = blocks
         self._slots = slots
         self._prefix_cache = prefix_cache
         self._tiers = tiers
+        self._states = states
 
     @property
     def has_free_slot(self) -> bool:
@@ -45,32 +56,61 @@ class Allocator:
         """Whether so many blocks are free or may be evicted."""
         return self._blocks.num_available >= count
 
-    def fits(
-        self, request: Request, hits: Sequence[BlockId], *, num_running: int, preempted: Sequence[Request] = ()
-    ) -> bool:
-        """Whether a waiting request's tokens and one more fit beside `hits`, with one more block for each running
-        request.
+    def fits(self, request: Request, reuse: Reuse, *, num_running: int, preempted: Sequence[Request] = ()) -> bool:
+        """Whether a waiting request's tokens and one more fit beside the blocks that it reuses, with one more block for
+        each running request.
 
         preempted  running requests to treat as already preempted. All their blocks count as free, which is too many
                    if other requests share some of them
         """
+        hits = reuse.hits
         needed = self._limits.num_blocks(len(request.tokens) + 1) - len(hits)
         # rule: hits-are-not-free-blocks
         available = self._blocks.num_available - sum(self._blocks.is_cached(block) for block in hits)
         available += sum(len(other.blocks.ids) for other in preempted if other.blocks is not None)
+        if self._states is not None and not preempted:
+            key = _last_key(request, reuse.num_blocks)
+            if not self._states.has_room(key, loads=reuse.loads_state):  # rule: admission-needs-a-state
+                return False
         return needed + num_running - len(preempted) <= available
 
-    def start(self, request: Request, hits: Sequence[BlockId]) -> tuple[Sequence[BlockId], tuple[Fence, ...]]:
-        """Give the request a slot, the blocks `hits`, and new blocks for the rest of its tokens.
+    def start(self, request: Request, reuse: Reuse) -> tuple[Sequence[BlockId], tuple[Fence, ...]]:
+        """Give the request a slot, the blocks that it reuses, and new blocks for the rest of its tokens.
 
-        Returns the new blocks and the fences of their last uses, which their first writer waits for.
+        Returns the new blocks that are loaded from tiers, and the fences of the last uses of all new blocks, which
+        their first writer waits for.
         """
+        hits = reuse.hits
         blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted
+        states: RequestStates | None = None
+        after: tuple[Fence, ...] = ()
+        if self._states is not None:  # before blocks are evicted, and their checkpoints with them
+            stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.loads_state
+            states, after = self._states.start(_last_key(request, reuse.num_blocks), stop=stop, loads=loads)
         fresh = self._blocks.take(self._limits.num_blocks(len(request.tokens)) - len(hits))
         blocks.extend(fresh)
-        request.slot, request.blocks = self._slots.take(1), blocks
+        request.slot, request.blocks, request.states = self._slots.take(1), blocks, states
         self._prefix_cache.add_pending(request, request.keys[len(hits) :])
-        return fresh.ids, fresh.after
+        loaded = fresh.ids[: reuse.num_loads]
+        if self._states is not None and states is not None and reuse.loads_state:
+            loaded = [*loaded, *self._states.block_ids(states)]
+        # rule: fresh-state-waits-for-its-last-use
+        return loaded, (*fresh.after, *after)
+
+    def plan_states(
+        self, request: Request, start: int, stop: int, step: StepBuilder, *, checkpoint: bool
+    ) -> StateIds | None:
+        """The states that a row over `[start, stop)` reads and writes; None: the model keeps none.
+
+        checkpoint   the row ends at a block's end from which a later request may continue
+        """
+        if self._states is None or request.states is None:
+            return None
+        ids, after = self._states.plan(
+            request.states, start, stop, checkpoint=checkpoint and self._limits.prefix_cache and request.shares
+        )
+        step.after.extend(after)  # rule: checkpoint-waits-for-its-last-use
+        return ids
 
     def missing_blocks(self, request: Request, length: int) -> int:
         """Blocks that the request lacks to hold `length` tokens; 0 or less: none."""
@@ -99,6 +139,14 @@ class Allocator:
         after = () if request.last_fence is None else (request.last_fence,)
         request.slot.release(after=after)  # rule: slot-release-waits-for-the-last-step
         request.blocks.release(after=after, until=self._tiers.transfers_fence())  # rule: blocks-are-released
+        if self._states is not None and request.states is not None:
+            self._states.release(request.states, after)
+            request.states = None
         request.slot = request.blocks = None
         request.table = ()
         self._prefix_cache.drop_pending(request, request.keys)  # rule: ended-request-completes-no-blocks
+
+
+def _last_key(request: Request, num_blocks: int) -> Key | None:
+    """The key of the last of the request's reused blocks; None: there is none."""
+    return request.keys[num_blocks - 1] if num_blocks else None

@@ -10,6 +10,7 @@ from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.queues import RequestQueues
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.spec_policy import SpecPolicy
+from sidestream.schedule.states import StateCache
 from sidestream.types import BatchPlan, BlockId, Fence, Key, RowResult, StorePlan
 
 RowOutput = tuple[Request, RowResult, int, str | None]
@@ -41,8 +42,17 @@ class Committer:
     - Blocks computed before logits that were not finite are not published (H9).
     """
 
-    def __init__(self, limits: Limits, *, queues: RequestQueues, prefix_cache: PrefixCache, policy: SpecPolicy) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        queues: RequestQueues,
+        prefix_cache: PrefixCache,
+        policy: SpecPolicy,
+        states: StateCache | None = None,
+    ) -> None:
         self._limits = limits
+        self._states = states
         self._queues = queues
         self._prefix_cache = prefix_cache
         self._policy = policy
@@ -86,6 +96,8 @@ class Committer:
                 if not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
                     invalidated += self._prefix_cache.invalidate(request)
                     continue
+            if request.states is not None and self._states is not None:
+                self._states.commit(request.states, request.committed_len)
             complete = request.committed_len // size  # rule: only-committed-blocks-are-published
             if complete > request.published_blocks:
                 completed.append((request, complete))

@@ -45,6 +45,11 @@ class DecodePlanner:
                     continue
                 drafts, table = room, request.table
             assert request.slot is not None
+            states = None
+            if request.states is not None:
+                states = self._allocator.plan_states(
+                    request, length, length + 1, step, checkpoint=(length + 1) % size == 0
+                )
             outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
             # RowPlan(...) without the call of its __new__: half the time.
             # rule: decode-row
@@ -62,6 +67,7 @@ class DecodePlanner:
                     outputs - in_flight,
                     None,
                     drafts,
+                    states,
                 ),
             )
             request.launched_len = stop

@@ -14,6 +14,7 @@ class Limits:
     aging_steps     steps of waiting that improve a request's priority by one
     max_promotions  times that a request waits for the disk before it is recomputed
     max_probes      waiting requests that one step considers for admission
+    state_interval  blocks between checkpoints of recurrent state inside a prompt; 0: none but at its end
     """
 
     block_tokens: int
@@ -24,6 +25,7 @@ class Limits:
     aging_steps: int = 256
     max_promotions: int = 2
     max_probes: int = 64
+    state_interval: int = 0
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""

@@ -7,6 +7,7 @@ from sidestream.schedule.allocation import Allocator
 from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.queues import RequestQueues
 from sidestream.schedule.request import Request
+from sidestream.schedule.reuse import ReuseFinder
 from sidestream.schedule.tiers import TierLoads
 
 
@@ -30,6 +31,7 @@ class Preemption:
         allocator: Allocator,
         tiers: TierLoads,
         admission: Admission,
+        reuse: ReuseFinder,
     ) -> None:
         self.count = 0
         """Requests preempted to make room for others."""
@@ -39,6 +41,7 @@ class Preemption:
         self._allocator = allocator
         self._tiers = tiers
         self._admission = admission
+        self._reuse = reuse
 
     def preempt(self, request: Request) -> None:
         """Take slot and blocks back at once. Published blocks stay findable; tokens in flight are drawn again later."""
@@ -69,14 +72,14 @@ class Preemption:
         first = self._queues.by_rank(waiting)[0]
         victims = self._queues.by_rank(self._lower_priority(first))
         wanted = self._prefix_cache.wanted_keys(first)
-        hits = self._prefix_cache.find(wanted)
-        if self._tiers.may_promote(first, self._tiers.locate(first, wanted[len(hits) :])):
+        reuse = self._reuse.find(first, wanted)
+        if self._tiers.may_promote(first, reuse.sources):
             return  # it will wait for the disk and needs no room yet
-        if self._prefix_cache.is_pending(wanted[len(hits) : len(hits) + 1]):
+        if self._prefix_cache.is_pending(wanted[len(reuse.hits) : len(reuse.hits) + 1]):
             return
-        if not self._admission.has_room(first, hits, preempted=victims):
+        if not self._admission.has_room(first, reuse, preempted=victims):
             return
-        while victims and not (self._allocator.has_free_slot and self._admission.has_room(first, hits)):
+        while victims and not (self._allocator.has_free_slot and self._admission.has_room(first, reuse)):
             self._take_room_of(victims.pop())
 
     def _lower_priority(self, first: Request) -> list[Request]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sidestream.schedule.allocation import Allocator
-from sidestream.schedule.chunking import chunk_stop
+from sidestream.schedule.chunking import chunk_stop, reusable_tokens
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import TierView
-from sidestream.types import RowPlan, RowStart
+from sidestream.types import RowPlan, RowStart, StateIds
 
 
 class PrefillPlanner:
@@ -50,15 +50,41 @@ class PrefillPlanner:
             known,
             chunk_tokens=limits.chunk_tokens,
             block_tokens=limits.block_tokens,
-            tail_apart=limits.tail_apart,
+            tail_apart=limits.tail_apart or request.states is not None,
         )
+        if request.states is not None:
+            stop = self._cut_for_state(request, start, stop)
         if stop - start > step.prefill_budget:
             return
         step.prefill_budget -= stop - start
+        states = self._allocator.plan_states(
+            request, start, stop, step, checkpoint=self._wants_checkpoint(request, stop)
+        )
         # rule: only-the-last-chunk-samples
-        step.prefills.append(self._row(request, start, stop, samples=stop == known))
+        step.prefills.append(self._row(request, start, stop, states, samples=stop == known))
 
-    def _row(self, request: Request, start: int, stop: int, *, samples: bool) -> RowPlan:
+    def _cut_for_state(self, request: Request, start: int, stop: int) -> int:
+        """The end of a chunk `[start, stop)`, cut where a checkpoint of recurrent state is wanted."""
+        size = self._limits.block_tokens
+        branch, interval = request.branch_blocks * size, self._limits.state_interval * size
+        wanted = [branch] if start < branch else []
+        if interval:
+            wanted.append((start // interval + 1) * interval)
+        return min([stop, *wanted])
+
+    def _wants_checkpoint(self, request: Request, stop: int) -> bool:
+        """Whether a later request may continue from `stop`: at the end of the prompt, where prompts branched, and at
+        the configured interval.
+        """
+        size = self._limits.block_tokens
+        interval = self._limits.state_interval * size
+        return stop > 0 and (
+            stop == reusable_tokens(request.prefill_end, size)
+            or stop == request.branch_blocks * size
+            or (interval > 0 and stop % interval == 0)
+        )
+
+    def _row(self, request: Request, start: int, stop: int, states: StateIds | None, *, samples: bool) -> RowPlan:
         assert request.slot is not None
         begin, tokens, outputs = None, tuple(request.tokens[start:stop]), request.launched_outputs
         if not request.begun:
@@ -66,7 +92,17 @@ class PrefillPlanner:
             request.begun = True
         self._allocator.extend_table(request, stop)
         row = RowPlan(
-            request.id, request.slot.ids[0], request.epoch, start, stop, tokens, request.table, samples, outputs, begin
+            request.id,
+            request.slot.ids[0],
+            request.epoch,
+            start,
+            stop,
+            tokens,
+            request.table,
+            samples,
+            outputs,
+            begin,
+            states=states,
         )
         request.launched_len = stop
         request.launched_outputs += samples

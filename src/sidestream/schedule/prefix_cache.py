@@ -12,6 +12,7 @@ from sidestream.kv.pool import FencedPool, Lease
 from sidestream.schedule.chunking import reusable_tokens
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request
+from sidestream.schedule.states import StateCache
 from sidestream.types import BlockId, Key, RequestId, StorePlan
 
 
@@ -24,13 +25,16 @@ class PrefixCache:
       published or the request gives its blocks up. Other requests wait for a pending block instead of computing it too.
     """
 
-    def __init__(self, limits: Limits, blocks: FencedPool, keys: BlockKeys) -> None:
+    def __init__(self, limits: Limits, blocks: FencedPool, keys: BlockKeys, states: StateCache | None = None) -> None:
         self.keys_version = 0
         """Grows when the model changes, and its keys with it."""
         self._limits = limits
         self._blocks = blocks
         self._keys = keys
         self._pending: dict[Key, RequestId] = {}
+        self._states = states
+        if states is not None:
+            blocks.on_evict = states.forget  # rule: state-is-forgotten-with-its-block
 
     # ------------------------------------------------------------------ keys
 
@@ -67,7 +71,7 @@ class PrefixCache:
         size = self._limits.block_tokens
         return request.keys[: reusable_tokens(len(request.tokens), size) // size]
 
-    def find(self, keys: Sequence[Key]) -> list[BlockId]:
+    def on_device(self, keys: Sequence[Key]) -> list[BlockId]:
         """Blocks of the longest run of leading `keys` that are on the device."""
         return self._blocks.match(keys)
 
@@ -95,11 +99,19 @@ class PrefixCache:
     # ------------------------------------------------------------------ publishing and forgetting
 
     def publish(self, request: Request, complete: int) -> Sequence[tuple[Key, BlockId]]:
-        """Make the first `complete` blocks findable, more than before. Returns the blocks that came from no tier."""
+        """Make the first `complete` blocks findable, more than before, and the checkpoints at their ends. Returns those
+        that came from no tier; a checkpoint is several blocks.
+        """
         assert request.blocks is not None
         if not self._limits.prefix_cache or not request.shares:  # rule: blocks-from-before-a-reset-stay-private
             return ()
         self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
+        checkpoints: list[tuple[Key, BlockId]] = []
+        if request.states is not None and self._states is not None:
+            # rule: states-are-published-with-their-blocks
+            checkpoints = self._states.publish(
+                request.states, request.keys, complete, num_prompt_tokens=len(request.prompt)
+            )
         first = request.published_blocks
         keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
         self.drop_pending(request, keys)  # rule: published-block-is-not-pending
@@ -107,7 +119,8 @@ class PrefixCache:
         if (found := min(complete, request.found_blocks) - first) > 0:
             self._blocks.publish_all(ids[:found], keys[:found])
             keys, ids = keys[found:], ids[found:]
-        return [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
+        fresh = [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
+        return [*fresh, *checkpoints]
 
     def invalidate(self, request: Request) -> Sequence[Key]:
         """Make all blocks that the request computed itself unfindable, because its logits are not finite: KV of earlier
@@ -120,11 +133,16 @@ class PrefixCache:
         self._blocks.forget(
             [block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block]
         )
+        if self._states is not None:
+            self._states.forget(keys)  # rule: broken-request-invalidates-its-states
+            keys = [*keys, *(part for key in keys for part in self._states.part_keys(key))]
         return keys
 
     def forget_all(self, running: Iterable[Request]) -> None:
         """Make every block unfindable at once, including those that the running requests will complete (H8)."""
         self._blocks.forget_all()  # rule: reset-drops-keys-on-the-device
+        if self._states is not None:
+            self._states.forget_all()  # rule: reset-drops-keys-of-states
         self._pending.clear()  # rule: reset-ends-joining
         for request in running:  # rule: reset-makes-running-requests-private
             request.shares = False

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sidestream.kv.pool import Lease
+from sidestream.schedule.states import RequestStates
 from sidestream.types import BlockId, CachedTokens, Fence, Key, RequestId, SamplingSpec
 
 
@@ -69,6 +70,10 @@ class Request:
     blocks: Lease | None = field(init=False, default=None)
     table: tuple[BlockId, ...] = field(init=False, default=())
     """Block table of its last row: a prefix of `blocks`, and the same object as long as it is long enough."""
+    states: RequestStates | None = field(init=False, default=None)
+    """Its recurrent states, while it runs; None: the model keeps none."""
+    branch_blocks: int = field(init=False, default=0)
+    """Blocks that its last admission found on the device without a state at their end: other prompts branch there."""
     launched_len: int = field(init=False, default=0)
     launched_outputs: int = field(init=False, default=0)
     drafts_in_flight: int = field(init=False, default=0)

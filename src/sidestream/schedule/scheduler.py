@@ -24,6 +24,7 @@ import numpy.typing as npt
 from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool, Lease
+from sidestream.kv.state_layout import StateRegion
 from sidestream.schedule.admission import Admission
 from sidestream.schedule.allocation import Allocator
 from sidestream.schedule.commit import Committed, Committer
@@ -34,7 +35,9 @@ from sidestream.schedule.prefill import PrefillPlanner
 from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.queues import RequestQueues
 from sidestream.schedule.request import Request, State
+from sidestream.schedule.reuse import ReuseFinder
 from sidestream.schedule.spec_policy import SpecPolicy
+from sidestream.schedule.states import StateCache
 from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import NoTiers, TierLoads, TierView
 from sidestream.types import BatchPlan, Fence, Key, RequestId, RowResult, StepPlan, StorePlan, TransferPlan
@@ -56,16 +59,23 @@ class Scheduler:
         keys: BlockKeys,
         tiers: TierView | None = None,
         policy: SpecPolicy | None = None,
+        states: tuple[FencedPool, StateRegion] | None = None,
     ) -> None:
-        """`policy` None: nothing is drafted."""
+        """`policy` None: nothing is drafted. `states`: of a model with recurrent state."""
         view: TierView = tiers or NoTiers()
         self.limits = limits
         self.slots = slots
         self._policy = policy or SpecPolicy(0)
         self._queues = queues = RequestQueues(limits.aging_steps)
-        self._prefix_cache = cache = PrefixCache(limits, blocks, keys)
+        self._states: StateCache | None = None
+        if states is not None:
+            self._states = StateCache(limits, states=states[0], region=states[1], slots=slots, tiers=view)
+        self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states)
         self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size)
-        self._allocator = Allocator(limits, blocks=blocks, slots=slots, prefix_cache=cache, tiers=view)
+        self._allocator = Allocator(
+            limits, blocks=blocks, slots=slots, prefix_cache=cache, tiers=view, states=self._states
+        )
+        reuse = ReuseFinder(prefix_cache=cache, tiers=self._tiers, states=self._states)
         self._prefill = PrefillPlanner(limits, tiers=view, allocator=self._allocator)
         self._admission = Admission(
             limits,
@@ -73,6 +83,7 @@ class Scheduler:
             prefix_cache=cache,
             allocator=self._allocator,
             tiers=self._tiers,
+            reuse=reuse,
             prefill=self._prefill,
         )
         self._preemption = Preemption(
@@ -82,11 +93,12 @@ class Scheduler:
             allocator=self._allocator,
             tiers=self._tiers,
             admission=self._admission,
+            reuse=reuse,
         )
         self._decode = DecodePlanner(
             limits, policy=self._policy, allocator=self._allocator, preemption=self._preemption
         )
-        self._committer = Committer(limits, queues=queues, prefix_cache=cache, policy=self._policy)
+        self._committer = Committer(limits, queues=queues, prefix_cache=cache, policy=self._policy, states=self._states)
         self._owed: list[Fence] = []
 
     # ------------------------------------------------------------------ requests
@@ -189,6 +201,10 @@ class Scheduler:
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
         """See `PrefixCache.store_again`."""
         return self._prefix_cache.store_again(keys)
+
+    def store_latest_states(self) -> tuple[StorePlan, Lease] | None:
+        """See `StateCache.store_latest`."""
+        return None if self._states is None else self._states.store_latest()
 
     # ------------------------------------------------------------------ events of tiers
 

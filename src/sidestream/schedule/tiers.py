@@ -9,11 +9,9 @@ from typing import Protocol
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.queues import RequestQueues
 from sidestream.schedule.request import Request, State
+from sidestream.schedule.states import Source
 from sidestream.schedule.step_builder import StepBuilder
 from sidestream.types import DEVICE, HOST, CachedTokens, Fence, Key, PromotePlan, RequestId
-
-Source = str
-"""Name of the tier that holds a block."""
 
 
 class TierView(Protocol):
@@ -23,8 +21,10 @@ class TierView(Protocol):
         """Tier of each block of the longest run of leading `keys` that some tier holds."""
         ...
 
-    def worth_loading(self, sources: Sequence[Source]) -> bool:
-        """Whether loading these blocks is expected to be faster than computing them."""
+    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
+        """Whether loading these blocks is expected to be faster than computing `num_blocks` of tokens; None: as many as
+        are loaded.
+        """
         ...
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
@@ -43,7 +43,7 @@ class NoTiers:
         """No block is in a tier."""
         return []
 
-    def worth_loading(self, sources: Sequence[Source]) -> bool:
+    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
         """There is nothing to load."""
         return False
 
@@ -84,7 +84,7 @@ class TierLoads:
         loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
         # rule: request-promotes-a-bounded-number-of-times
         return (
-            _num_in_host(sources) < len(sources)
+            self.num_in_host(sources) < len(sources)
             and not request.avoid_disk
             and request.promotions < self._limits.max_promotions
             and loading < self._max_running
@@ -105,10 +105,13 @@ class TierLoads:
         request.state = State.LOADING
         return True
 
-    def num_loads(self, sources: Sequence[Source]) -> int:
-        """Leading blocks of `sources` to load into the device now: those in the host tier, if it is worth it."""
-        count = _num_in_host(sources)
-        return count if count and self._view.worth_loading(sources[:count]) else 0
+    def num_in_host(self, sources: Sequence[Source]) -> int:
+        """Number of leading blocks in host memory, which can be loaded at once; the others must be promoted first."""
+        return next((index for index, source in enumerate(sources) if source != HOST), len(sources))
+
+    def is_worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
+        """Whether there is something to load, faster than computing it. See `TierView.worth_loading`."""
+        return bool(sources) and self._view.worth_loading(sources, num_blocks=num_blocks)
 
     def cached_tokens(self, request: Request, *, num_hits: int, loaded: Sequence[Key]) -> CachedTokens:
         """Tokens that an admission found: in blocks on the device, and in `loaded` ones by the tier they came from."""
@@ -145,8 +148,3 @@ class TierLoads:
         if request.num_outputs == 0:
             request.cached = None
         return request
-
-
-def _num_in_host(sources: Sequence[Source]) -> int:
-    """Number of leading blocks in host memory, which can be loaded at once; the others must be promoted first."""
-    return next((index for index, source in enumerate(sources) if source != HOST), len(sources))

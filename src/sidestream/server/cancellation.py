@@ -1,4 +1,4 @@
-"""Cancels a request's task when its client disconnects or the server stops. No other task waits for these events.
+"""Cancels a request's task when its client disconnects or the server stops.
 
 Event loop only.
 """

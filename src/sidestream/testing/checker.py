@@ -179,10 +179,16 @@ class Checker:
 
     # ------------------------------------------------------------------ events of a pool
 
-    def backed(self, pool: str, memory: str, item_bytes: int) -> None:
-        """See `Tracer.backed`. One pool for each memory."""
+    def backed(self, pool: str, memory: str, item_bytes: int, first: int = 0) -> None:
+        """See `Tracer.backed`."""
         with self._lock:
-            self._leases.pool(pool).back(self._shadow(memory), item_bytes)
+            shadow = self._shadow(memory)
+            if first:
+                while shadow.beyond is not None:
+                    shadow = shadow.beyond
+                shadow.beyond = Shadow(memory, first)
+                shadow = shadow.beyond
+            self._leases.pool(pool).back(shadow, item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Tracer.took`. Each id is poisoned after the fences of its own last uses."""
@@ -239,10 +245,12 @@ class Checker:
         for access in accesses:
             start, stop, write = access.start, access.stop, access.write
             shadow = shadows.get(access.memory) or self._shadow(access.memory)
-            size = shadow.item_bytes or stop
+            while shadow.beyond is not None and start >= shadow.beyond.first:
+                shadow = shadow.beyond
+            size, first = shadow.item_bytes or stop, shadow.first
             while start < stop:
-                number, written_after = start // size, 0
-                upto = (number + 1) * size
+                number, written_after = (start - first) // size, 0
+                upto = first + (number + 1) * size
                 if upto > stop:
                     upto = stop
                 if shadow.item_bytes:

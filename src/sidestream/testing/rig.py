@@ -82,7 +82,7 @@ class Rig:
         self.failures: list[LoadFailed] = []
         self.transfers = OffloadConnector(
             device=device,
-            blocks=self.blocks,
+            pools=[self.blocks],
             memory=self.memory,
             tiers=TierStack(self.host),
             costs=CostModel(layout),

@@ -216,13 +216,17 @@ class Item:
 
 
 class Shadow:
-    """One memory: its cells, and the pool whose ids stand for its bytes, if any.
+    """One memory, or a part of it: its cells, and the pool whose ids stand for its bytes, if any.
 
+    first        its first byte
     item_bytes   0: no pool
+    beyond       the part of the memory behind it, if that has a pool of its own
     """
 
-    def __init__(self, memory: str) -> None:
+    def __init__(self, memory: str, first: int = 0) -> None:
         self.memory = memory
+        self.first = first
+        self.beyond: Shadow | None = None
         self.pool = ""
         self.item_bytes = 0
         self.items: dict[int, Item] = {}
@@ -300,8 +304,8 @@ class Pool:
         """Memory, start and stop of an id; pool name and id if its memory is not known."""
         if self.shadow is None:
             return self.name, number, number + 1
-        size = self.shadow.item_bytes
-        return self.shadow.memory, number * size, (number + 1) * size
+        size, first = self.shadow.item_bytes, self.shadow.first
+        return self.shadow.memory, first + number * size, first + (number + 1) * size
 
     def sweep(self, floor: Clock, oldest: int) -> None:
         """Delete free ids that no later event can refer to: pools may use ever new ids.

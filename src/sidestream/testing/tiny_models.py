@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -24,19 +26,26 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     JetMoeConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PhimoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     StableLmConfig,
 )
 from transformers.utils import logging as transformers_logging
@@ -56,8 +65,8 @@ _CHAT = (
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Config of a tiny model of `family`, one of `FAMILIES`, with `changes` to its fields."""
-    kind, own = FAMILIES[family]
+    """Config of a tiny model of `family`, one of `FAMILIES` or `HYBRIDS`, with `changes` to its fields."""
+    kind, own = {**FAMILIES, **HYBRIDS}[family]
     common: dict[str, Any] = {
         "vocab_size": _VOCAB,
         "hidden_size": 64,
@@ -240,3 +249,54 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
     ),
 }
 """Families by name: class and fields of the config."""
+
+_DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+HYBRIDS: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+    "qwen3_next": (Qwen3NextConfig, {**_DELTA, **_EXPERTS}),
+    "qwen3_5": (Qwen3_5TextConfig, _DELTA),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, {**_DELTA, **_EXPERTS}),
+    "nemotron_h": (
+        NemotronHConfig,
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "granite4": (
+        GraniteMoeHybridConfig,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+            **_MAMBA,
+        },
+    ),
+    "falcon_h1": (FalconH1Config, {**_MAMBA, "mamba_d_ssm": 128}),
+    "bamba": (BambaConfig, {"num_hidden_layers": 4, "attn_layer_indices": [2], **_MAMBA}),
+    "lfm2": (Lfm2Config, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "lfm2_moe": (Lfm2MoeConfig, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+    "olmo_hybrid": (OlmoHybridConfig, {"num_hidden_layers": 4}),
+}
+"""Families whose layers keep recurrent state, too."""

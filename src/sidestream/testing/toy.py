@@ -23,9 +23,11 @@ import torch
 
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
+from sidestream.attention.states import StateBatch
 from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout, StateTensor
 from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
 
@@ -52,6 +54,7 @@ class ToyModel:
         leaves_hidden: bool = False,
     ) -> None:
         self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32")
+        self.state_layout: StateLayout | None = None
         self.hidden_size = 4 * block_tokens
         self._num_layers = num_layers
         self._hidden_after: dict[tuple[int, ...], int] = {}
@@ -63,7 +66,13 @@ class ToyModel:
         self._eos_every = eos_every
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
         """See `ForwardModel.forward`."""
         return self._forward(tokens, positions, batch, logit_rows)
@@ -262,6 +271,77 @@ class RecurrentToyModel(ToyModel):
         for start in range(0, len(tokens) - size + 1, size):
             states.append(_bits(_state(states[-1] if states else None, seen[:, :, start : start + size])))
         return np.concatenate([seen.ravel(), *(state.ravel() for state in states)])
+
+
+class StatefulToyModel(ToyModel):
+    """A toy model with a recurrent state besides its KV, as hybrid models have: one number per sequence, which each
+    token changes. The next token depends on the KV and on the state.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int = 4,
+        num_layers: int = 3,
+        vocab_size: int = 97,
+        max_model_len: int = 512,
+        eos_every: int = 0,
+    ) -> None:
+        super().__init__(
+            block_tokens=block_tokens,
+            num_layers=num_layers,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_every=eos_every,
+        )
+        self.state_layout = StateLayout((StateTensor(0, "recurrent", 0, (1,), "float32"),))
+        self.fingerprint = f"toy-stateful-{num_layers}-{vocab_size}-{eos_every}"
+        self._after: list[int] = []  # the state after each packed token of the current forward
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        states: StateBatch | None = None,
+    ) -> torch.Tensor:
+        """See `ForwardModel.forward`. On the host only."""
+        if states is not None:
+            self._after = self._recur(tokens.tolist(), states)
+        return self._forward(tokens, positions, batch, logit_rows)
+
+    def state_after(self, tokens: Sequence[int]) -> int:
+        """The state after `tokens`, computed without any pool; exact in float32."""
+        state = 0
+        for token in tokens:
+            state = _recurred(state, token)
+        return state
+
+    def _recur(self, tokens: Sequence[int], states: StateBatch) -> list[int]:
+        numbers, after = states.pool.layer(0)["recurrent", 0], list[int]()
+        for rows, packed in states.groups():
+            count = (packed.stop - packed.start) // (rows.stop - rows.start)
+            for row in range(rows.start, rows.stop):
+                state = int(numbers[states.reads[row], 0])
+                begin = packed.start + (row - rows.start) * count
+                for token in tokens[begin : begin + count]:
+                    state = _recurred(state, token)
+                    after.append(state)
+                numbers[states.writes[row], 0] = state
+        return after
+
+    def _seen_at(self, batch: PagedBatch, packed: int) -> npt.NDArray[np.int64]:
+        return np.append(super()._seen_at(batch, packed).ravel(), self._after[packed])
+
+    def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.append(super()._reference(tokens).ravel(), self.state_after(tokens.tolist()))
+
+
+def _recurred(state: int, token: int) -> int:
+    """The state after one more token."""
+    return (state * 48271 + token * 7919 + 1) % (1 << 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ def register(app: typer.Typer) -> None:
     app.command("decode", cls=Command)(decode)
     app.command("overhead", cls=Command)(overhead)
     app.command("soak", cls=Command)(soak)
+    app.command("hybrid", cls=Command)(hybrid)
     app.command("transfer", cls=Command)(transfer)
     app.command("interference", cls=Command)(interference)
     app.command("forward-thread", cls=Command)(forward_thread)
@@ -180,6 +181,36 @@ def soak(
         as_json,
         lambda on_progress: measure(model, num_requests=requests, on_progress=on_progress),
         served=(model, "auto", CPU),
+    )
+
+
+def hybrid(
+    families: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FAMILY", help="Tiny hybrid models; default: one of each kind.", show_default=False),
+    ] = None,
+    prompts: Annotated[int, option("--prompts", metavar="N", help="Prompts for each family.", parse=whole)] = 200,
+    turns: Annotated[int, option("--turns", metavar="N", help="Turns of the conversation.", parse=whole)] = 30,
+    system_tokens: Annotated[
+        int, option("--system-tokens", metavar="N", help="Tokens that all turns begin with.", parse=whole)
+    ] = 6000,
+    as_json: AsJson = False,
+) -> None:
+    """Models with recurrent state: equal tokens from every tier, and the share of a conversation that is reused."""
+    from sidestream.cli.bench.hybrid import measure
+    from sidestream.testing.tiny_models import HYBRIDS
+
+    chosen = families or ["qwen3_next", "nemotron_h", "falcon_h1", "lfm2"]
+    for family in chosen:
+        if family not in HYBRIDS:
+            raise ConfigError(unknown_name("family", family, sorted(HYBRIDS)))
+    _report(
+        "hybrid",
+        "tiny " + ", ".join(chosen),
+        as_json,
+        lambda on_progress: measure(
+            chosen, num_prompts=prompts, turns=turns, system_tokens=system_tokens, on_progress=on_progress
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from sidestream.testing.miniatures.stage import Miniature, Outcome, finish
 
 _TOKENS = (3, 1, 4, 1)
 _OVER = 0
-"""The frame after the last token."""
+"""The content of the frame that follows the last token."""
 
 
 class _Channel:

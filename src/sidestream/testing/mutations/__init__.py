@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
-from sidestream.testing.mutations import client, copies, engine, kv, loads, runner, schedule, tier_io, tiers
+from sidestream.testing.mutations import client, copies, engine, kv, loads, runner, schedule, states, tier_io, tiers
 from sidestream.testing.mutations.hazards import HAZARDS
 from sidestream.testing.mutations.marks import product_marks
 from sidestream.testing.mutations.mechanism import applied, changed_functions, changed_trees, check_marks
@@ -45,7 +45,7 @@ __all__ = [
     "product_marks",
 ]
 
-_TABLES = (kv, schedule, copies, loads, tier_io, tiers, runner, engine, client)
+_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, engine, client)
 
 MUTATIONS: tuple[Mutation, ...] = tuple(mutation for table in _TABLES for mutation in table.MUTATIONS)
 EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for table in _TABLES for equivalent in table.EQUIVALENT)

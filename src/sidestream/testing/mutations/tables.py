@@ -35,6 +35,7 @@ Feature = Literal[
     "sampling",
     "slow_tier",
     "speculative",
+    "states",
     "weights",
 ]
 """The parts of a workload.
@@ -64,6 +65,7 @@ restart         the engine ends and another one opens the same disk
 sampling        penalties, biases and `min_tokens` change which tokens are drawn
 slow_tier       disk operations take longer than the deadline
 speculative     tokens are drafted and verified
+states          the model keeps recurrent state besides its KV
 weights         the weights are replaced, so blocks computed before are wrong
 """
 

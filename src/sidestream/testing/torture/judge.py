@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from sidestream.attention.states import StatePool
 from sidestream.engine import Engine
 from sidestream.errors import InvariantError
 from sidestream.kv.pool import FencedPool
@@ -37,6 +38,7 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
         parts.scheduler.slots,
         parts.executor._mailbox._pool,
         *([parts.tiers.host.pool] if parts.tiers is not None else []),
+        *([parts.states] if parts.states is not None else []),
     ]
     for pool in pools:
         try:
@@ -83,7 +85,7 @@ def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
     """Blocks that are still findable in a cache that was just reset (H8)."""
     parts = engine.parts
     counts = {
-        "device": parts.blocks.num_keys,
+        "device": parts.blocks.num_keys + (0 if parts.states is None else parts.states.num_keys),
         "host": parts.tiers.host.pool.num_keys if parts.tiers else 0,
         "disk": len(disk.index) if disk else 0,
     }
@@ -102,6 +104,25 @@ def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -
             yield from _differing(
                 f"{pool.name} {item}", key, data[item * size : (item + 1) * size].tobytes(), reference
             )
+
+
+def wrong_states(engine: Engine, device: ScriptedDevice, reference: Reference) -> Iterator[str]:
+    """Checkpoints of recurrent states that are findable under a key but do not hold the state at the end of its block,
+    or belong to no findable block.
+    """
+    parts = engine.parts
+    region = parts.state_region
+    if parts.states is None or region is None:
+        return
+    memory = device.memory("kv").data[region.first_byte : region.stop_byte]
+    pool = StatePool(memory, region.layout, state_bytes=region.state_bytes)
+    numbers = pool.layer(0)["recurrent", 0]
+    for key, item in _findable(parts.states):
+        found, expected = int(numbers[item, 0]), reference.states.get(key)
+        if found != expected:
+            yield f"state {item} is findable as {key.hex()[:8]} and holds {found}, the reference is {expected} (H15)"
+        if parts.blocks.get(key) is None:
+            yield f"state {item} is findable as {key.hex()[:8]}, its block is not (H15)"
 
 
 def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) -> Iterator[str]:
@@ -164,7 +185,10 @@ def wrong_answer(
 
 def _differing(what: str, key: Key, payload: bytes, reference: Reference) -> Iterator[str]:
     right = reference.blocks.get(key)
-    if right is None:
+    if key in reference.parts:
+        if wrong := [at for at, data in reference.parts[key] if payload[at : at + len(data)] != data]:
+            yield f"{what} is findable as {key.hex()[:8]}, but is no part of that state, from byte {wrong[0]} on (H15)"
+    elif right is None:
         yield f"{what} is findable under {key.hex()[:8]}, which no request has"
     elif payload != right:
         where = [at for at, (mine, its) in enumerate(zip(payload, right, strict=True)) if mine != its]

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sidestream.attention.paged import PagedBatch
@@ -17,10 +18,12 @@ from sidestream.config import EngineConfig, SamplingParams
 from sidestream.device.sim import make_policy
 from sidestream.engine import Engine, build_engine
 from sidestream.kv.keys import BlockKeys
+from sidestream.kv.state_layout import RESERVED_STATES, blocks_per_state
+from sidestream.schedule.states import part_keys
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.script import Script, ScriptedDevice, ScriptedModel
 from sidestream.testing.torture.workload import Asked, Workload, blocks_for
-from sidestream.testing.toy import ToyModel
+from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream.types import Delta, Key
 
 SALT = "torture"
@@ -54,10 +57,15 @@ class Reference:
 
     samples   by request number and sample number, for each version of the weights
     blocks    the content of each key, the same in every tier
+    states    the recurrent state at the end of each key's block; empty: the model keeps none
+    parts     of checkpoints in tiers, by key: where each begins to be compared, and the bytes there; other bytes of it
+              mean nothing
     """
 
     samples: tuple[dict[tuple[int, int], Sample], ...]
     blocks: dict[Key, bytes]
+    states: dict[Key, int]
+    parts: dict[Key, tuple[tuple[int, bytes], ...]]
 
 
 def params_of(number: int, asked: Asked) -> SamplingParams:
@@ -79,13 +87,16 @@ def params_of(number: int, asked: Asked) -> SamplingParams:
 
 def toy_of(workload: Workload) -> ToyModel:
     """The model that the workload runs on."""
+    if workload.states:
+        return StatefulToyModel(eos_every=workload.eos_every)
     return ToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
 
 
 def reference_of(workload: Workload) -> Reference:
     """Run the requests one after another on an engine. Raises any error of that engine."""
     versions = 2 if any(event.kind == "weights" for event in workload.events) else 1
-    samples, blocks = [], {}
+    samples, blocks, states = [], {}, dict[Key, int]()
+    parts: dict[Key, tuple[tuple[int, bytes], ...]] = {}
     for weights in range(versions):
         model = ScriptedModel(toy_of(workload))
         model.weights = weights
@@ -94,7 +105,11 @@ def reference_of(workload: Workload) -> Reference:
         for (number, _), sample in received.items():
             tokens = (*workload.requests[number].prompt, *sample.tokens)
             blocks.update(_blocks_of(model, tokens, hidden=workload.leaves_hidden))
-    return Reference(tuple(samples), blocks)
+            if workload.states:
+                found = _states_of(model, tokens)
+                states.update(found)
+                parts.update(_parts_of(model, found))
+    return Reference(tuple(samples), blocks, states, parts)
 
 
 def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Sample]:
@@ -102,7 +117,8 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
     size = model.layout.block_tokens
     rows = max(4, *(asked.n for asked in workload.requests))
     config = EngineConfig(
-        kv_memory=needed * model.layout.block_bytes,
+        kv_memory=needed * model.layout.block_bytes + state_bytes(model, rows),
+        state_memory=state_bytes(model, rows) or None,
         block_tokens=size,
         chunk_tokens=workload.chunk_tokens,
         token_budget=workload.chunk_tokens + rows,
@@ -135,6 +151,37 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
     return received
 
 
+def state_bytes(model: ScriptedModel, num_states: int) -> int:
+    """Device memory of so many recurrent states; 0 if the model keeps none."""
+    layout = model.state_layout
+    if layout is None:
+        return 0
+    size = model.layout.block_bytes
+    return (num_states + RESERVED_STATES) * blocks_per_state(layout, size) * size
+
+
+def _states_of(model: ScriptedModel, tokens: Sequence[int]) -> dict[Key, int]:
+    """The recurrent state at the end of each complete block whose tokens were all computed."""
+    size, keys = model.layout.block_tokens, list[Key]()
+    BlockKeys(fingerprint=model.fingerprint, layout=model.layout, salt=SALT, states=model.state_layout).extend(
+        keys, tokens[: len(tokens) - 1]
+    )
+    return {key: model.state_after(tokens[: (index + 1) * size]) for index, key in enumerate(keys)}
+
+
+def _parts_of(model: ScriptedModel, states: dict[Key, int]) -> dict[Key, tuple[tuple[int, bytes], ...]]:
+    """The parts of the checkpoints of one request, whose states are in the order of its blocks."""
+    layout, size = model.state_layout, model.layout.block_bytes
+    assert layout is not None
+    parts: dict[Key, tuple[tuple[int, bytes], ...]] = {}
+    for index, (key, state) in enumerate(states.items()):
+        covered = (index + 1) * model.layout.block_tokens
+        meaningful = ((0, np.float32(state).tobytes()), (layout.covered_offset, np.int64(covered).tobytes()))
+        for number, part in enumerate(part_keys(key, blocks_per_state(layout, size))):
+            parts[part] = tuple((at - number * size, data) for at, data in meaningful if at // size == number)
+    return parts
+
+
 def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> dict[Key, bytes]:
     """The KV of each complete block whose tokens were all computed; recomputed by one forward pass in other memory."""
     layout = model.layout
@@ -160,5 +207,7 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> 
                 tokens[:position]
             )
     keys: list[Key] = []
-    BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=SALT).extend(keys, tokens[:computed])
+    BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=SALT, states=model.state_layout).extend(
+        keys, tokens[:computed]
+    )
     return {key: kv[index].numpy().tobytes() for index, key in enumerate(keys)}

@@ -31,7 +31,7 @@ from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.border import Border
 from sidestream.testing.torture.judge import wrong_accept_lengths
 from sidestream.testing.torture.narrow import narrow_lanes
-from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, toy_of
+from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, state_bytes, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from sidestream.testing.torture.trace import Recorder, TraceLine
 from sidestream.testing.torture.verdict import Finding, Verdict
@@ -191,6 +191,9 @@ class Life:
         steps.
         """
         parts, layout = self.engine.parts, self.model.layout
+        if workload.states:
+            parts.executor.capture([GraphKey(workload.max_running, has_states=True)])
+            return
         few = (
             [GraphKey(workload.max_running, 0, workload.drafts, total_drafts=1), GraphKey(workload.max_running, 0)]
             if workload.drafts
@@ -502,7 +505,8 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
     size = model.layout.block_bytes
     offload = OffloadConfig(host=workload.slots * size, load_deadline_s=LOAD_DEADLINE_S) if workload.slots else None
     return EngineConfig(
-        kv_memory=workload.blocks * size,
+        kv_memory=workload.blocks * size + state_bytes(model, workload.states),
+        state_memory=state_bytes(model, workload.states) or None,
         block_tokens=model.layout.block_tokens,
         chunk_tokens=workload.chunk_tokens,
         token_budget=workload.chunk_tokens + workload.max_running,

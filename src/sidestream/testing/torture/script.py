@@ -1,4 +1,4 @@
-"""Carries out a workload's faults: replaces disk operations, copies and forward passes. Runs on the streams' turns.
+"""Carries out a workload's faults: replaces disk operations, copies and forward passes.
 
 The disk tier and its files are real, so the tier's own checks must detect damage to a file. Delays are virtual time.
 """
@@ -19,10 +19,12 @@ import torch
 
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
+from sidestream.attention.states import StateBatch
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.sim import SimDevice, SimStream
 from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout
 from sidestream.offload.tiers.base import Block
 from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
@@ -97,8 +99,8 @@ class ScriptedDevice(SimDevice):
 
 
 class ScriptedModel:
-    """A model whose forward pass fails according to the script, and whose weights can be changed: they shift its input
-    tokens.
+    """A model whose forward pass fails according to the script. `weights` is the version of its weights; it is added to
+    each input token.
     """
 
     def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
@@ -106,6 +108,7 @@ class ScriptedModel:
         self._device = device
         self.weights = 0
         self.layout: KVLayout = inner.layout
+        self.state_layout: StateLayout | None = inner.state_layout
         self.vocab_size: int = inner.vocab_size
         self.num_heads: int = inner.num_heads
         self.hidden_size: int = inner.hidden_size
@@ -122,10 +125,17 @@ class ScriptedModel:
         return f"{self._inner.fingerprint}-{weights}"
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
         """See `ForwardModel.forward`."""
-        return self._forward(self._inner.forward, tokens, positions, batch, logit_rows)
+        forward = self._inner.forward if states is None else functools.partial(self._inner.forward, states=states)
+        return self._forward(forward, tokens, positions, batch, logit_rows)
 
     def forward_with_hidden(
         self,
@@ -145,6 +155,11 @@ class ScriptedModel:
         """See `ToyModel.hidden_after`, with the current weights."""
         hidden: int = self._inner.hidden_after([(token + self.weights) % self.vocab_size for token in tokens])
         return hidden
+
+    def state_after(self, tokens: Sequence[int]) -> int:
+        """See `StatefulToyModel.state_after`, with the current weights."""
+        state: int = self._inner.state_after([(token + self.weights) % self.vocab_size for token in tokens])
+        return state
 
     def _forward(
         self,
@@ -168,14 +183,14 @@ class ScriptedModel:
         if fault is not None and fault.kind == "lost":
             # A step that waits for loads declares its accesses layer by layer, others at their start. A failing step
             # declares all in both cases: later steps may be launched already, and their results are dropped.
-            assert isinstance(batch, PagedBatch), "a toy model has run on it"
+            assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             for layer in range(self.layout.num_layers):
                 batch.before_layer(layer)
         self._device.play(fault, proceed, torn=_never)
         if fault is not None and fault.kind == "nan":
-            assert isinstance(batch, PagedBatch), "a toy model has run on it"
+            assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             given[0].fill_(torch.nan)
-            for last in logit_rows.tolist():  # only rows with logits: the others' are not read
+            for last in logit_rows.tolist():  # rows without logits have no result that is read
                 row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
                 slots = batch.slot_mapping[batch.cu_seqlens_q[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
@@ -244,7 +259,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._root = tempfile.TemporaryDirectory(prefix="sidestream-torture-")
-        self._used: dict[str, int] = {}  # path -> its last use, counted in uses
+        self._used: dict[str, int] = {}  # path -> serial number of its last use
         self._process = os.getpid()
 
     def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int) -> ScriptedTier:

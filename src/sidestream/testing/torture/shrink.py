@@ -158,6 +158,8 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
             yield _changed(workload, faults=(*workload.faults[:number], once, *workload.faults[number + 1 :]))
     if workload.layer_groups:
         yield _changed(workload, layer_groups=False)
+    if workload.states:
+        yield _changed(workload, states=0)
     if workload.drafts:
         yield _changed(workload, drafts=0)
     if workload.captured:

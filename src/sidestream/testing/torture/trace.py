@@ -64,7 +64,7 @@ class Recorder:
         self._taken: dict[tuple[str, int], int] = {}
         self._resets = 0
         self._seen: set[str] = set()
-        self._memories: dict[str, tuple[str, int]] = {}
+        self._memories: dict[str, tuple[str, int, int]] = {}
         self._objections = 0
         self.stale: list[str] = []
 
@@ -156,10 +156,10 @@ class Recorder:
         self._checker.stalled(reason)
         self._mark()
 
-    def backed(self, pool: str, memory: str, item_bytes: int) -> None:
+    def backed(self, pool: str, memory: str, item_bytes: int, first: int = 0) -> None:
         """See `Tracer.backed`."""
-        self._memories[pool] = memory, item_bytes
-        self._checker.backed(pool, memory, item_bytes)
+        self._memories[pool] = memory, item_bytes, first
+        self._checker.backed(pool, memory, item_bytes, first)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Tracer.took`."""
@@ -198,10 +198,9 @@ class Recorder:
 
     def _say_ids(self, verb: str, pool: str, ids: Sequence[int], tail: str = "") -> None:
         if self._lines is not None and ids:
-            memory, size = self._memories.get(pool, (pool, 1))
-            self.say(
-                f"{verb} {pool} {_short(ids)}{tail}", "", memory, [(item * size, (item + 1) * size) for item in ids]
-            )
+            memory, size, first = self._memories.get(pool, (pool, 1, 0))
+            spans = [(first + item * size, first + (item + 1) * size) for item in ids]
+            self.say(f"{verb} {pool} {_short(ids)}{tail}", "", memory, spans)
 
     def _mark(self) -> None:
         """If the checker has just objected, mark the last line."""

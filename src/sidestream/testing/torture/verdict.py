@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sidestream.testing.findings import Finding as Objection
-from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_answer, wrong_blocks, wrong_entries
+from sidestream.testing.torture.judge import (
+    still_findable,
+    unbalanced,
+    wrong_answer,
+    wrong_blocks,
+    wrong_entries,
+    wrong_states,
+)
 from sidestream.testing.torture.oracle import Reference
 from sidestream.testing.torture.workload import Workload
 
@@ -63,7 +70,10 @@ class Verdict:
     def judge_idle(self, life: Life) -> None:
         """Checks for an engine that still serves, after all requests and transfers have ended."""
         self.judge_balance(life, "idle")
-        for text in wrong_blocks(life.engine, life.device, self._reference):
+        for text in (
+            *wrong_blocks(life.engine, life.device, self._reference),
+            *wrong_states(life.engine, life.device, self._reference),
+        ):
             self.find("content", text)
         self.judge_disk(life, "at the end")
         life.checker.check_idle()

@@ -131,6 +131,7 @@ class Workload:
                                  is a step
     front_ends                   front ends between clients and engine, on in-memory connections; 0: clients call the
                                  engine directly
+    states                       recurrent states on the device, of a model that keeps one for each request; 0: none
     waiting                      with front ends: maximum number of waiting requests; more are rejected
     """
 
@@ -155,6 +156,7 @@ class Workload:
     pin_s: float = 0.0
     front_ends: int = 0
     waiting: int = 1024
+    states: int = 0
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -210,6 +212,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "sampling": lambda w: any(asked.penalties is not None or asked.bias or asked.min_tokens for asked in w.requests),
     "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
     "speculative": lambda w: w.drafts > 0,
+    "states": lambda w: w.states > 0,
     "weights": _happens("weights"),
 }
 """The same names as in `sidestream.testing.mutations`."""
@@ -228,7 +231,25 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_workload(seed)
     rng = random.Random(f"sidestream pinning {seed}")  # separate, so that existing workloads stay
     pin_s = rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0
-    return _draw_border(random.Random(f"sidestream front ends {seed}"), dataclasses.replace(workload, pin_s=pin_s))
+    workload = dataclasses.replace(workload, pin_s=pin_s)
+    workload = _draw_states(random.Random(f"sidestream states {seed}"), workload)
+    return _draw_border(random.Random(f"sidestream front ends {seed}"), workload)
+
+
+def _draw_states(rng: random.Random, workload: Workload) -> Workload:
+    """Give the model a recurrent state in one workload of five, and room for it: a checkpoint takes several blocks of a
+    tier.
+    """
+    if workload.drafts or rng.random() >= 0.3:
+        return workload
+    few = workload.max_running + 1
+    return dataclasses.replace(
+        workload,
+        states=rng.choice((2, few, few + 1, few + 2, 3 * few)),
+        slots=workload.slots and workload.slots + rng.choice((3, 6, 12, 24)),
+        disk_blocks=workload.disk_blocks and workload.disk_blocks + rng.choice((3, 9, 24)),
+        chunk_tokens=rng.choice((4, 8)),
+    )
 
 
 def _draw_border(rng: random.Random, workload: Workload) -> Workload:

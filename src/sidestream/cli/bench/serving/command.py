@@ -146,7 +146,7 @@ class _ServedModel:
     def measure_slow_readers(
         self, slow: int, connections: int, sizes: LoadSizes, on_progress: _OnProgress
     ) -> list[Figure]:
-        """The figures of the largest number of clients, with and without slow readers."""
+        """The figures of the run with the most clients, with and without slow readers."""
         from sidestream.cli.bench.serving.measure import vocabulary_of
         from sidestream.cli.bench.serving.stalled import measure_slow_readers
 

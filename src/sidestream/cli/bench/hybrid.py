@@ -1,0 +1,166 @@
+"""Models with recurrent state on a CPU: equal tokens from every tier, and the share of a conversation that is reused.
+
+Tiny models with random weights, one of each kind of recurrent layer, in float32. Prompts share beginnings and are cut
+anywhere. Each is answered by an engine without a prefix cache; after it from the device, from host memory, from disk in
+a new engine, and in a pool so small that requests are preempted. A case is one answer; a difference is one that has
+other tokens than the first.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sidestream.cli.bench.report import Figure, at_least, at_most
+from sidestream.device.kinds import CPU
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from sidestream.kv.pool import Lease
+    from sidestream.llm import LLM, RequestOutput
+
+_SEED = 1
+_WAVE = 20
+_VOCAB = 250
+_SHARED = 64
+_OUTPUTS = 12
+# The conversation: a system prompt, turns of a user and answers, by two users of the same system prompt.
+_SYSTEM = 6000
+_TURNS = 30
+_TURN = 40
+_ANSWER = 24
+
+
+def measure(
+    families: Sequence[str], *, num_prompts: int, turns: int, system_tokens: int, on_progress: Callable[[str], None]
+) -> list[Figure]:
+    """Cases and differences of all `families`, and the share reused by a conversation of `turns` turns."""
+    from sidestream.testing.tiny_models import tiny_model_dir
+
+    cases = differences = 0
+    wrong_bytes = 0
+    found: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
+        for family in families:
+            model = tiny_model_dir(family, Path(scratch) / family, _SEED)
+            rng = random.Random(_SEED)
+            trunk = _tokens(rng, _SHARED)
+            for wave in range(0, num_prompts, _WAVE):
+                on_progress(f"{family}: prompt {wave} of {num_prompts}")
+                count = min(_WAVE, num_prompts - wave)
+                prompts = [
+                    [*trunk[: rng.randrange(_SHARED + 1)], *_tokens(rng, rng.randrange(1, 60))] for _ in range(count)
+                ]
+                expected = _cold(model, prompts)
+                for where, answers in _again(model, prompts, Path(scratch) / f"{family}-{wave}"):
+                    cases += len(answers)
+                    differences += sum(
+                        answer.token_ids != right for answer, right in zip(answers, expected, strict=True)
+                    )
+                    found[where] = found.get(where, 0) + sum(answer.cached.by_tier.get(where, 0) for answer in answers)
+            wrong_bytes += _state_bytes_error(model)
+        on_progress(f"{turns} turns")
+        shares = [
+            _reused(
+                tiny_model_dir(family, Path(scratch) / f"talk-{family}", _SEED, max_position_embeddings=32768),
+                turns,
+                system_tokens,
+            )
+            for family in (families[0], "qwen3")
+        ]
+    return [
+        Figure("hybrid_cases", cases, "answers", at_least(200 * 4 * len(families)) if num_prompts >= 200 else None),
+        Figure("hybrid_differences", differences, "answers", at_most(0)),
+        *(Figure(f"hybrid_found_{where}", tokens, "tokens") for where, tokens in sorted(found.items())),
+        Figure("hybrid_reused_share", shares[0] / shares[1], "ratio", at_least(0.95)),
+        Figure("hybrid_reused_of_prompts", shares[0], "share"),
+        Figure("attention_reused_of_prompts", shares[1], "share"),
+        Figure("state_bytes_error", wrong_bytes, "bytes", at_most(0)),
+    ]
+
+
+def _open(model: Path, **options: Any) -> LLM:
+    from sidestream.llm import LLM
+
+    return LLM(
+        model, device=CPU, **{"dtype": "float32", "kv_memory": "32MiB", "max_running": 4, "chunk_tokens": 64, **options}
+    )
+
+
+def _answer(llm: LLM, prompts: Sequence[Sequence[int]], outputs: int = _OUTPUTS) -> list[RequestOutput]:
+    from sidestream.config import SamplingParams
+
+    return llm.generate(prompts, SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True))
+
+
+def _cold(model: Path, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    with _open(model, prefix_cache=False) as llm:
+        return [answer.token_ids for answer in _answer(llm, prompts)]
+
+
+def _again(model: Path, prompts: Sequence[Sequence[int]], directory: Path) -> list[tuple[str, list[RequestOutput]]]:
+    """The answers from each tier, and with preemptions."""
+    from sidestream.config import OffloadConfig
+
+    offload = OffloadConfig(host="64MiB", disk=directory, disk_capacity="256MiB")
+    answers: list[tuple[str, list[RequestOutput]]] = []
+    with _open(model, offload=offload) as llm:
+        _answer(llm, prompts)
+        answers.append(("device", _answer(llm, prompts)))
+        parts = llm.engine.parts
+        costs = parts.costs
+        assert costs is not None
+        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # a tiny model computes faster than it loads
+        _settle(llm)
+        llm.engine.call(parts.scheduler.forget_all)
+        answers.append(("host", _answer(llm, prompts)))
+    with _open(model, offload=offload) as llm:
+        costs = llm.engine.parts.costs
+        assert costs is not None
+        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
+        answers.append(("disk", _answer(llm, prompts)))
+    with _open(model) as llm:
+        blocks = llm.engine.parts.blocks
+        held: list[Lease] = []
+        llm.engine.call(lambda: held.append(blocks.take(blocks.size - 16)))  # two requests fit
+        answers.append(("preempted", _answer(llm, prompts)))
+    return answers
+
+
+def _settle(llm: LLM) -> None:
+    """Wait until no transfer is in flight."""
+    transfers, busy = llm.engine.parts.transfers, [True]
+    while transfers is not None and busy[-1]:
+        llm.engine.call(lambda: busy.append(transfers.busy))
+
+
+def _reused(model: Path, turns: int, system_tokens: int) -> float:
+    """Share of the prompts' tokens that was not computed, over a conversation of two users in turn."""
+    rng = random.Random(_SEED)
+    talks = [_tokens(rng, system_tokens)] * 2
+    cached = asked = 0
+    with _open(model, kv_memory="256MiB") as llm:
+        for turn in range(turns):
+            prompt = [*talks[turn % 2], *_tokens(rng, _TURN)]
+            (answer,) = _answer(llm, [prompt], _ANSWER)
+            talks[turn % 2] = [*prompt, *answer.token_ids]
+            cached += answer.cached.total
+            asked += len(prompt)
+    return cached / asked
+
+
+def _state_bytes_error(model: Path) -> int:
+    """Difference between the memory that was allocated, and the sum of what the parts report."""
+    with _open(model) as llm:
+        parts = llm.engine.parts
+        region, states = parts.state_region, parts.states
+        assert region is not None and states is not None
+        allocated = parts.executor._kv.untyped_storage().nbytes()
+        reported = parts.blocks.size * parts.layout.block_bytes + states.size * region.state_bytes
+        return allocated - reported - region.reserved_bytes
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(_VOCAB) for _ in range(count)]

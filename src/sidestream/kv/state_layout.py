@@ -1,0 +1,143 @@
+"""Byte layout of recurrent states: one span for each state, with a tensor for each layer that keeps one.
+
+A state has a constant size, whatever the length of its sequence. Knows sizes only, never a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sidestream.kv.layout import DTYPE_BYTES
+
+RESERVED_STATES = 2
+"""States of a memory that belong to no sequence: one of zeros, and one that padding writes."""
+
+_ALIGNMENT = 256
+_ELEMENT_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a state.
+
+    layer   the model's number of the layer that keeps it
+    kind    `"conv"` (the last inputs of a convolution) or `"recurrent"`
+    index   tells apart several tensors of one kind in a layer
+    shape   of one sequence
+    dtype   `"float32"`, `"float16"` or `"bfloat16"`
+    """
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The tensors of one state, in the order of their bytes; each begins at a multiple of 256 bytes. Behind them is the
+    number of tokens that the state covers, an int64.
+
+    offsets          first byte of each tensor
+    covered_offset   first byte of the number of tokens
+    state_bytes      of a whole state
+    """
+
+    tensors: tuple[StateTensor, ...]
+    offsets: tuple[int, ...] = field(init=False)
+    covered_offset: int = field(init=False)
+    state_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets, end = [], 0
+        for tensor in self.tensors:
+            offsets.append(end)
+            end += -(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "covered_offset", end)
+        object.__setattr__(self, "state_bytes", end + _ALIGNMENT)
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that keep state, in order."""
+        return sorted({tensor.layer for tensor in self.tensors})
+
+    def describe(self) -> dict[str, str]:
+        """The layout as plain values, for keys, directories and messages."""
+        return {
+            f"layer {tensor.layer} {tensor.kind} {tensor.index}": f"{'x'.join(map(str, tensor.shape))} {tensor.dtype}"
+            for tensor in self.tensors
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StateRegion:
+    """The states in the memory of the block pool, behind its blocks. A state takes whole blocks, so stores, loads and
+    tiers move it like any other block; its last block may have bytes to spare.
+
+    num_blocks         blocks of KV in front of the region; a block may be left out for alignment
+    num_states         leased to requests; `RESERVED_STATES` follow
+    blocks_per_state   blocks that one state takes
+    first_block        number of the first block of state 0
+    """
+
+    layout: StateLayout
+    block_bytes: int
+    num_blocks: int
+    num_states: int
+    blocks_per_state: int = field(init=False)
+    first_block: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks_per_state", blocks_per_state(self.layout, self.block_bytes))
+        aligned = _blocks_of_alignment(self.block_bytes)
+        object.__setattr__(self, "first_block", -(-self.num_blocks // aligned) * aligned)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes from one state to the next."""
+        return self.blocks_per_state * self.block_bytes
+
+    @property
+    def first_byte(self) -> int:
+        """First byte of the region."""
+        return self.first_block * self.block_bytes
+
+    @property
+    def stop_byte(self) -> int:
+        """End of the region, and of the memory."""
+        return self.first_byte + (self.num_states + RESERVED_STATES) * self.state_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the reserved states, and of blocks that were left out for alignment."""
+        return RESERVED_STATES * self.state_bytes + (self.first_block - self.num_blocks) * self.block_bytes
+
+    def block_ids(self, state_id: int) -> range:
+        """The blocks that a state takes."""
+        first = self.first_block + state_id * self.blocks_per_state
+        return range(first, first + self.blocks_per_state)
+
+    def span(self, state_id: int) -> tuple[int, int]:
+        """Byte range of a state in the memory."""
+        start = self.first_byte + state_id * self.state_bytes
+        return start, start + self.state_bytes
+
+
+def blocks_per_state(layout: StateLayout, block_bytes: int) -> int:
+    """Whole blocks that one state takes, so that every state is aligned."""
+    aligned = _blocks_of_alignment(block_bytes)
+    return -(-layout.state_bytes // (block_bytes * aligned)) * aligned
+
+
+def _blocks_of_alignment(block_bytes: int) -> int:
+    """Fewest blocks whose bytes are a multiple of what every element type needs."""
+    return _ELEMENT_ALIGNMENT // math.gcd(_ELEMENT_ALIGNMENT, block_bytes)

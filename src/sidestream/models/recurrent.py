@@ -1,0 +1,224 @@
+"""Layers that keep recurrent state: which modules of a transformers model they are, what they keep, and how they
+compute a packed batch whose states lie in a pool.
+
+Nothing here depends on the family of the model. transformers' recurrent layers keep their state through one interface
+(`Cache.update_conv_state`, `Cache.update_recurrent_state`), so they are found by their use of it, the shapes come from
+a run without memory, and each call gets a cache that holds the states of its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from sidestream.attention.states import Part, StateBatch
+from sidestream.errors import ModelError
+from sidestream.kv.layout import DTYPE_BYTES
+from sidestream.kv.state_layout import StateLayout, StateTensor
+
+_KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state"})
+_ATTENDS = frozenset({"ALL_ATTENTION_FUNCTIONS"})
+Compute = Callable[[torch.Tensor, StateBatch | None], torch.Tensor]
+"""A layer's output for hidden states `[1, T, hidden_size]`, with the states of a batch, or as one whole sequence."""
+Observer = Callable[[int, torch.Tensor, StateBatch | None, Compute], torch.Tensor]
+"""Gets the model's number of a layer, its input, its batch, and the layer itself."""
+
+# Names by which layers take the cache.
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+
+
+def keeps_state(module_class: type) -> bool:
+    """Whether modules of this class keep recurrent state in transformers' cache."""
+    return issubclass(module_class, nn.Module) and _uses(module_class, _KEEPS_STATE)
+
+
+def attention_layers(module: nn.Module) -> list[int]:
+    """The model's numbers of the layers that attend through transformers' attention interface, in order."""
+    return sorted(part.layer_idx for part in _attending(module))
+
+
+def number_attention_layers(module: nn.Module) -> None:
+    """Number the layers that attend by their place in the block pool, which has no room for the other layers."""
+    for layer, part in enumerate(sorted(_attending(module), key=lambda part: part.layer_idx)):
+        part.layer_idx = layer
+
+
+def stateful_modules(module: nn.Module) -> dict[int, nn.Module]:
+    """The modules that keep recurrent state, by the model's number of their layer."""
+    found: dict[int, nn.Module] = {}
+    for name, part in module.named_modules():
+        if not keeps_state(type(part)):
+            continue
+        layer = getattr(part, "layer_idx", None)
+        if not isinstance(layer, int) or layer in found:
+            raise ModelError(f"its {name} keeps recurrent state outside a layer of its own: each layer needs its own")
+        found[layer] = part
+    return dict(sorted(found.items()))
+
+
+def skeleton(config: PreTrainedConfig, dtype: str) -> nn.Module:
+    """The model of a config without weights, on the meta device."""
+    with torch.device("meta"):
+        module: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=getattr(torch, dtype), attn_implementation="eager"
+        )
+    return module.eval()
+
+
+def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout | None:
+    """The states that the model's layers keep, by a run of each layer over two tokens; None: it keeps none.
+
+    module   of `config`; on the meta device this computes nothing
+    """
+    tensors: list[StateTensor] = []
+    for layer, part in stateful_modules(module).items():
+        parameter = next(part.parameters())
+        hidden = torch.zeros(1, 2, config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+        cache = DynamicCache(config=config)
+        kept = cache.layers[layer]
+        if not isinstance(kept, LinearAttentionCacheLayerMixin):
+            raise ModelError(
+                f"transformers keeps no recurrent state for layer {layer} ({type(part).__name__}) of its config"
+            )
+        with torch.inference_mode():
+            part(hidden, **{_cache_argument(part): cache})
+        for kind, states in (("conv", kept.conv_states), ("recurrent", kept.recurrent_states)):
+            for index, state in states.items():
+                if state is None:
+                    continue
+                dtype = str(state.dtype).removeprefix("torch.")
+                if dtype not in DTYPE_BYTES:
+                    raise ModelError(f"layer {layer} keeps {dtype} state: {', '.join(DTYPE_BYTES)} are served")
+                tensors.append(StateTensor(layer, kind, index, tuple(state.shape[1:]), dtype))
+    return StateLayout(tuple(tensors)) if tensors else None
+
+
+class StatefulLayers:
+    """The stateful modules of one model, with forwards that take the states of a packed batch.
+
+    Outside `run`, they compute one sequence without a cache, as transformers does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._batch: StateBatch | None = None
+        self._observe: Observer | None = None
+        for layer, part in stateful_modules(module).items():
+            self._replace_forward(layer, part)
+
+    def run(self, batch: StateBatch, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Call `forward`, whose stateful layers use the states of `batch`. One call at a time."""
+        self._batch = batch
+        try:
+            return forward()
+        finally:
+            self._batch = None
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Inside the context, the output of each stateful layer is what `observer` returns for it."""
+        self._observe = observer
+        try:
+            yield
+        finally:
+            self._observe = None
+
+    def _replace_forward(self, layer: int, part: nn.Module) -> None:
+        own, argument = part.forward, _cache_argument(part)
+
+        def compute(hidden_states: torch.Tensor, batch: StateBatch | None) -> torch.Tensor:
+            if batch is None:
+                output: torch.Tensor = own(hidden_states)
+                return output
+            return _packed(own, argument, layer, hidden_states, batch)
+
+        def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            if self._observe is None:
+                return compute(hidden_states, self._batch)
+            return self._observe(layer, hidden_states, self._batch, compute)
+
+        part.forward = forward
+
+
+def _packed(
+    own: Callable[..., torch.Tensor], argument: str, layer: int, hidden: torch.Tensor, batch: StateBatch
+) -> torch.Tensor:
+    """A layer's output `[1, T, hidden_size]`; tokens behind the batch are padding, with an output of 0."""
+    pool, output = batch.pool.layer(layer), torch.zeros_like(hidden)
+    for rows, tokens in batch.groups():
+        reads, writes = batch.reads[rows], batch.writes[rows]
+        states = {part: tensors.index_select(0, reads) for part, tensors in pool.items()}
+        own_tokens = hidden[0, tokens].view(len(reads), -1, hidden.shape[-1])
+        output[0, tokens] = own(own_tokens, **{argument: _RowStates(layer, states)}).flatten(0, 1)
+        for part, tensors in pool.items():
+            tensors.index_copy_(0, writes, states[part])
+    return output
+
+
+class _RowStates:
+    """The cache that a layer gets: the states of its rows, which it changes in place."""
+
+    def __init__(self, layer: int, states: Mapping[Part, torch.Tensor]) -> None:
+        kept = LinearAttentionLayer(number_of_states=1 + max(index for _, index in states))
+        for (kind, index), state in states.items():
+            kept.has_previous_state[index] = True
+            if kind == "conv":
+                kept.conv_states[index], kept.conv_kernel_size[index] = state, state.shape[-1]
+                kept.is_conv_states_initialized[index] = True
+            else:
+                kept.recurrent_states[index] = state
+                kept.is_recurrent_states_initialized[index] = True
+        kept.device, kept.dtype = state.device, state.dtype
+        self.layers = {layer: kept}
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """See `transformers.Cache`."""
+        return True
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> torch.Tensor:
+        """See `transformers.Cache`."""
+        updated: torch.Tensor = self.layers[layer_idx].update_conv_state(conv_states, state_idx=state_idx, **options)
+        return updated
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> torch.Tensor:
+        """See `transformers.Cache`."""
+        layer = self.layers[layer_idx]
+        updated: torch.Tensor = layer.update_recurrent_state(recurrent_states, state_idx=state_idx, **options)
+        return updated
+
+
+def _attending(module: nn.Module) -> list[Any]:
+    return [
+        part
+        for part in module.modules()
+        if _uses(type(part), _ATTENDS) and isinstance(getattr(part, "layer_idx", None), int)
+    ]
+
+
+def _cache_argument(part: nn.Module) -> str:
+    names = inspect.signature(type(part).forward).parameters
+    for name in _CACHE_ARGUMENTS:
+        if name in names:
+            return name
+    raise ModelError(f"{type(part).__name__} takes its state under a name besides {', '.join(_CACHE_ARGUMENTS)}")
+
+
+def _uses(module_class: type, names: frozenset[str]) -> bool:
+    """Whether code of the class refers to one of these names."""
+    for base in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:
+        for member in vars(base).values():
+            code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", None)
+            if code is not None and not names.isdisjoint(code.co_names):
+                return True
+    return False

@@ -1,0 +1,221 @@
+"""Rules of recurrent states: which state a step reads and writes, and when a checkpoint of it is a hit."""
+
+from __future__ import annotations
+
+from sidestream.testing.mutations.operators import Always, Become, Delete, DropArgument, DropOperand, Rewrite
+from sidestream.testing.mutations.tables import Equivalent, Exempt, Mutation
+
+_ONE_STREAM = "all steps run on one stream, and transfers end before a state is given back"
+
+MUTATIONS = (
+    Mutation(
+        name="hit-needs-a-state-at-its-end",
+        hazard="H15",
+        change=Always(),
+        consequence="a request continues behind blocks at whose end nobody kept the state",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="request-starts-from-the-checkpoint-that-it-found",
+        hazard="H15",
+        change=Become("source = self._states.take(1)"),
+        consequence="a request continues from a state of something else",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="next-step-reads-the-checkpoint",
+        hazard="H15",
+        consequence="the step behind a checkpoint reads the state from before it",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="checkpoint-is-published-after-its-step",
+        hazard="H7",
+        change=Rewrite("<=", "!="),
+        consequence="a checkpoint is findable while the step that writes it may still run",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="checkpoint-has-the-key-of-its-last-block",
+        hazard="H15",
+        change=Rewrite("- 1", "- 2"),
+        consequence="a checkpoint is found one block before the end of what it covers",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="checkpoint-is-released-after-its-transfers",
+        hazard="H10",
+        change=DropArgument("release", "until"),
+        consequence="a checkpoint is overwritten while it is being stored",
+        needs=frozenset({"states", "offload"}),
+    ),
+    Mutation(
+        name="states-are-released-after-the-last-step",
+        hazard="H10",
+        change=DropArgument("release", "until"),
+        consequence="the states of a request that has ended are overwritten while they are being stored",
+        needs=frozenset({"states", "offload"}),
+    ),
+    Mutation(
+        name="stored-checkpoint-is-released-after-its-copy",
+        hazard="H10",
+        change=DropArgument("release", "until"),
+        consequence="a checkpoint that is stored at the end of an answer is overwritten before it was copied",
+        needs=frozenset({"states", "offload"}),
+    ),
+    Mutation(
+        name="states-wait-for-their-load",
+        hazard="H5",
+        consequence="a step reads a state that a load is still writing",
+        needs=frozenset({"states", "offload"}),
+    ),
+    Mutation(
+        name="states-of-a-row-are-its-owners",
+        hazard="H16",
+        consequence="a row reads the state of a sequence that begins",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="admission-needs-a-state",
+        hazard="H26",
+        change=Always(False),
+        consequence="a request is admitted without a state to write",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="state-is-forgotten-with-its-block",
+        hazard="H15",
+        consequence="the checkpoint of an evicted block stays, and takes memory for nothing",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="reset-drops-keys-of-states",
+        hazard="H8",
+        consequence="a checkpoint stays findable after a reset of the cache",
+        needs=frozenset({"states", "reset"}),
+    ),
+)
+
+EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="hit-needs-all-parts-of-a-state",
+            hazard="H15",
+            change=DropOperand(1),
+            consequence="a request loads a checkpoint of which a part is gone",
+            needs=frozenset({"states", "offload"}),
+        ),
+        "a load of which a part is gone fails as a whole, and the request computes the blocks",
+        noticed_by="schedule/test_states.py::test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts",
+    ),
+    Equivalent(
+        Mutation(
+            name="checkpoint-leaves-a-state-for-each-request",
+            hazard="H26",
+            change=Become("if not checkpoint:\n    return StateIds(read, states.own.ids[0]), ()"),
+            consequence="checkpoints take the states of requests that wait",
+            needs=frozenset({"states"}),
+        ),
+        "unpublished checkpoints return with the next step, so that a request only waits longer",
+        noticed_by="schedule/test_states.py::test_a_checkpoint_is_made_only_if_each_waiting_request_still_gets_a_state",
+    ),
+    Equivalent(
+        Mutation(
+            name="state-covers-what-is-before-its-row",
+            hazard="H15",
+            change=Become("wrong = covered != covered"),
+            consequence="a state that covers other tokens than those before its row is used",
+            needs=frozenset({"states"}),
+        ),
+        "the scheduler plans no such read: the second line of defence",
+        noticed_by="models/test_hybrid.py::test_a_state_that_covers_other_tokens_is_not_used",
+    ),
+    Equivalent(
+        Mutation(
+            name="fresh-state-waits-for-its-last-use",
+            hazard="H3",
+            change=DropOperand(1),
+            consequence="a load overwrites a state that a step still reads",
+            needs=frozenset({"states", "offload"}),
+        ),
+        "its fences are those of steps that the fresh blocks of the same request wait for, too",
+        noticed_by="schedule/test_states.py::test_the_fences_of_a_states_last_uses_reach_its_next_writer",
+    ),
+    Equivalent(
+        Mutation(
+            name="checkpoint-waits-for-its-last-use",
+            hazard="H2",
+            consequence="a step overwrites a state that an earlier step still reads",
+            needs=frozenset({"states"}),
+        ),
+        _ONE_STREAM,
+        noticed_by="schedule/test_states.py::test_the_fences_of_a_states_last_uses_reach_its_next_writer",
+    ),
+    Equivalent(
+        Mutation(
+            name="states-are-published-with-their-blocks",
+            hazard="H15",
+            change=Delete(),
+            consequence="no checkpoint is ever found",
+            needs=frozenset({"states"}),
+        ),
+        "it only saves time",
+        noticed_by="schedule/test_states.py::test_a_prompt_that_returns_continues_from_its_checkpoint",
+    ),
+    Equivalent(
+        Mutation(
+            name="checkpoint-is-made-where-prompts-branch",
+            hazard="H15",
+            consequence="prompts that share a beginning compute it each time",
+            needs=frozenset({"states"}),
+        ),
+        "it only saves time",
+        noticed_by="schedule/test_states.py::test_a_checkpoint_is_made_where_prompts_were_seen_to_branch",
+    ),
+    Equivalent(
+        Mutation(
+            name="newest-checkpoint-of-an-answer-replaces-the-one-before",
+            hazard="H15",
+            consequence="old checkpoints of an answer take the memory of others",
+            needs=frozenset({"states"}),
+        ),
+        "it only saves memory",
+        noticed_by="schedule/test_states.py::test_the_newest_checkpoint_of_an_answer_replaces_the_one_before",
+    ),
+    Equivalent(
+        Mutation(
+            name="newest-checkpoint-is-stored-when-its-request-leaves",
+            hazard="H15",
+            consequence="the end of a turn is not found after a restart",
+            needs=frozenset({"states", "offload"}),
+        ),
+        "it only saves time",
+        noticed_by="schedule/test_states.py::test_the_newest_checkpoint_is_stored_when_its_request_leaves",
+    ),
+    Equivalent(
+        Mutation(
+            name="broken-request-invalidates-its-states",
+            hazard="H9",
+            consequence="checkpoints of a request whose logits show that its KV is wrong stay findable",
+            needs=frozenset({"states", "bad_logits"}),
+        ),
+        "a checkpoint without its block is no hit, and is forgotten with the next one of that key",
+        noticed_by="schedule/test_states.py::test_checkpoints_of_a_broken_request_are_not_found_again",
+    ),
+)
+
+_LEASED = "its release is a rule: see states-are-released-after-the-last-step"
+
+EXEMPT = (
+    Exempt("Allocator.plan_states", ("shares",), "a checkpoint of a private request is not published"),
+    Exempt("Allocator.release", ("release",), "see states-are-released-after-the-last-step"),
+    Exempt("Committer.commit", ("commit",), "see checkpoint-is-released-after-its-transfers"),
+    Exempt("ReuseFinder.loadable", ("replace",), "it copies a value"),
+    Exempt("StateCache.start", ("take", "take"), _LEASED),
+    Exempt("StateCache.plan", ("take",), _LEASED),
+    Exempt("StateCache.publish", ("publish",), "see states-are-published-with-their-blocks"),
+    Exempt("StateCache.store_latest", ("clear", "share"), "see stored-checkpoint-is-released-after-its-copy"),
+    Exempt("StateCache.forget", ("forget",), "see state-is-forgotten-with-its-block"),
+    Exempt("StateCache.forget_all", ("forget_all", "clear"), "see reset-drops-keys-of-states"),
+    Exempt("StateCache._is_unused", ("is_cached",), "see admission-needs-a-state"),
+)

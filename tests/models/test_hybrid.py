@@ -1,0 +1,247 @@
+"""Models with recurrent state: what transformers computes comes out, whatever chunks, batches and tiers are between."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    JambaConfig,
+    KimiLinearConfig,
+    Mamba2Config,
+    MiniMaxConfig,
+    PreTrainedConfig,
+)
+
+from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.attention.states import StatePool
+from sidestream.errors import ConfigError, InvariantError, ModelError
+from sidestream.kv.pool import Lease
+from sidestream.kv.state_layout import RESERVED_STATES
+from sidestream.llm import RequestOutput
+from sidestream.models import load_model
+from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules
+from sidestream.testing.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_running": 3, "compute_threads": 1, "chunk_tokens": 32}
+
+
+# A mixture of experts with a gated delta rule, Mamba 2, both in every layer, and convolutions alone.
+KINDS = ("qwen3_next", "nemotron_h", "falcon_h1", "lfm2")
+
+
+@pytest.fixture(scope="module", params=sorted(HYBRIDS))
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3)
+
+
+def some_prompts(seed: int, count: int, *, shared: int = 40) -> list[list[int]]:
+    """Prompts that share beginnings, cut anywhere."""
+    rng = random.Random(seed)
+    trunk = [rng.randrange(250) for _ in range(shared)]
+    return [
+        [*trunk[: rng.randrange(shared + 1)], *(rng.randrange(250) for _ in range(rng.randrange(1, 50)))]
+        for _ in range(count)
+    ]
+
+
+def settle(llm: LLM) -> None:
+    """Wait until no transfer is in flight."""
+    transfers, busy = llm.engine.parts.transfers, [True]
+    while transfers is not None and busy[-1]:
+        llm.engine.call(lambda: busy.append(transfers.busy))
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]
+
+
+def follow_ups(prompts: list[list[int]], answers: list[RequestOutput]) -> list[list[int]]:
+    return [[*prompt, *answer.token_ids, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+@pytest.mark.parametrize("hybrid", KINDS, indirect=True)
+def test_answers_are_those_of_transformers(hybrid: Path) -> None:
+    module = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32).eval()
+    prompts = some_prompts(1, 4)
+    with LLM(hybrid, kv_memory="8MiB", **OPTIONS) as llm:
+        answers = llm.generate(prompts, PARAMS)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(answer.token_ids)
+        with torch.inference_mode():
+            logits = module(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+        expected = logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+        drawn = torch.tensor([logprob.logprob for logprob in answer.completions[0].logprobs])
+        # A token in bulk and the same token alone are computed in different orders.
+        torch.testing.assert_close(drawn, expected, atol=2e-3, rtol=0)
+
+
+def test_every_family_passes_the_check_of_a_load_and_answers(hybrid: Path) -> None:
+    with LLM(hybrid, kv_memory="8MiB", **OPTIONS) as llm:
+        (first, again) = [llm.generate([list(range(40))], PARAMS)[0] for _ in range(2)]
+    assert again.cached.device == 32
+    assert again.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("hybrid", KINDS, indirect=True)
+def test_tokens_are_equal_cold_found_on_the_device_in_memory_and_on_disk(hybrid: Path, tmp_path: Path) -> None:
+    prompts = some_prompts(2, 4)
+    with LLM(hybrid, kv_memory="16MiB", prefix_cache=False, **OPTIONS) as llm:
+        cold = llm.generate(prompts, PARAMS)
+        turns = follow_ups(prompts, cold)
+        cold_turns = llm.generate(turns, PARAMS)
+    expected, expected_turns = tokens_of(cold), tokens_of(cold_turns)
+
+    with LLM(hybrid, kv_memory="16MiB", **OPTIONS) as llm:
+        assert tokens_of(llm.generate(prompts, PARAMS)) == expected
+        found = llm.generate(turns, PARAMS)
+        assert tokens_of(found) == expected_turns
+        # Each turn continues from the last block that the turn before completed.
+        for prompt, turn in zip(prompts, found, strict=True):
+            assert turn.cached.device >= (len(prompt) + PARAMS.max_tokens - 1) // 16 * 16 - 16
+
+    offload = OffloadConfig(host="32MiB", disk=tmp_path / "tier", disk_capacity="64MiB")
+    with LLM(hybrid, kv_memory="16MiB", offload=offload, **OPTIONS) as llm:
+        assert tokens_of(llm.generate(prompts, PARAMS)) == expected
+        parts = llm.engine.parts
+        settle(llm)
+        llm.engine.call(parts.scheduler.forget_all)  # the device forgets, tiers do not
+        from_host = llm.generate(turns, PARAMS)
+        assert tokens_of(from_host) == expected_turns
+        assert sum(turn.cached.host for turn in from_host) > 0
+    with LLM(hybrid, kv_memory="16MiB", offload=offload, **OPTIONS) as llm:
+        from_disk = llm.generate(turns, PARAMS)
+        assert tokens_of(from_disk) == expected_turns
+        assert sum(turn.cached.disk for turn in from_disk) > 0
+
+
+def test_tokens_are_equal_after_preemption(tmp_path: Path) -> None:
+    directory = tiny_model_dir("qwen3_5", tmp_path, 3)
+    prompts, long = some_prompts(4, 4, shared=8), replace(PARAMS, max_tokens=40)
+    with LLM(directory, kv_memory="16MiB", **OPTIONS) as llm:
+        expected = tokens_of(llm.generate(prompts, long))
+        blocks = llm.engine.parts.blocks
+        llm.engine.reset_cache()
+        held: list[Lease] = []
+        llm.engine.call(lambda: held.append(blocks.take(blocks.size - 10)))  # three requests take up to seven each
+        assert tokens_of(llm.generate(prompts, long)) == expected
+        assert llm.engine.parts.scheduler.num_preemptions > 0
+        llm.engine.call(held[0].release)
+
+
+def test_states_and_blocks_take_what_was_asked_for(tmp_path: Path) -> None:
+    directory = tiny_model_dir("qwen3_next", tmp_path, 3)
+    with LLM(directory, kv_memory=4 << 20, **OPTIONS) as llm:
+        parts = llm.engine.parts
+        region = parts.state_region
+        assert region is not None and parts.states is not None
+        assert parts.states.size == region.num_states
+        allocated = region.stop_byte
+        assert allocated <= 4 << 20 < allocated + parts.layout.block_bytes + region.state_bytes
+        assert (
+            allocated
+            == parts.blocks.size * parts.layout.block_bytes + (region.num_states + RESERVED_STATES) * region.state_bytes
+        )
+    with LLM(directory, kv_memory=4 << 20, state_memory=5 * region.state_bytes, **OPTIONS) as llm:
+        assert llm.engine.parts.states is not None
+        assert llm.engine.parts.states.size == 5 - RESERVED_STATES
+        assert llm.generate([[1, 2, 3]], PARAMS)
+
+
+def test_shapes_are_those_that_transformers_keeps() -> None:
+    config = tiny_config("qwen3_next")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    layout = state_layout_of(module, config)
+    assert layout is not None
+    found = {(tensor.layer, tensor.kind): (tensor.shape, tensor.dtype) for tensor in layout.tensors}
+    assert found[0, "conv"] == ((128, 4), "bfloat16")
+    assert found[0, "recurrent"] == ((4, 16, 16), "float32")
+    assert layout.layers == [0, 1, 2]
+
+
+def test_a_state_that_covers_other_tokens_is_not_used(tmp_path: Path) -> None:
+    model = load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
+    assert model.state_layout is not None
+    pool = StatePool(torch.zeros(4 * model.state_layout.state_bytes, dtype=torch.uint8), model.state_layout)
+    pool.covered[0] = 5
+    one = {"num_decode": 0, "chunk_lens": (3,), "cu_seqlens_q": torch.tensor([0, 3])}
+    pool.batch(torch.tensor([0]), torch.tensor([1]), kv_lens=torch.tensor([8]), **one)
+    with pytest.raises(InvariantError, match="begins at token 6, its state 0 covers 5"):
+        pool.batch(torch.tensor([0]), torch.tensor([1]), kv_lens=torch.tensor([9]), **one)
+    with pytest.raises(InvariantError, match="its state 2 covers 0"):  # the state of zeros begins a sequence
+        pool.batch(torch.tensor([-1]), torch.tensor([1]), kv_lens=torch.tensor([9]), **one)
+
+
+def test_a_layer_that_forgets_what_came_before_its_chunk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny_model_dir("lfm2", tmp_path, 3)
+    from sidestream.models import recurrent
+
+    packed = recurrent._packed
+
+    def forgetting(own: object, argument: str, layer: int, hidden: torch.Tensor, batch: object) -> torch.Tensor:
+        for tensors in batch.pool.layer(layer).values():  # type: ignore[attr-defined]
+            tensors[batch.reads] = 0  # type: ignore[attr-defined]
+        return packed(own, argument, layer, hidden, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recurrent, "_packed", forgetting)
+    with pytest.raises(ModelError, match="recurrent layer 0 gives other values in chunks than in one piece"):
+        load_model(str(directory), block_tokens=16)
+
+
+COMMON = {"vocab_size": 259, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+REFUSED: list[tuple[PreTrainedConfig, str]] = [
+    (
+        JambaConfig(**COMMON, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
+        "gives other values in chunks than in one piece",
+    ),
+    (
+        Mamba2Config(hidden_size=64, num_heads=8, head_dim=16, num_hidden_layers=2),
+        "keeps recurrent state and does not attend",
+    ),
+    (MiniMaxConfig(**COMMON, num_hidden_layers=2), "layers of type linear_attention: only"),
+    (KimiLinearConfig(**COMMON, num_hidden_layers=2, pad_token_id=None), "latent attention"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda each: getattr(each, "model_type", ""))
+def test_what_cannot_be_served_is_refused_with_its_reason(
+    config: PreTrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        load_model(str(tmp_path), block_tokens=16)
+
+
+def test_options_that_do_not_fit_are_refused_before_anything_is_taken(tmp_path: Path) -> None:
+    directory = tiny_model_dir("qwen3_5", tmp_path, 3)
+    for options, reason in (
+        ({"speculative": SpeculativeConfig()}, "not available for models with recurrent state yet"),
+        (
+            {"state_memory": 1000},
+            r"state_memory \(1000 bytes\) holds 0 recurrent states of \d+ bytes: give state_memory",
+        ),
+        ({"kv_memory": 40_000}, r"half of kv_memory \(40000 bytes\) holds"),
+        ({"state_interval": 24}, "must be a multiple of block_tokens"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            LLM(directory, **{"kv_memory": "8MiB", **OPTIONS, **options})
+
+
+def test_a_stateful_layer_without_a_batch_computes_as_transformers_does(tmp_path: Path) -> None:
+    module = AutoModelForCausalLM.from_pretrained(tiny_model_dir("granite4", tmp_path, 3)).eval()
+    layer = stateful_modules(module)[0]
+    hidden = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = layer(hidden)
+        StatefulLayers(module)
+        assert layer(hidden).equal(expected)

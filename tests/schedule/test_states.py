@@ -1,0 +1,325 @@
+"""Recurrent states in the scheduler: which state each row reads and writes, where checkpoints are made, and when they
+are a hit. Steps end at once, unless a test holds their fences back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from scheduler_world import GREEDY, SimTiers
+
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.pool import FencedPool
+from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, StateTensor
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.request import Request
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.states import BEGINS, part_keys
+from sidestream.types import LoadPlan, RowPlan, RowResult, StepPlan, StorePlan
+
+SIZE = 4
+LAYOUT = KVLayout(1, 1, 8, SIZE, "float32")  # 256 bytes a block
+STATES = StateLayout((StateTensor(0, "recurrent", 0, (4,), "float32"),))  # 512 bytes a state: two blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The fence of a step; `tick` is its number."""
+
+    tick: int
+    done: bool = True
+    stream: str = "compute"
+    failure: BaseException | None = None
+
+    def poll(self) -> bool:
+        return self.done
+
+
+class Turns:
+    """A scheduler, and steps that are committed as soon as they are planned. Every token drawn is 1."""
+
+    def __init__(self, *, num_states: int = 12, num_blocks: int = 64, num_slots: int = 2, interval: int = 0) -> None:
+        limits = Limits(SIZE, 16, 16 + num_slots, state_interval=interval)
+        self.blocks, self.slots = FencedPool("blocks", num_blocks), FencedPool("rows", num_slots)
+        self.states = FencedPool("states", num_states)
+        self.region = StateRegion(STATES, LAYOUT.block_bytes, num_blocks, num_states)
+        self.keys = BlockKeys(fingerprint="turns", layout=LAYOUT, states=STATES)
+        self.tiers = SimTiers()
+        self.scheduler = Scheduler(
+            limits=limits,
+            blocks=self.blocks,
+            slots=self.slots,
+            keys=self.keys,
+            tiers=self.tiers,
+            states=(self.states, self.region),
+        )
+        self.plans: list[StepPlan] = []
+        self.stored: list[StorePlan] = []
+        self._ids = 0
+
+    def submit(self, prompt: list[int], outputs: int = 1) -> Request:
+        self._ids += 1
+        request = Request(self._ids, tuple(prompt), GREEDY, outputs, frozenset(), 0)
+        self.scheduler.submit(request)
+        return request
+
+    def plan(self) -> StepPlan:
+        self.plans.append(self.scheduler.plan())
+        return self.plans[-1]
+
+    def commit(self, plan: StepPlan, *, finite: bool = True) -> None:
+        fence = Step(len(self.plans))
+        self.scheduler.launched(plan.batch, fence)
+        results = [RowResult((1,) if finite else (), finite=finite) for row in plan.batch.rows if row.samples]
+        committed = self.scheduler.commit(plan.batch, results, fence)
+        if (store := self.scheduler.publish(committed)) is not None:
+            self.stored.append(store)
+        for request, _, _, reason in committed.outputs:
+            if reason is not None or not finite:
+                self.scheduler.finish(request, reason or "error")
+
+    def run(self, request: Request) -> list[RowPlan]:
+        """All rows of the request, to its end."""
+        rows: list[RowPlan] = []
+        while request.finish_reason is None:
+            plan = self.plan()
+            rows += [row for row in plan.batch.rows if row.request_id == request.id]
+            self.commit(plan)
+        return rows
+
+    def answer(self, prompt: list[int], outputs: int = 1) -> list[RowPlan]:
+        return self.run(self.submit(prompt, outputs))
+
+    def key(self, tokens: list[int]) -> bytes:
+        keys: list[bytes] = []
+        self.keys.extend(keys, tokens)
+        return keys[-1]
+
+
+def spans(rows: list[RowPlan]) -> list[tuple[int, int]]:
+    return [(row.min_start, row.stop) for row in rows]
+
+
+def test_a_prompt_is_cut_where_a_checkpoint_is_made_and_the_next_chunk_reads_it() -> None:
+    turns = Turns()
+    first, tail = turns.answer(list(range(10)))
+    assert spans([first, tail]) == [(0, 8), (8, 10)]
+    assert first.states is not None and tail.states is not None
+    assert first.states.read == BEGINS
+    assert tail.states.read == first.states.write
+    assert tail.states.write not in (tail.states.read, BEGINS)
+    assert turns.states.get(turns.key(list(range(8)))) == first.states.write
+
+
+def test_decoding_keeps_one_state_but_at_the_end_of_a_block() -> None:
+    turns = Turns()
+    rows = turns.answer([5, 6], outputs=8)  # no checkpoint in the prompt: it has no complete block
+    states = [row.states for row in rows]
+    assert all(ids is not None for ids in states)
+    own = states[0].write  # type: ignore[union-attr]
+    for row, before in zip(rows[1:], rows, strict=False):
+        assert row.states is not None and before.states is not None
+        assert row.states.read == before.states.write
+        assert (row.states.write == own) == (row.stop % SIZE != 0)
+
+
+def test_a_prompt_that_returns_continues_from_its_checkpoint() -> None:
+    turns = Turns()
+    first = turns.answer(list(range(10)))
+    again = turns.answer(list(range(10)))
+    assert spans(again) == [(8, 10)]
+    assert first[0].states is not None and again[0].states is not None
+    assert again[0].states.read == first[0].states.write
+
+
+def test_a_conversation_continues_from_the_end_of_its_last_answer() -> None:
+    turns = Turns()
+    turns.answer(list(range(6)), outputs=8)  # its last token was never computed: 13 tokens, 12 of them in whole blocks
+    rows = turns.answer([*range(6), *[1] * 8, 7, 8])
+    assert rows[0].min_start == 12
+
+
+def test_blocks_without_a_checkpoint_at_their_end_are_no_hit() -> None:
+    turns = Turns()
+    turns.answer(list(range(20)))
+    rows = turns.answer([*range(10), *range(40, 50)])  # 8 tokens in common; the only checkpoint covers 16
+    assert rows[0].min_start == 0
+
+
+def test_a_checkpoint_is_made_where_prompts_were_seen_to_branch() -> None:
+    turns = Turns()
+    turns.answer(list(range(20)))
+    second = turns.answer([*range(10), *range(40, 50)])
+    assert spans(second)[0] == (0, 8)
+    third = turns.answer([*range(10), *range(60, 70)])
+    assert third[0].min_start == 8
+
+
+def test_checkpoints_are_made_at_the_interval_that_was_asked_for() -> None:
+    turns = Turns(interval=2)
+    rows = turns.answer(list(range(30)))
+    assert [row.stop for row in rows] == [8, 16, 24, 28, 30]
+    assert all(turns.states.get(turns.key(list(range(stop)))) is not None for stop in (8, 16, 24, 28))
+
+
+def test_the_newest_checkpoint_of_an_answer_replaces_the_one_before() -> None:
+    turns = Turns()
+    turns.answer(list(range(10)), outputs=12)
+    kept = [
+        len(tokens)
+        for stop in range(4, 24, 4)
+        if turns.states.get(turns.key(tokens := [*range(10), *[1] * 12][:stop])) is not None
+    ]
+    assert kept == [8, 20]
+
+
+def test_a_checkpoint_is_made_only_if_each_waiting_request_still_gets_a_state() -> None:
+    turns = Turns(num_states=3, num_slots=2)
+    first = turns.submit(list(range(10)), outputs=2)
+    plan = turns.plan()
+    assert [row.states.write for row in plan.batch.rows if row.states] != [first.states and first.states.own.ids[0]]
+    turns.commit(plan)
+    tight = Turns(num_states=2, num_slots=2)
+    request = tight.submit(list(range(10)), outputs=2)
+    plan = tight.plan()
+    assert request.states is not None
+    assert [row.states.write for row in plan.batch.rows if row.states] == [request.states.own.ids[0]]
+
+
+def test_a_request_without_a_state_waits() -> None:
+    turns = Turns(num_states=1, num_slots=2)
+    turns.submit([1, 2, 3], outputs=3)
+    late = turns.submit([4, 5, 6], outputs=1)
+    turns.commit(turns.plan())
+    assert late.states is None and turns.slots.num_available == 1
+    turns.run(late)
+    assert late.finish_reason == "length"
+
+
+def test_the_fences_of_a_states_last_uses_reach_its_next_writer() -> None:
+    turns = Turns(num_states=1, num_slots=1)
+    request = turns.submit([1, 2, 3], outputs=3)
+    plan = turns.plan()
+    fence = Step(7, done=False)
+    turns.scheduler.launched(plan.batch, fence)
+    turns.scheduler.finish(request, "abort")
+    turns.submit([4, 5, 6])
+    assert fence in turns.plan().after
+
+    turns = Turns(num_states=4, num_slots=1)
+    lease = turns.states.take(4)
+    lease.release(after=(fence,))
+    request = turns.submit(list(range(10)))
+    assert fence in turns.plan().after  # its own state, and its checkpoint's
+    assert request.states is not None and request.states.source is not None
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1])
+def test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts(missing: int | None) -> None:
+    turns = Turns()
+    prompt = list(range(10))
+    keys: list[bytes] = []
+    turns.keys.extend(keys, prompt)
+    parts = part_keys(keys[1], turns.region.blocks_per_state)
+    assert len(parts) == 2
+    turns.tiers.where = dict.fromkeys([*keys, *parts], "host")
+    if missing is not None:
+        del turns.tiers.where[parts[missing]]
+    request = turns.submit(prompt)
+    plan = turns.plan()
+    loads = [transfer for transfer in plan.transfers if isinstance(transfer, LoadPlan)]
+    if missing is not None:
+        assert not loads and spans(list(plan.batch.rows)) == [(0, 8)]
+        return
+    (load,) = loads
+    assert load.keys == (*keys, *parts)
+    assert request.states is not None and request.states.source is not None
+    assert load.block_ids[2:] == tuple(turns.region.block_ids(request.states.source.ids[0]))
+    assert request.cached is not None and request.cached.host == 8
+    turns.scheduler.load_ready(request.id, request.epoch)
+    plan = turns.plan()
+    (row,) = plan.batch.rows
+    assert (row.min_start, row.stop) == (8, 10)
+    assert row.states is not None and row.states.read == request.states.read[0][1].ids[0]
+    turns.commit(plan)
+    assert turns.states.get(keys[1]) == row.states.read  # it is on the device from now on
+    assert not turns.stored  # and came from a tier
+
+
+def test_checkpoints_of_prompts_are_stored_with_their_blocks() -> None:
+    turns = Turns()
+    rows = turns.answer(list(range(10)))
+    (store,) = turns.stored
+    assert rows[0].states is not None
+    assert store.keys[2:] == tuple(part_keys(turns.key(list(range(8))), 2))
+    assert store.block_ids[2:] == tuple(turns.region.block_ids(rows[0].states.write))
+
+
+def test_the_newest_checkpoint_is_stored_when_its_request_leaves() -> None:
+    turns = Turns()
+    turns.answer(list(range(10)), outputs=12)
+    latest = turns.scheduler.store_latest_states()
+    assert latest is not None
+    plan, lease = latest
+    assert plan.keys == tuple(part_keys(turns.key([*range(10), *[1] * 10]), 2))
+    assert not turns.states.is_cached(lease.ids[0])
+    lease.release()
+    assert turns.scheduler.store_latest_states() is None
+
+
+def test_a_state_is_forgotten_with_its_block_and_with_the_cache() -> None:
+    turns = Turns(num_blocks=8, num_slots=1)
+    turns.answer(list(range(10)))
+    assert turns.states.num_keys == 1
+    turns.answer(list(range(100, 130)))  # takes all blocks
+    assert turns.states.get(turns.key(list(range(8)))) is None
+    assert turns.states.num_keys == 1
+    turns.scheduler.forget_all()
+    assert turns.states.num_keys == 0
+
+
+def test_checkpoints_of_a_broken_request_are_not_found_again() -> None:
+    turns = Turns()
+    request = turns.submit(list(range(10)))
+    turns.commit(turns.plan())
+    assert turns.states.num_keys == 1
+    turns.commit(turns.plan(), finite=False)
+    assert request.finish_reason == "error"
+    assert turns.states.num_keys == 0
+
+
+@pytest.mark.parametrize("end", ["length", "abort", "preempt"])
+def test_every_state_comes_back(end: str) -> None:
+    turns = Turns()
+    request = turns.submit(list(range(10)), outputs=9)
+    for _ in range(5):
+        turns.commit(turns.plan())
+    if end == "length":
+        turns.run(request)
+    elif end == "abort":
+        turns.scheduler.finish(request, "abort")
+    else:
+        turns.scheduler.preempt(request)
+    assert turns.states.num_used == 0
+    turns.states.check()
+
+
+def test_a_request_that_was_preempted_continues_from_its_newest_checkpoint() -> None:
+    turns = Turns()
+    request = turns.submit(list(range(10)), outputs=9)
+    for _ in range(6):
+        turns.commit(turns.plan())
+    computed = request.committed_len
+    turns.scheduler.preempt(request)
+    rows = turns.run(request)
+    assert rows[0].min_start == computed // SIZE * SIZE
+
+
+def test_states_take_whole_blocks_behind_those_of_the_pool() -> None:
+    region = StateRegion(STATES, LAYOUT.block_bytes, 9, 3)
+    assert region.blocks_per_state == 2
+    assert list(region.block_ids(1)) == [11, 12]
+    assert region.span(1) == (11 * 256, 13 * 256)
+    assert region.stop_byte == (9 + 2 * (3 + RESERVED_STATES)) * 256
