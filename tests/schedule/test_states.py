@@ -208,12 +208,13 @@ def test_the_fences_of_a_states_last_uses_reach_its_next_writer() -> None:
     turns.submit([4, 5, 6])
     assert fence in turns.plan().after
 
-    turns = Turns(num_states=4, num_slots=1)
-    lease = turns.states.take(4)
-    lease.release(after=(fence,))
+    turns = Turns(num_states=3, num_slots=1)
+    first, others = turns.states.take(1), turns.states.take(2)
+    first.release()
+    others.release(after=(fence,))
     request = turns.submit(list(range(10)))
-    assert fence in turns.plan().after  # its own state, and its checkpoint's
-    assert request.states is not None and request.states.source is not None
+    assert fence in turns.plan().after  # of the checkpoint: its own state was not in use
+    assert request.states is not None and request.states.own.ids == first.ids and request.states.source is not None
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1])

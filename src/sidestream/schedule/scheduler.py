@@ -11,7 +11,8 @@ thread only.
              admission.py    waiting requests start
     commit ─▶ commit.py      tokens, complete blocks
 
-They share the queues (queues.py), the prefix cache (prefix_cache.py), leases (allocation.py) and tiers (tiers.py).
+They share the queues (queues.py), the prefix cache (prefix_cache.py), leases (allocation.py), tiers (tiers.py),
+recurrent states (states.py), and the search for blocks to reuse (reuse.py).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ MUTATIONS = (
         name="hit-needs-a-state-at-its-end",
         hazard="H15",
         change=Always(),
-        consequence="a request continues behind blocks at whose end nobody kept the state",
+        consequence="a request continues behind blocks without a checkpoint of the state at their end",
         needs=frozenset({"states"}),
     ),
     Mutation(
