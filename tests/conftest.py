@@ -26,6 +26,7 @@ def _interpret() -> None:
         import triton.experimental.gluon  # noqa: F401  # the first launch would import it
         from triton.runtime import interpreter
 
+        import sidestream.attention.triton.gated_delta
         import sidestream.attention.triton.kernels
         import sidestream.ops.draft_kernels
         import sidestream.ops.step_kernels  # noqa: F401

@@ -101,10 +101,16 @@ class RowStart:
 
 
 class StateIds(NamedTuple):
-    """The recurrent state that a row continues from (negative: the sequence begins), and the one it leaves."""
+    """The recurrent states of a row.
+
+    read         the state that it continues from; negative: the sequence begins
+    write        the state that it leaves
+    checkpoint   written as well if a decode row reaches the end of a block, which only the device knows; negative: none
+    """
 
     read: int
     write: int
+    checkpoint: int = -1
 
 
 class RowPlan(NamedTuple):
@@ -317,6 +323,7 @@ class LoadPlan:
 
     after      fences of the device blocks' earlier uses: the copy waits for them
     prefetch   no step waits for this load yet; other loads go first
+    num_whole  so many blocks, the first ones, are no KV and have no layers: they are copied whole, before all others
     """
 
     request_id: RequestId
@@ -325,6 +332,7 @@ class LoadPlan:
     block_ids: tuple[BlockId, ...]
     after: tuple[Fence, ...]
     prefetch: bool = False
+    num_whole: int = 0
 
 
 @dataclass(frozen=True, slots=True)

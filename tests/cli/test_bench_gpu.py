@@ -23,6 +23,7 @@ COMMANDS = {
     "host-time": ["--shape", "tiny", "--requests", "6", "--output-tokens", "24", "--rounds", "1"],
     "identity": ["--shape", "tiny", "--requests", "3", "--prompt-tokens", "40", "--output-tokens", "12"],
     "engine": ["--shape", "tiny"],
+    "hybrid-engine": ["--shape", "tiny-hybrid"],
     "throughput": ["--shape", "tiny"],
     "host-tier": ["--shape", "tiny", "--host", "16MiB", "--rounds", "1"],
 }
@@ -43,6 +44,12 @@ FIGURES = {
         "ttft_host_over_floor",
         "itl_p99_during_resume",
         "async_tokens_identical",
+    },
+    "hybrid-engine": {
+        "hybrid_decode_b1_over_floor",
+        "hybrid_ttft_host_over_floor",
+        "hybrid_verify_over_plain_step",
+        "hybrid_speculative_idle_share",
     },
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
     "host-tier": {"host_tier_ready_s_per_gib", "round_2_found_in_host"},

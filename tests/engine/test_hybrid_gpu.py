@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestream import LLM, OffloadConfig, SamplingParams
+from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.llm import RequestOutput
 from sidestream.testing.tiny_models import HYBRIDS, tiny_model_dir
 
@@ -19,8 +19,9 @@ PROMPTS = [
     [5 + position * step % 240 for position in range(length)]
     for step, length in ((3, 300), (3, 140), (7, 77), (11, 16), (13, 5))
 ]
-# Not compiled, transformers' experts copy to the GPU in each pass, which no graph can hold.
+# Where their layers cannot be compiled, transformers' experts copy to the GPU in each pass, which no graph can hold.
 MIXTURES = {"lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_next"}
+KERNELS = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
 NEAR = 5e-3  # see test_cuda_engine.py; recurrences sum over more terms
 
 
@@ -52,8 +53,10 @@ def test_answers_are_those_of_the_cpu_eager_and_captured_and_from_every_tier(fam
     with LLM(model, device="cuda", offload=offload, **options) as llm:
         parts = llm.engine.parts
         graphs = parts.executor._graphs
-        assert (graphs is None) == (family in MIXTURES)
-        assert graphs is None or all(key.has_states and not key.tokens for key in graphs.keys)
+        assert graphs is not None or family in MIXTURES
+        if graphs is not None:
+            assert all(key.has_states for key in graphs.keys)
+            assert any(key.tokens for key in graphs.keys) == (family in KERNELS)
         assert parts.costs is not None
         parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
         assert_near(llm.generate(PROMPTS, PARAMS), reference)
@@ -71,3 +74,28 @@ def test_answers_are_those_of_the_cpu_eager_and_captured_and_from_every_tier(fam
         read = llm.generate(turns, replace(PARAMS, max_tokens=4))
         assert [output.token_ids for output in read] == [output.token_ids[:4] for output in expected]
         assert sum(output.cached.disk for output in read) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "qwen3_next", "lfm2"])
+def test_answers_with_drafts_are_those_of_the_cpu_eager_and_captured(family: str, tmp_path: Path) -> None:
+    model = tiny_model_dir(family, tmp_path / "model", 3)
+    options = {"dtype": "float32", "kv_memory": "64MiB", "max_running": 4}
+    prompts = [([5, 17, 90, 41, 3 + step] * 40)[:length] for step, length in ((3, 150), (7, 77), (11, 38), (13, 21))]
+    params = replace(PARAMS, max_tokens=120)  # so long that random weights repeat themselves
+    with LLM(model, device="cpu", **options) as llm:
+        reference = llm.generate(prompts, params)
+        turns = [[*prompt, *output.token_ids, 9, 8] for prompt, output in zip(prompts, reference, strict=True)]
+        expected = llm.generate(turns, params)
+    drafting = SpeculativeConfig(max_drafts=3, adaptive=False)
+    for eager in (True, False):
+        with LLM(model, device="cuda", speculative=drafting, eager=eager, **options) as llm:
+            assert_near(llm.generate(prompts, params), reference)
+            found = llm.generate(turns, params)
+            assert_near(found, expected)
+            assert all(
+                output.cached.device >= (len(prompt) + 119) // 16 * 16
+                for prompt, output in zip(prompts, found, strict=True)
+            )
+            accepted, drafted = (llm.metrics.value(f"{kind}_tokens_total", "ngram") for kind in ("accepted", "draft"))
+            assert (family == "qwen3_5" or accepted > 0) and accepted < drafted
+            assert set(llm.engine.parts.device.host_waits()) <= {"step"}

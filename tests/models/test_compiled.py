@@ -21,12 +21,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from sidestream import LLM, SamplingParams
 from sidestream.attention.interface import ungated
 from sidestream.attention.paged import PagedBatch
+from sidestream.attention.states import StatePool
 from sidestream.engine.build import _capture, _warm_up
 from sidestream.errors import ModelError
 from sidestream.models import PagedModel, compiled, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
 from sidestream.models.mtp import attach_head
 from sidestream.runner.step_inputs import GraphKey
+from sidestream.testing.random_models import random_model
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytestmark = pytest.mark.filterwarnings(
@@ -120,6 +122,49 @@ def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_
     with compiling():
         logits(model, [*sizes, 1, 3])
     assert len(graphs) <= _MOST
+
+
+def test_the_width_of_rotary_embeddings_is_no_dynamic_size() -> None:
+    """A layer that rotates a part of a head slices it, and torch 2.11 cannot halve a slice of dynamic size."""
+    torch._dynamo.reset()
+    model = random_model("tiny-hybrid", device=torch.device("cpu"))
+    width = int(model.config.head_dim * model.config.rope_parameters["partial_rotary_factor"])
+    assert model.state_layout is not None
+    memory = torch.zeros(4 * model.state_layout.state_bytes, dtype=torch.uint8)
+    states = StatePool(memory, model.state_layout, block_tokens=16)
+    widths: list[int | torch.SymInt] = []
+
+    def compiler(module: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        inputs = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+        widths.extend(held.shape[-1] for held in inputs if isinstance(held, torch.Tensor) and held.dim() == 3)
+        return module
+
+    compile_layers(model, backend=aot_autograd(fw_compiler=compiler))
+    for length in (5, 9):
+        tokens, zero = torch.arange(length), torch.tensor([0])
+        batch = PagedBatch(
+            kv=torch.zeros(model.layout.shape(1), dtype=torch.bfloat16),
+            slot_mapping=tokens,
+            block_tables=zero[None],
+            cu_seqlens_q=(0, length),
+            kv_lens=(length,),
+            num_decode=0,
+            before_layer=lambda layer: None,
+        )
+        of_rows = states.batch(
+            zero - 1,
+            zero,
+            zero - 1,
+            slots=zero,
+            cu_seqlens_q=torch.tensor([0, length]),
+            kv_lens=torch.tensor([length]),
+            num_decode=0,
+            decode_queries=1,
+            chunks=[(0, length)],
+        )
+        with compiling():
+            model.forward(tokens, tokens, batch, zero, states=of_rows)
+    assert [found for found in widths if isinstance(found, int)].count(width) == 2  # cosines and sines
 
 
 def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:

@@ -249,10 +249,11 @@ def test_a_checkpoint_of_more_than_text_is_judged_by_its_config_for_text(tmp_pat
         load_head(model, tmp_path)
 
 
-def test_a_model_is_served_with_the_head_that_its_checkpoint_carries(tmp_path: Path) -> None:
-    publish("glm4_moe", tmp_path, again=True)
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_next"])
+def test_a_model_is_served_with_the_head_that_its_checkpoint_carries(kind: str, tmp_path: Path) -> None:
+    publish(kind, tmp_path, again=kind == "glm4_moe")
     prompts = [
-        [10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))
+        [10 + position * step % 89 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))
     ]
     greedy = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
     options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "max_running": 4, "compute_threads": 1}

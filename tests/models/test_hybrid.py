@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
-from sidestream.attention.states import StatePool
+from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.errors import ConfigError, InvariantError, ModelError
 from sidestream.kv.pool import Lease
 from sidestream.kv.state_layout import RESERVED_STATES
@@ -121,6 +121,53 @@ def test_tokens_are_equal_cold_found_on_the_device_in_memory_and_on_disk(hybrid:
         assert sum(turn.cached.disk for turn in from_disk) > 0
 
 
+def repeating(seed: int, count: int) -> list[list[int]]:
+    """Prompts in which n-grams come back, so that tokens are drafted."""
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        phrase = [rng.randrange(250) for _ in range(rng.randrange(3, 9))]
+        prompts.append((phrase * 12)[: rng.randrange(20, 60)])
+    return prompts
+
+
+def test_a_model_may_draft_for_one_with_recurrent_state_but_has_none_itself(tmp_path: Path) -> None:
+    target, small = tiny_model_dir("qwen3_5", tmp_path / "target", 3), tiny_model_dir("qwen3", tmp_path / "small", 3)
+    prompts = some_prompts(7, 3)
+    with LLM(target, kv_memory="8MiB", **OPTIONS) as llm:
+        expected = tokens_of(llm.generate(prompts, PARAMS))
+    drafting = SpeculativeConfig("draft", 3, model=str(small), adaptive=False)
+    with LLM(target, kv_memory="8MiB", speculative=drafting, **OPTIONS) as llm:
+        assert tokens_of(llm.generate(prompts, PARAMS)) == expected
+        assert llm.metrics.value("draft_tokens_total", "draft") > 0
+    with pytest.raises(ModelError, match="keeps recurrent state, which a draft model cannot"):
+        LLM(small, kv_memory="8MiB", speculative=SpeculativeConfig("draft", 3, model=str(target)), **OPTIONS)
+
+
+@pytest.mark.parametrize("hybrid", ["qwen3_next", "lfm2"], indirect=True)
+def test_tokens_are_equal_with_drafts_and_a_turn_continues_from_its_last_border(hybrid: Path, tmp_path: Path) -> None:
+    long, prompts = replace(PARAMS, max_tokens=40), repeating(6, 5)
+    with LLM(hybrid, kv_memory="16MiB", prefix_cache=False, **OPTIONS) as llm:
+        cold = llm.generate(prompts, long)
+        turns = follow_ups(prompts, cold)
+        expected, expected_turns = tokens_of(cold), tokens_of(llm.generate(turns, long))
+    offload = OffloadConfig(host="32MiB", disk=tmp_path / "tier", disk_capacity="64MiB")
+    drafting = {"speculative": SpeculativeConfig(max_drafts=3, adaptive=False), "offload": offload}
+    with LLM(hybrid, kv_memory="16MiB", **drafting, **OPTIONS) as llm:
+        found = llm.generate(prompts, long)
+        assert tokens_of(found) == expected
+        accepted, drafted = (llm.metrics.value(f"{kind}_tokens_total", "ngram") for kind in ("accepted", "draft"))
+        assert 0 < accepted < drafted
+        again = llm.generate(turns, long)
+        assert tokens_of(again) == expected_turns
+        for prompt, turn in zip(prompts, again, strict=True):
+            assert turn.cached.device >= (len(prompt) + long.max_tokens - 1) // 16 * 16
+    with LLM(hybrid, kv_memory="16MiB", **drafting, **OPTIONS) as llm:
+        from_disk = llm.generate(turns, long)
+        assert tokens_of(from_disk) == expected_turns
+        assert sum(turn.cached.disk for turn in from_disk) > 0
+
+
 def test_tokens_are_equal_after_preemption(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen3_5", tmp_path, 3)
     prompts, long = some_prompts(4, 4, shared=8), replace(PARAMS, max_tokens=40)
@@ -169,14 +216,39 @@ def test_shapes_are_those_that_transformers_keeps() -> None:
 def test_a_state_that_covers_other_tokens_is_not_used(tmp_path: Path) -> None:
     model = load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
     assert model.state_layout is not None
-    pool = StatePool(torch.zeros(4 * model.state_layout.state_bytes, dtype=torch.uint8), model.state_layout)
+    layout, zero, none = model.state_layout, torch.tensor([0]), torch.tensor([-1])
+    memory = torch.zeros(4 * layout.state_bytes, dtype=torch.uint8)
+    drafts = DraftInputs(layout, 1, 3, torch.device("cpu"))
+    pool = StatePool(memory, layout, block_tokens=16, drafts=drafts)
     pool.covered[0] = 5
-    one = {"num_decode": 0, "chunk_lens": (3,), "cu_seqlens_q": torch.tensor([0, 3])}
-    pool.batch(torch.tensor([0]), torch.tensor([1]), kv_lens=torch.tensor([8]), **one)
+    one = {
+        "slots": zero,
+        "num_decode": 0,
+        "decode_queries": 1,
+        "chunks": [(0, 3)],
+        "cu_seqlens_q": torch.tensor([0, 3]),
+    }
+    write = torch.tensor([1])
+    pool.batch(zero, write, none, kv_lens=torch.tensor([8]), **one)
     with pytest.raises(InvariantError, match="begins at token 6, its state 0 covers 5"):
-        pool.batch(torch.tensor([0]), torch.tensor([1]), kv_lens=torch.tensor([9]), **one)
+        pool.batch(zero, write, none, kv_lens=torch.tensor([9]), **one)
     with pytest.raises(InvariantError, match="its state 2 covers 0"):  # the state of zeros begins a sequence
-        pool.batch(torch.tensor([-1]), torch.tensor([1]), kv_lens=torch.tensor([9]), **one)
+        pool.batch(none, write, none, kv_lens=torch.tensor([9]), **one)
+
+    # A decode row may begin as far behind its state as inputs of drafts are kept, if they are those behind the state.
+    drafts.first[0], drafts.count[0] = 5, 2
+    row = {"slots": zero, "num_decode": 1, "decode_queries": 1, "chunks": (), "cu_seqlens_q": torch.tensor([0, 1])}
+    assert pool.batch(zero, zero, none, kv_lens=torch.tensor([8]), **row).behind.tolist() == [2]
+    with pytest.raises(InvariantError, match="begins at token 8, its state 0 covers 5, and the inputs of 2 tokens"):
+        pool.batch(zero, zero, none, kv_lens=torch.tensor([9]), **row)
+    drafts.first[0] = 6
+    with pytest.raises(InvariantError, match="begins at token 7, its state 0 covers 5, and the inputs of 0 tokens"):
+        pool.batch(zero, zero, none, kv_lens=torch.tensor([8]), **row)
+
+    # A chunk leaves none.
+    chunk = pool.batch(none, zero, none, kv_lens=torch.tensor([3]), **one)
+    chunk.finish(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+    assert (int(pool.covered[0]), int(drafts.first[0]), int(drafts.count[0])) == (3, 3, 0)
 
 
 def test_a_layer_that_forgets_what_came_before_its_chunk_is_refused(
@@ -187,10 +259,12 @@ def test_a_layer_that_forgets_what_came_before_its_chunk_is_refused(
 
     packed = recurrent._packed
 
-    def forgetting(own: object, argument: str, layer: int, hidden: torch.Tensor, batch: object) -> torch.Tensor:
+    def forgetting(
+        own: object, argument: str, layer: int, hidden: torch.Tensor, batch: object, kernels: object
+    ) -> torch.Tensor:
         for tensors in batch.pool.layer(layer).values():  # type: ignore[attr-defined]
             tensors[batch.reads] = 0  # type: ignore[attr-defined]
-        return packed(own, argument, layer, hidden, batch)  # type: ignore[arg-type]
+        return packed(own, argument, layer, hidden, batch, kernels)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recurrent, "_packed", forgetting)
     with pytest.raises(ModelError, match="recurrent layer 0 gives other values in chunks than in one piece"):
@@ -225,7 +299,6 @@ def test_what_cannot_be_served_is_refused_with_its_reason(
 def test_options_that_do_not_fit_are_refused_before_anything_is_taken(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen3_5", tmp_path, 3)
     for options, reason in (
-        ({"speculative": SpeculativeConfig()}, "not available for models with recurrent state yet"),
         (
             {"state_memory": 1000},
             r"state_memory \(1000 bytes\) holds 0 recurrent states of \d+ bytes: give state_memory",

@@ -11,7 +11,8 @@ from transfer_rig import Rig, key, keys
 from sidestream.device.host import HostStream
 from sidestream.errors import InvariantError
 from sidestream.offload import pacing, worker
-from sidestream.types import Key, PromotePlan, StorePlan
+from sidestream.offload.tickets import LoadJob
+from sidestream.types import Key, LoadPlan, PromotePlan, StorePlan
 
 
 def test_a_turn_takes_a_bounded_number_of_commands(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +206,19 @@ def test_close_releases_a_failing_load_only_once(turns: int, monkeypatch: pytest
             rig._thread._turn()
         rig.let_go(lease)
     closed(rig)
+
+
+def test_close_leaves_a_load_alone_that_failed_and_was_settled(rig: Rig) -> None:
+    """A piece may fail, and the load be settled, while the load waits for its turn to begin the next one."""
+    rig.stored(keys("a"))
+    loads, failure = rig._thread._turn.__self__._loads, OSError("injected: the copy failed")
+    slots = rig.host.pool.share(rig.host.pool.match(keys("a")))
+    job = LoadJob(1, LoadPlan(1, 0, tuple(keys("a")), (0,), ()), slots, 0.0, failure=failure)
+    slots.release()
+    loads._waiting.append(job)
+    loads.drop(OSError("the engine closes"))
+    assert not loads.waiting and job.failure is failure
+    assert rig.host.pool.num_used == 0
 
 
 def closed(rig: Rig) -> None:

@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sidestream.attention.triton import gated_delta_kernels as gated_delta
 from sidestream.attention.triton import kernels as attention
 from sidestream.ops import draft_kernels, step_kernels
 
@@ -113,3 +114,12 @@ compiled(
     BLOCK_N=64,
     **heads,
 )
+
+compiled(
+    gated_delta.convolve, *[BF16] * 6, *[LONG] * 4, *["i32"] * 5, CHANNELS=256, TOKENS=32,
+)  # fmt: skip
+compiled(
+    gated_delta.recur, *[BF16] * 12, FLOAT, *[LONG] * 7, *["i32"] * 6, "fp32",
+    KEY_HEADS=16, VALUE_HEADS=32, KEY_SIZE=128, VALUE_SIZE=128, VALUES=32, SHARE=64,
+)  # fmt: skip
+compiled(gated_delta.norm, *[BF16] * 4, "i32", "fp32", HEADS=32, SIZE=128)

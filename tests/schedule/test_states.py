@@ -16,12 +16,13 @@ from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.schedule.states import BEGINS, part_keys
-from sidestream.types import LoadPlan, RowPlan, RowResult, StepPlan, StorePlan
+from sidestream.schedule.states import BEGINS, StateCache, part_keys
+from sidestream.schedule.step_builder import StepBuilder
+from sidestream.types import LoadPlan, RowPlan, RowResult, StateIds, StepPlan, StorePlan
 
 SIZE = 4
 LAYOUT = KVLayout(1, 1, 8, SIZE, "float32")  # 256 bytes a block
-STATES = StateLayout((StateTensor(0, "recurrent", 0, (4,), "float32"),))  # 512 bytes a state: two blocks
+STATES = StateLayout((StateTensor(0, "recurrent", 0, (4,), "float32"),), 4, "float32")  # 512 bytes a state: two blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,9 +236,9 @@ def test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts(missing: int | No
         assert not loads and spans(list(plan.batch.rows)) == [(0, 8)]
         return
     (load,) = loads
-    assert load.keys == (*keys, *parts)
+    assert load.keys == (*parts, *keys) and load.num_whole == len(parts)
     assert request.states is not None and request.states.source is not None
-    assert load.block_ids[2:] == tuple(turns.region.block_ids(request.states.source.ids[0]))
+    assert load.block_ids[:2] == tuple(turns.region.block_ids(request.states.source.ids[0]))
     assert request.cached is not None and request.cached.host == 8
     turns.scheduler.load_ready(request.id, request.epoch)
     plan = turns.plan()
@@ -316,6 +317,100 @@ def test_a_request_that_was_preempted_continues_from_its_newest_checkpoint() -> 
     turns.scheduler.preempt(request)
     rows = turns.run(request)
     assert rows[0].min_start == computed // SIZE * SIZE
+
+
+class Decoding:
+    """The states of one request that decodes behind a prompt of 5 tokens. Steps are committed when told."""
+
+    def __init__(self, num_states: int = 8) -> None:
+        self.pool = FencedPool("states", num_states)
+        self.cache = StateCache(
+            Limits(SIZE, 16, 18),
+            region=StateRegion(STATES, LAYOUT.block_bytes, 64, num_states),
+            states=self.pool,
+            slots=FencedPool("rows", 1),
+            tiers=SimTiers(),
+        )
+        self.states, _ = self.cache.start(None, stop=0, loads=False)
+        ids, _ = self.cache.plan(self.states, 0, 5, checkpoint=False)
+        self.cache.commit(self.states, ids, 5, 5)
+        self.keys = [bytes([number]) * 16 for number in range(8)]
+
+    def plan(self, length: int, in_flight: int = 0) -> StateIds:
+        return self.cache.plan_decode(self.states, length, in_flight=in_flight, checkpoint=True)[0]
+
+    def commit(self, ids: StateIds, start: int, committed_len: int) -> None:
+        self.cache.commit(self.states, ids, start + 1, committed_len)
+        self.cache.publish(self.states, self.keys, committed_len // SIZE, num_prompt_tokens=5)
+
+
+def test_a_row_behind_drafts_gets_a_state_for_the_border_that_it_may_reach() -> None:
+    decoding = Decoding()
+    own = decoding.states.own.ids[0]
+    assert decoding.plan(5) == (own, own, -1)  # token 5; 6 and 7 are drafts, and reach no state
+    ids = decoding.plan(8, in_flight=2)  # from token 6, 7 or 8 on: its state covers up to 9 tokens
+    assert ids[:2] == (own, own) and ids.checkpoint not in (own, -1)
+    assert decoding.plan(9, in_flight=2).checkpoint not in (ids.checkpoint, -1)  # it may cover 8 only now
+
+
+def test_a_checkpoint_is_found_only_if_the_accepted_drafts_reached_its_border() -> None:
+    decoding = Decoding()
+    first, second, third = decoding.plan(5), decoding.plan(8, in_flight=2), decoding.plan(9, in_flight=2)
+    decoding.commit(first, 5, 6)  # no draft was accepted
+    decoding.commit(second, 6, 7)
+    assert not decoding.pool.num_keys and len(decoding.states.candidates) == 1
+    decoding.commit(third, 7, 8)
+    assert decoding.pool.get(decoding.keys[1]) == third.checkpoint
+    assert not decoding.states.candidates
+
+    decoding = Decoding()
+    first, second, third = decoding.plan(5), decoding.plan(8, in_flight=2), decoding.plan(9, in_flight=2)
+    decoding.commit(first, 5, 8)  # both were
+    decoding.commit(second, 8, 9)
+    assert decoding.pool.get(decoding.keys[1]) == second.checkpoint
+    decoding.commit(third, 9, 10)
+    assert decoding.pool.num_keys == 1
+
+
+def test_a_request_without_drafts_again_makes_checkpoints_without_a_copy() -> None:
+    decoding = Decoding()
+    first, second = decoding.plan(5), decoding.plan(8, in_flight=2)
+    decoding.commit(first, 5, 7)
+    decoding.commit(second, 7, 8)
+    assert decoding.pool.get(decoding.keys[1]) == second.checkpoint  # it covers 8 tokens
+    own = decoding.states.own.ids[0]
+    assert [decoding.plan(length) for length in (8, 9, 10)] == [(own, own, -1)] * 3
+    last = decoding.plan(11)
+    assert last.write != own and last.checkpoint == -1
+    assert decoding.plan(12) == (last.write, own, -1)
+
+
+@pytest.mark.parametrize("committed", range(4))
+def test_every_candidate_comes_back(committed: int) -> None:
+    decoding = Decoding()
+    plans = [decoding.plan(5), decoding.plan(8, in_flight=2), decoding.plan(9, in_flight=2)]
+    for number, ids in enumerate(plans[:committed]):
+        decoding.commit(ids, 5 + number, 6 + number)
+    decoding.cache.release(decoding.states, ())
+    assert decoding.pool.num_used == 0
+
+
+def test_the_fences_of_a_candidates_last_uses_reach_its_writer() -> None:
+    turns, fence = Turns(num_states=4, num_slots=1), Step(7, done=False)
+    request = turns.submit([1, 2, 3, 4, 5], outputs=9)
+    turns.commit(turns.plan())
+    turns.states.take(turns.states.num_available).release(after=(fence,))
+    request.launched_len, request.drafts_in_flight = 8, 2  # behind a step with two drafts
+    step = StepBuilder(prefill_budget=0, lead_s=0.0, step_s=0.0)
+    ids = turns.scheduler._allocator.plan_decode_states(request, step)
+    assert ids is not None and ids.checkpoint >= 0
+    assert step.after == [fence]
+
+
+def test_a_candidate_is_taken_only_if_each_waiting_request_still_gets_a_state() -> None:
+    decoding = Decoding(num_states=2)
+    decoding.plan(5)
+    assert decoding.plan(8, in_flight=2).checkpoint == -1
 
 
 def test_states_take_whole_blocks_behind_those_of_the_pool() -> None:

@@ -2,11 +2,21 @@
 
 A state is never changed in place unless its row owns it alone: a row may read a shared checkpoint and write a state of
 its own. Knows nothing of requests or streams; used by the thread, and on the stream, that owns the forward pass.
+
+Drafts never reach a state. The state that a row with drafts leaves covers its first token, which is certain; the inputs
+of its drafts are kept. The row's next step replays those of the drafts that were accepted, in front of its own tokens:
+
+    step          n                     n + 1
+    row           token t, drafts a b c     a and b were accepted, then came d: token d, drafts e f g
+    state read    covers all before t       covers t
+    replayed                                a b
+    state left    covers t                  covers d
+    inputs kept   a b c                     e f g
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +27,37 @@ from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateTensor
 
 Part = tuple[str, int]
 """Kind and index of a state's tensor in its layer, see `StateTensor`."""
+States = dict[Part, torch.Tensor]
+"""The states of some rows in one layer: each `[rows, *shape]`."""
+Advance = Callable[[torch.Tensor, States], torch.Tensor]
+"""A layer's outputs for inputs `[rows, tokens, input_size]`, of the same shape; it changes the states in place."""
+
+
+Kernels = Callable[[torch.Tensor, "StateBatch"], torch.Tensor]
+"""A layer's outputs for the packed inputs of a whole batch, `[T, input_size]`. Reads the rows' states in the pool and
+writes them there; reads nothing back, so it may be captured.
+"""
+
+
+class DraftInputs:
+    """The inputs of the last step's drafts in each layer, by request slot: what a step replays.
+
+    max_drafts   of one row
+    first        int64 [slots]: the position of the first of a slot's drafts
+    count        int64 [slots]: their number
+    """
+
+    def __init__(self, layout: StateLayout, num_slots: int, max_drafts: int, device: torch.device) -> None:
+        shape = (num_slots, max_drafts, layout.input_size)
+        dtype = getattr(torch, layout.input_dtype)
+        self.max_drafts = max_drafts
+        self._inputs = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layout.layers}
+        # By blocking copies: a fill on the device would run on a stream that no fence orders.
+        self.first, self.count = (torch.zeros(num_slots, dtype=torch.int64).to(device) for _ in range(2))
+
+    def of(self, layer: int) -> torch.Tensor:
+        """The inputs of one layer, `[slots, max_drafts, input_size]`."""
+        return self._inputs[layer]
 
 
 class StatePool:
@@ -26,12 +67,24 @@ class StatePool:
     `scratch`, which padding writes.
     """
 
-    def __init__(self, memory: torch.Tensor, layout: StateLayout, *, state_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        layout: StateLayout,
+        *,
+        block_tokens: int,
+        state_bytes: int | None = None,
+        drafts: DraftInputs | None = None,
+    ) -> None:
         """memory        uint8; as many whole states as fit
+        block_tokens  checkpoints cover a multiple of it
         state_bytes   from one state to the next; None: states lie close together
+        drafts        None: rows have no drafts
         """
         self.layout = layout
         self.device = memory.device
+        self.drafts = drafts
+        self._block_tokens = block_tokens
         self._state_bytes = state_bytes or layout.state_bytes
         self.num_states = len(memory) // self._state_bytes
         self.zero, self.scratch = self.num_states - RESERVED_STATES, self.num_states - 1
@@ -52,31 +105,70 @@ class StatePool:
         self,
         reads: torch.Tensor,
         writes: torch.Tensor,
+        checkpoints: torch.Tensor,
         *,
+        slots: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
         kv_lens: torch.Tensor,
         num_decode: int,
-        chunk_lens: Sequence[int],
+        decode_queries: int,
+        chunks: Sequence[tuple[int, int]],
     ) -> StateBatch:
         """The states of a step. B rows.
 
-        reads, writes     int64 [B]; a negative read means that the sequence begins, a negative write padding
-        cu_seqlens_q      int64 [B + 1]: start of each row in the packed tokens, and the end of the last row
-        kv_lens           int64 [B]: tokens of each row's sequence, including this step's
+        reads, writes    int64 [B]; a negative read means that the sequence begins, a negative write padding
+        checkpoints      int64 [B]: a state that is written as well if a decode row reaches the end of a block; none if
+                         negative
+        slots            int64 [B]: request slots
+        cu_seqlens_q     int64 [B + 1]: start of each row in the packed tokens, and the end of the last row
+        kv_lens          int64 [B]: tokens of each row's sequence, including this step's
+        decode_queries   tokens of a decode row, at most
+        chunks           start and end of each row after the decode rows, in the packed tokens; empty if the host does
+                         not know them, which only a layer with kernels bears
 
-        On a host, raises InvariantError if a state covers other tokens than those before its row. On a GPU nothing can
-        be raised: `StateBatch.finish` makes the row's logits NaN.
+        On a host, raises InvariantError if a state does not cover the tokens before its row, those included whose
+        inputs are kept. On a GPU nothing can be raised: `StateBatch.finish` makes the row's logits NaN.
         """
         reads = torch.where(reads < 0, self.zero, reads)
         writes = torch.where(writes < 0, self.scratch, writes)
-        starts, covered = kv_lens - cu_seqlens_q.diff(), self.covered[reads]
-        wrong = covered != starts  # rule: state-covers-what-is-before-its-row
+        lengths = cu_seqlens_q.diff()
+        starts, covered = kv_lens - lengths, self.covered[reads]
+        behind, kept = starts - covered, torch.zeros_like(starts)
+        if self.drafts is not None:
+            first, count = self.drafts.first[slots], self.drafts.count[slots]
+            kept[:num_decode] = torch.where(first == covered, count, 0)[:num_decode]
+        wrong = (behind < 0) | (behind > kept)  # rule: state-covers-what-is-before-its-row
         if on_host(self.device) and bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise InvariantError(
-                f"row {row} begins at token {int(starts[row])}, its state {int(reads[row])} covers {int(covered[row])}"
+                f"row {row} begins at token {int(starts[row])}, its state {int(reads[row])} covers "
+                f"{int(covered[row])}, and the inputs of {int(kept[row])} tokens behind that are kept"
             )
-        return StateBatch(self, reads, writes, chunk_lens, num_decode, kv_lens, cu_seqlens_q, wrong)
+        covers = kv_lens.clone()
+        covers[:num_decode] = starts[:num_decode] + 1  # rule: state-covers-no-draft
+        border = covers // self._block_tokens * self._block_tokens
+        # rule: checkpoint-is-written-if-its-border-is-reached
+        checkpoints = torch.where((checkpoints >= 0) & (border > covered), checkpoints, self.scratch)
+        number = torch.arange(decode_queries, device=self.device)[:, None]
+        own, packed = number < lengths[:num_decode], cu_seqlens_q[:num_decode] + number
+        return StateBatch(
+            pool=self,
+            reads=reads,
+            writes=writes,
+            checkpoints=checkpoints,
+            slots=slots,
+            num_decode=num_decode,
+            chunks=chunks,
+            cu_seqlens_q=cu_seqlens_q,
+            sources=torch.where(own, packed, 0),
+            places=torch.where(own, packed + 1, 0),
+            lengths=lengths,
+            behind=behind.masked_fill(wrong, 0),  # nothing is read that was not kept
+            covers=covers,
+            border=border,
+            tokens_to_border=border - covered,
+            wrong=wrong,
+        )
 
     def _view(self, memory: torch.Tensor, tensor: StateTensor, offset: int) -> torch.Tensor:
         typed = memory.view(getattr(torch, tensor.dtype))
@@ -88,43 +180,136 @@ class StatePool:
         return typed.as_strided((self.num_states, *tensor.shape), (step, *strides), place)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StateBatch:
-    """The states of one step's rows. B rows, decode rows with one token each first.
+    """The states of one step's rows. B rows, D of them decode rows, which come first and have up to Q tokens each. All
+    tensors int64 [B] unless another shape is given.
 
-    reads, writes   int64 [B]: the state that each row continues from, and the one that it leaves
-    chunk_lens      tokens of each row after the decode rows
-    num_decode      the first num_decode rows have one token each
-    kv_lens         int64 [B]: tokens that each row's new state covers
-    cu_seqlens_q    int64 [B + 1]
-    wrong           bool [B]: the state that the row reads covers other tokens than those before the row
+    reads, writes      the state that each row continues from, and the one that it leaves
+    checkpoints        the state that is written when the row reaches `border`; `StatePool.scratch`: none
+    slots              request slots
+    num_decode         D
+    chunks             start and end of each other row, in the packed tokens; empty if the host does not know them
+    cu_seqlens_q       [B + 1]: start of each row in the packed tokens
+    sources            [Q, D]: packed positions of the tokens of decode rows; 0 for tokens that a row does not have
+    places             [Q, D]: the same, plus 1; 0 for tokens that a row does not have
+    lengths            tokens of each row
+    behind             tokens before the row that its state does not cover: accepted drafts of the last step
+    covers             tokens that the row's new state covers
+    border             the last end of a block in `covers`
+    tokens_to_border   tokens from the state that is read to the border
+    wrong              bool: the state that the row reads cannot be brought to the row's start
     """
 
     pool: StatePool
     reads: torch.Tensor
     writes: torch.Tensor
-    chunk_lens: Sequence[int]
+    checkpoints: torch.Tensor
+    slots: torch.Tensor
     num_decode: int
-    kv_lens: torch.Tensor
+    chunks: Sequence[tuple[int, int]]
     cu_seqlens_q: torch.Tensor
+    sources: torch.Tensor
+    places: torch.Tensor
+    lengths: torch.Tensor
+    behind: torch.Tensor
+    covers: torch.Tensor
+    border: torch.Tensor
+    tokens_to_border: torch.Tensor
     wrong: torch.Tensor
 
-    def groups(self) -> Iterator[tuple[slice, slice]]:
-        """Rows that are computed together, all with as many tokens, and their packed tokens."""
+    def compute(
+        self, layer: int, inputs: torch.Tensor, advance: Advance, *, kernels: Kernels | None = None
+    ) -> torch.Tensor:
+        """The outputs of a layer, `[T, input_size]`, for the packed inputs of the batch, which may be followed by
+        padding; its outputs are of no use. Reads and writes the states of the rows.
+
+        kernels   compute all rows; without them `advance` does, and the host must know the lengths of chunks
+        """
+        if kernels is not None:
+            outputs = kernels(inputs, self)
+            self._keep_inputs(layer, inputs)
+            return outputs
+        outputs = inputs.new_zeros(1 + len(inputs), inputs.shape[1])  # the first one takes outputs of no token
         if self.num_decode:
-            yield slice(0, self.num_decode), slice(0, self.num_decode)
-        begin = self.num_decode
-        for row, length in enumerate(self.chunk_lens, self.num_decode):
-            yield slice(row, row + 1), slice(begin, begin + length)
-            begin += length
+            # rule: kept-inputs-are-read-before-others-are-kept
+            self._decode(layer, inputs, outputs, advance)
+        self._keep_inputs(layer, inputs)
+        tensors = self.pool.layer(layer)
+        for row, (start, stop) in enumerate(self.chunks, self.num_decode):
+            states = _gather(tensors, self.reads[row : row + 1])
+            outputs[1 + start : 1 + stop] = advance(inputs[None, start:stop], states)[0]
+            _scatter(tensors, self.writes[row : row + 1], states)
+        return outputs[1:]
+
+    def kept_inputs(self, layer: int) -> torch.Tensor:
+        """The inputs that are kept of the decode rows' drafts, `[D * max_drafts, input_size]`; empty without drafts."""
+        if self.pool.drafts is None or not self.num_decode:
+            size = self.pool.layout.input_size
+            return torch.empty(0, size, dtype=getattr(torch, self.pool.layout.input_dtype), device=self.pool.device)
+        return self.pool.drafts.of(layer).index_select(0, self.slots[: self.num_decode]).flatten(0, 1)
 
     def finish(self, logits: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Note how many tokens the written states cover, after the model. Returns the logits `[N, vocab_size]`, NaN in
         rows whose state was wrong; `logits_indices` int64 [N] are their packed positions.
         """
-        self.pool.covered.index_copy_(0, self.writes, self.kv_lens)
-        if on_host(self.pool.device):
+        pool = self.pool
+        pool.covered.index_copy_(0, self.checkpoints, self.border)
+        pool.covered.index_copy_(0, self.writes, self.covers)
+        # rule: kept-inputs-know-their-tokens
+        if pool.drafts is not None:
+            counts = self.lengths - 1
+            counts[self.num_decode :] = 0
+            pool.drafts.first.index_copy_(0, self.slots, self.covers)
+            pool.drafts.count.index_copy_(0, self.slots, counts)
+        if on_host(pool.device):
             return logits
         rows = torch.searchsorted(self.cu_seqlens_q, logits_indices, right=True) - 1
         rows = rows.clamp(max=len(self.wrong) - 1)  # padding, which is in no row
         return logits.masked_fill(self.wrong[rows].unsqueeze(1), float("nan"))
+
+    def _decode(self, layer: int, inputs: torch.Tensor, outputs: torch.Tensor, advance: Advance) -> None:
+        rows, tensors, drafts = slice(0, self.num_decode), self.pool.layer(layer), self.pool.drafts
+        behind, states = self.behind[rows], _gather(tensors, self.reads[rows])
+
+        def checkpoint(advanced: torch.Tensor | int) -> None:
+            """Write the checkpoints of rows whose state reaches its border after so many tokens."""
+            reached = self.tokens_to_border[rows] == advanced  # rule: checkpoint-is-written-at-its-border
+            _scatter(tensors, torch.where(reached, self.checkpoints[rows], self.pool.scratch), states)
+
+        if drafts is not None:
+            kept = self.kept_inputs(layer).view(self.num_decode, drafts.max_drafts, -1)
+            for number in range(int(behind.max()) if on_host(kept.device) else drafts.max_drafts):
+                before = {part: state.clone() for part, state in states.items()}
+                advance(kept[:, number : number + 1], states)
+                replayed = number < behind  # rule: replay-ends-at-the-last-accepted-draft
+                for part, state in states.items():
+                    state.copy_(torch.where(replayed.view(-1, *[1] * (state.dim() - 1)), state, before[part]))
+                checkpoint(number + 1)
+        for number, (sources, places) in enumerate(zip(self.sources, self.places, strict=True)):
+            new = inputs.index_select(0, sources)[:, None]
+            outputs.index_copy_(0, places, advance(new, states)[:, 0])
+            # rule: state-is-written-before-its-drafts
+            if number == 0:
+                _scatter(tensors, self.writes[rows], states)
+            if number == 0 and drafts is not None:
+                checkpoint(behind + 1)
+
+    def _keep_inputs(self, layer: int, inputs: torch.Tensor) -> None:
+        """Keep the inputs of this step's drafts, once those of the last step were replayed."""
+        if self.pool.drafts is None or not self.num_decode:
+            return
+        for number, sources in enumerate(self.sources[1:]):
+            # rule: inputs-of-drafts-are-kept
+            self.pool.drafts.of(layer)[:, number].index_copy_(
+                0, self.slots[: self.num_decode], inputs.index_select(0, sources)
+            )
+
+
+def _gather(tensors: Mapping[Part, torch.Tensor], ids: torch.Tensor) -> States:
+    return {part: tensor.index_select(0, ids) for part, tensor in tensors.items()}
+
+
+def _scatter(tensors: Mapping[Part, torch.Tensor], ids: torch.Tensor, states: States) -> None:
+    for part, tensor in tensors.items():
+        tensor.index_copy_(0, ids, states[part])

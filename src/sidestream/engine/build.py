@@ -84,6 +84,11 @@ class ServableModel(ForwardModel, Protocol):
         ...
 
     @property
+    def needs_chunk_lengths(self) -> bool:
+        """Whether the host must know the lengths of chunks, so that steps with chunks cannot be captured."""
+        ...
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end an answer."""
         ...
@@ -201,8 +206,6 @@ class _BuildPlan:
 
 
 def _check_sizes(model: ServableModel, config: EngineConfig, sizes: EngineSizes) -> None:
-    if model.state_layout is not None and config.speculative is not None:
-        raise ConfigError("speculative is not available for models with recurrent state yet: leave it out")
     if sizes.kv_bytes is not None:
         _check_pool(sizes.kv_bytes, model.layout)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
@@ -240,8 +243,8 @@ def _plan_build(
         origin = "the default" if config.kv_memory is None else "as asked"
     region, num_blocks = None, kv_bytes // layout.block_bytes
     if model.state_layout is not None:
-        region = _size_states(model.state_layout, layout, config, sizes, kv_bytes)
-        num_blocks = region.num_blocks
+        region = _size_states(model.state_layout, layout, config, sizes, kv_bytes, scratch=_has_scratch_block(proposer))
+        num_blocks = region.num_blocks - _has_scratch_block(proposer)
     pool_tokens = num_blocks * layout.block_tokens
     logger.info(
         "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
@@ -267,9 +270,9 @@ def _plan_build(
 
 
 def _size_states(
-    states: StateLayout, blocks: KVLayout, config: EngineConfig, sizes: EngineSizes, budget: int
+    states: StateLayout, blocks: KVLayout, config: EngineConfig, sizes: EngineSizes, budget: int, *, scratch: bool
 ) -> StateRegion:
-    """Divide `budget` bytes between blocks and recurrent states."""
+    """Divide `budget` bytes between blocks and recurrent states; a `scratch` block is in addition."""
     asked = None if config.state_memory is None else parse_bytes(config.state_memory, option="state_memory")
     state_bytes = blocks_per_state(states, blocks.block_bytes) * blocks.block_bytes
     count = num_states(
@@ -288,8 +291,8 @@ def _size_states(
         )
     left = budget - (count + RESERVED_STATES) * state_bytes
     _check_pool(left, blocks)
-    region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes, count)
-    if region.stop_byte > budget:  # alignment
+    region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes + scratch, count)
+    if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment
         region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
     logger.info(
         "recurrent states: %.2f GiB of the KV memory, %d of %d bytes", (budget - left) / 2**30, count, state_bytes
@@ -299,13 +302,19 @@ def _size_states(
     return region
 
 
+def _has_scratch_block(proposer: Proposer | None) -> bool:
+    """Whether the memory has one block more than the pool."""
+    return proposer is not None and proposer.hidden_size > 0
+
+
 def _allocate_pools(plan: _BuildPlan) -> tuple[Memory, FencedPool, FencedPool | None]:
     """Device memory of the blocks and of recurrent states, and the pools that lease them. If the proposer reads hidden
     states, the memory has one block more than the pool: a scratch block for states that belong to no block.
     """
     device, block_bytes, region = plan.device, plan.model.layout.block_bytes, plan.region
-    scratch = plan.proposer is not None and plan.proposer.hidden_size > 0
-    num_bytes = (plan.num_blocks + scratch) * block_bytes if region is None else region.stop_byte
+    num_bytes = (
+        (plan.num_blocks + _has_scratch_block(plan.proposer)) * block_bytes if region is None else region.stop_byte
+    )
     memory = device.allocate("kv", num_bytes)
     blocks, states = FencedPool("device blocks", plan.num_blocks, tracer=device.tracer), None
     if device.tracer is not None:
@@ -403,9 +412,9 @@ def _make_ready(
         max_tokens=min(sizes.token_budget, plan.bounds.pool_tokens),
         drafts=plan.max_drafts,
         has_states=plan.model.state_layout is not None,
+        chunks=not plan.model.needs_chunk_lengths,
     )
-    # Only steps with chunks wait for loads, and those of models with states are not captured.
-    gates = gated and plan.region is None
+    gates = gated and not plan.model.needs_chunk_lengths  # only steps with chunks wait for loads
     gate_layers = layers_per_group(layout, plan.device.segment_bytes) if gates else 0
     _capture(executor, plan.model, plan.proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
 
@@ -438,8 +447,9 @@ def _free_pool_bytes(
     layout = model.layout
     torch.cuda.empty_cache()  # torch's cache still holds what the check of the loaded model left
     spec = _attention_spec(model, sizes, max_drafts, device)
+    kept = 0 if model.state_layout is None else model.state_layout.draft_bytes(sizes.max_running + 1, max_drafts)
     fits = pool_bytes(
-        torch.cuda.mem_get_info(device)[0],
+        torch.cuda.mem_get_info(device)[0] - kept,
         token_bytes=layout.token_bytes,
         scratch_token_bytes=select_backend(device).token_bytes(spec),
         max_model_len=config.max_model_len or model.max_model_len,
@@ -516,8 +526,6 @@ def _capture(
 
     start_s = time.monotonic()
     served: list[PagedModel | MtpHead] = [model, *_drafting(proposer)] if isinstance(model, PagedModel) else []
-    if model.state_layout is not None:
-        served = []  # the compiler cannot trace layers whose state lies in a pool
     for way in ("compiled and ", "") if served else ("",):
         if not way:
             for part in served:

@@ -46,12 +46,16 @@ class StateLayout:
     """The tensors of one state, in the order of their bytes; each begins at a multiple of 256 bytes. Behind them is the
     number of tokens that the state covers, an int64.
 
+    input_size       elements of the input that a layer gets for one token
+    input_dtype      of these inputs
     offsets          first byte of each tensor
     covered_offset   first byte of the number of tokens
     state_bytes      of a whole state
     """
 
     tensors: tuple[StateTensor, ...]
+    input_size: int
+    input_dtype: str
     offsets: tuple[int, ...] = field(init=False)
     covered_offset: int = field(init=False)
     state_bytes: int = field(init=False)
@@ -70,6 +74,10 @@ class StateLayout:
         """The layers that keep state, in order."""
         return sorted({tensor.layer for tensor in self.tensors})
 
+    def draft_bytes(self, num_slots: int, max_drafts: int) -> int:
+        """Bytes of the inputs that are kept of drafts."""
+        return len(self.layers) * num_slots * max_drafts * self.input_size * DTYPE_BYTES[self.input_dtype]
+
     def describe(self) -> dict[str, str]:
         """The layout as plain values, for keys, directories and messages."""
         return {
@@ -83,7 +91,8 @@ class StateRegion:
     """The states in the memory of the block pool, behind its blocks. A state takes whole blocks, so stores, loads and
     tiers move it like any other block; its last block may have bytes to spare.
 
-    num_blocks         blocks of KV in front of the region; a block may be left out for alignment
+    num_blocks         blocks in front of the region: those of the pool, and a scratch block if there is one; a block
+                       may be left out for alignment
     num_states         leased to requests; `RESERVED_STATES` follow
     blocks_per_state   blocks that one state takes
     first_block        number of the first block of state 0

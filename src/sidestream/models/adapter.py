@@ -90,6 +90,11 @@ class PagedModel:
         self.module = module
         self._on_hidden: Callable[[torch.Tensor], None] | None = None
 
+    @property
+    def needs_chunk_lengths(self) -> bool:
+        """Whether the host must know the lengths of chunks, so that steps with chunks cannot be captured."""
+        return self.stateful is not None and self.stateful.needs_chunk_lengths
+
     def expose_hidden_states(self) -> None:
         """Enable `forward_with_hidden`. Call once, before the first forward is captured."""
 
@@ -108,13 +113,14 @@ class PagedModel:
         logit_rows: torch.Tensor,
         *,
         left: Callable[[torch.Tensor], None],
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
         """As `forward`, and calls `left` with the hidden states after the model's last norm, `[T, hidden_size]`, once
         the layers are enqueued. Needs `expose_hidden_states`.
         """
         self._on_hidden = lambda hidden: left(hidden[: len(tokens)])
         try:
-            logits = self.forward(tokens, positions, batch, logit_rows)
+            logits = self.forward(tokens, positions, batch, logit_rows, states=states)
             if self._on_hidden is not None:
                 raise InvariantError("the model reported no hidden states: call expose_hidden_states first")
             return logits

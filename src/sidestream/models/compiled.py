@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.experimental import _config as symbolic_shapes
-from torch.nn.functional import linear
 from transformers import AttentionInterface
 
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
+from sidestream.models.joined import join_projections
 from sidestream.models.mtp import MtpHead
 
 logger = logging.getLogger(__name__)
@@ -64,14 +64,16 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     with torch.no_grad():
         for part in list(_module(model).modules()):
             for names in _JOINED:
-                _join(part, names)
+                join_projections(part, names)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
     how = {"dynamic": True, "backend": backend, "options": options}
+    rotary = None if isinstance(model, MtpHead) else getattr(model.module.base_model, "rotary_emb", None)
     for (kind, _), parts in _kinds(model).items():
         for part in parts:
-            part._compiled_call_impl = _compiled(part._call_impl, kind, partial(_as_written, parts), how)
+            compiled = _compiled(part._call_impl, kind, partial(_as_written, parts), how)
+            part._compiled_call_impl = _with_static_width(compiled) if part is rotary else compiled
     if isinstance(model, MtpHead):
         vars(model)["joined"] = _compiled(
             MtpHead.joined.__get__(model), "MtpHead", lambda: vars(model).pop("joined", None), how
@@ -111,6 +113,20 @@ def _compiled(
             )
             undo()
         return written(*given, **named)
+
+    return call
+
+
+def _with_static_width(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose results have the same last size in all calls. The compiler would take it for dynamic, and torch
+    2.11 cannot halve a slice of dynamic size, as layers do that rotate a part of a head.
+    """
+
+    def call(*given: Any, **named: Any) -> Any:
+        results = compiled(*given, **named)
+        for result in results if isinstance(results, tuple) else ():
+            torch._dynamo.mark_static(result, result.dim() - 1)
+        return results
 
     return call
 
@@ -157,46 +173,6 @@ def _around(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
 
 def _module(model: PagedModel | MtpHead) -> Any:
     return model if isinstance(model, MtpHead) else model.module
-
-
-class _Part(nn.Module):
-    """A projection whose weight is a range of rows of a larger weight, which several projections share.
-
-    In compiled code, each part multiplies by the whole weight, and `_MergeProducts` keeps only one of these equal
-    products.
-    """
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, first: int, stop: int) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-        self._first, self._stop = first, stop
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., stop - first]`."""
-        if torch.compiler.is_compiling():
-            return linear(states, self.weight, self.bias)[..., self._first : self._stop]
-        bias = None if self.bias is None else self.bias[self._first : self._stop]
-        return linear(states, self.weight[self._first : self._stop], bias)
-
-
-def _join(parent: nn.Module, names: Sequence[str]) -> None:
-    """Replace `parent`'s projections with these names by parts of one joined weight, if all of them exist as plain
-    layers of the same kind.
-    """
-    parts = [getattr(parent, name, None) for name in names]
-    if not all(type(part) is nn.Linear for part in parts):
-        return
-    kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts if part is not None}
-    if len(kinds) != 1:
-        return
-    weight = nn.Parameter(torch.cat([part.weight for part in parts if part is not None]), requires_grad=False)
-    biases = [part.bias for part in parts if part is not None and part.bias is not None]
-    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-    first = 0
-    for name, part in zip(names, parts, strict=True):
-        assert part is not None
-        setattr(parent, name, _Part(weight, bias, first, first + part.out_features))
-        first += part.out_features
 
 
 class _MergeProducts(CustomGraphPass):

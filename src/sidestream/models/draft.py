@@ -19,9 +19,15 @@ def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, nu
     max_model_len   tokens of the longest request
     num_tokens      size of the tokenizer's vocabulary
 
-    Raises ModelError, with both values, for a draft model that does not fit: block_tokens and dtype must be equal.
+    Raises ModelError, with both values, for a draft model that does not fit (block_tokens and dtype must be equal) or
+    keeps recurrent state.
     """
     layout, own = model.layout, draft.layout
+    if draft.state_layout is not None:
+        raise ModelError(
+            f"the draft model {draft.name} keeps recurrent state, which a draft model cannot: choose one in which all "
+            "layers are attention"
+        )
     if own.dtype != layout.dtype or own.block_tokens != layout.block_tokens:
         raise ModelError(
             f"the draft model {draft.name} has KV in {own.dtype} and blocks of {own.block_tokens} tokens, "

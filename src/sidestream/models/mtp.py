@@ -31,6 +31,7 @@ from sidestream.device.kinds import CPU, on_host
 from sidestream.errors import ModelError
 from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
 from sidestream.models.loader import local_directory
+from sidestream.models.recurrent import number_attention_layers
 from sidestream.models.weights import digest_of_files, pack_linears
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class MtpHead(nn.Module):
             raise ModelError(f"a head needs the model's {lacking[0]}, and {type(base).__name__} has none of that name")
         self._model = (model,)  # in a tuple, so that torch does not count the model's weights as weights of the head
         config = copy.deepcopy(model.config)
-        self.layer_index = config.num_hidden_layers
+        index = config.num_hidden_layers
         config.num_hidden_layers += 1
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
@@ -90,7 +91,7 @@ class MtpHead(nn.Module):
         reference = base.norm.weight
         with torch.device(CPU):
             self.join = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False)
-            self.layer = type(base.layers[-1])(config, layer_idx=self.layer_index)
+            self.layer = type(base.layers[-1])(config, layer_idx=index)
         for part in (self.join, self.layer):
             part.apply(model._init_weights)
         self.to(reference.device, reference.dtype)
@@ -133,7 +134,7 @@ class MtpHead(nn.Module):
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """Like `forward`, but for packed tokens and the block pool: both results are `[T, hidden_size]`. Also writes
-        the KV to layer `layer_index` of the pool.
+        the KV to the layer of the pool behind the model's.
         """
         count = len(tokens)
         predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(batch))
@@ -200,6 +201,7 @@ def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
     head = load_head(model.module, source)
     layout = model.layout
     extra = 1 + layout.layers_for(head.hidden_size)
+    number_attention_layers(head.layer, first=layout.num_layers)
     model.layout = replace(layout, num_layers=layout.num_layers + extra)
     digest = xxhash.xxh3_128(model.fingerprint.encode())
     for name, tensor in sorted(head.state_dict().items()):

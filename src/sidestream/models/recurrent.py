@@ -19,7 +19,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from sidestream.attention.states import Part, StateBatch
+from sidestream.attention.states import Kernels, Part, StateBatch, States
+from sidestream.device.kinds import on_gpu
 from sidestream.errors import ModelError
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.kv.state_layout import StateLayout, StateTensor
@@ -45,9 +46,11 @@ def attention_layers(module: nn.Module) -> list[int]:
     return sorted(part.layer_idx for part in _attending(module))
 
 
-def number_attention_layers(module: nn.Module) -> None:
-    """Number the layers that attend by their place in the block pool, which has no room for the other layers."""
-    for layer, part in enumerate(sorted(_attending(module), key=lambda part: part.layer_idx)):
+def number_attention_layers(module: nn.Module, *, first: int = 0) -> None:
+    """Number the layers that attend by their place in the block pool, from `first` on: the pool has no room for the
+    other layers.
+    """
+    for layer, part in enumerate(sorted(_attending(module), key=lambda part: part.layer_idx), first):
         part.layer_idx = layer
 
 
@@ -98,18 +101,23 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
                 if dtype not in DTYPE_BYTES:
                     raise ModelError(f"layer {layer} keeps {dtype} state: {', '.join(DTYPE_BYTES)} are served")
                 tensors.append(StateTensor(layer, kind, index, tuple(state.shape[1:]), dtype))
-    return StateLayout(tuple(tensors)) if tensors else None
+    if not tensors:
+        return None
+    return StateLayout(tuple(tensors), config.hidden_size, str(parameter.dtype).removeprefix("torch."))
 
 
 class StatefulLayers:
     """The stateful modules of one model, with forwards that take the states of a packed batch.
 
     Outside `run`, they compute one sequence without a cache, as transformers does.
+
+    needs_chunk_lengths   some module needs the lengths of chunks on the host
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._batch: StateBatch | None = None
         self._observe: Observer | None = None
+        self.needs_chunk_lengths = False
         for layer, part in stateful_modules(module).items():
             self._replace_forward(layer, part)
 
@@ -132,34 +140,46 @@ class StatefulLayers:
 
     def _replace_forward(self, layer: int, part: nn.Module) -> None:
         own, argument = part.forward, _cache_argument(part)
+        kernels = _kernels(part, layer)
+        self.needs_chunk_lengths |= kernels is None
 
         def compute(hidden_states: torch.Tensor, batch: StateBatch | None) -> torch.Tensor:
             if batch is None:
                 output: torch.Tensor = own(hidden_states)
                 return output
-            return _packed(own, argument, layer, hidden_states, batch)
+            return _packed(own, argument, layer, hidden_states, batch, kernels)
 
         def forward(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             if self._observe is None:
                 return compute(hidden_states, self._batch)
             return self._observe(layer, hidden_states, self._batch, compute)
 
-        part.forward = forward
+        part.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+
+
+def _kernels(part: nn.Module, layer: int) -> Kernels | None:
+    """Our own kernels for the module; None: it is computed by transformers' code."""
+    if not on_gpu(next(part.parameters()).device):
+        return None
+    from sidestream.models.gated_delta import GatedDelta  # needs triton
+
+    return GatedDelta(part, layer) if GatedDelta.fits(part) else None
 
 
 def _packed(
-    own: Callable[..., torch.Tensor], argument: str, layer: int, hidden: torch.Tensor, batch: StateBatch
+    own: Callable[..., torch.Tensor],
+    argument: str,
+    layer: int,
+    hidden: torch.Tensor,
+    batch: StateBatch,
+    kernels: Kernels | None,
 ) -> torch.Tensor:
-    """A layer's output `[1, T, hidden_size]`; tokens behind the batch are padding, with an output of 0."""
-    pool, output = batch.pool.layer(layer), torch.zeros_like(hidden)
-    for rows, tokens in batch.groups():
-        reads, writes = batch.reads[rows], batch.writes[rows]
-        states = {part: tensors.index_select(0, reads) for part, tensors in pool.items()}
-        own_tokens = hidden[0, tokens].view(len(reads), -1, hidden.shape[-1])
-        output[0, tokens] = own(own_tokens, **{argument: _RowStates(layer, states)}).flatten(0, 1)
-        for part, tensors in pool.items():
-            tensors.index_copy_(0, writes, states[part])
-    return output
+    """A layer's output `[1, T, hidden_size]`; that of padding behind the batch is of no use."""
+
+    def advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
+        return own(inputs, **{argument: _RowStates(layer, states)})
+
+    return batch.compute(layer, hidden[0], advance, kernels=kernels)[None]
 
 
 class _RowStates:

@@ -254,7 +254,9 @@ def _state_pool(model: PagedModel) -> StatePool | None:
         return None
     count = 2 + RESERVED_STATES
     return StatePool(
-        torch.full((count * layout.state_bytes,), 255, dtype=torch.uint8, device=model.module.device), layout
+        torch.full((count * layout.state_bytes,), 255, dtype=torch.uint8, device=model.module.device),
+        layout,
+        block_tokens=model.layout.block_tokens,
     )
 
 
@@ -265,13 +267,17 @@ def _state_batch(pool: StatePool, chunk: int, start: int, end: int, *, checked: 
     decodes = int(end - start == 1)
     if not checked:
         pool.covered[read] = start
+    one = torch.zeros(1, dtype=torch.int64, device=pool.device)
     return pool.batch(
         ids[0],
         ids[1],
+        one - 1,
+        slots=one,
         cu_seqlens_q=torch.tensor((0, end - start), device=pool.device),
         kv_lens=torch.tensor((end,), device=pool.device),
         num_decode=decodes,
-        chunk_lens=() if decodes else (end - start,),
+        decode_queries=1,
+        chunks=() if decodes else ((0, end - start),),
     )
 
 

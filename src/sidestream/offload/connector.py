@@ -71,7 +71,7 @@ class _Load:
         """Fences that a layer of the group waits for."""
         assert self.submitted is not None
         # rule: layer-gates
-        return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.groups[group].fences[-1])
+        return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.group(group).fences[-1])
 
     def share_left(self) -> float:
         """Share of the load's bytes that have not arrived yet, from 0 to 1."""

@@ -1,8 +1,9 @@
 """Loads copy host slots to device blocks, after the last use of the blocks (H3). Worker thread only.
 
 A load job is executed in pieces. All pieces except the last copy whole blocks. The last piece is split by groups of
-layers, so that a step can follow it layer by layer. When all pieces were submitted to the device, their fences are
-reported.
+layers, so that a step can follow it layer by layer. A recurrent state has no layers in this sense, and the first layers
+of a step read it: its parts are pieces of their own, before all others. When all pieces were submitted to the device,
+their fences are reported.
 """
 
 from __future__ import annotations
@@ -95,8 +96,14 @@ class Loads:
         piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // layout.block_bytes)
         last = max(pacing.BLOCKS_PER_TURN, pacing.LAST_PIECE_BYTES // layout.block_bytes)
         left = len(plan.keys) - first
-        stop = job.begun = first + (left if left <= last else min(piece, left - last))
-        step = layers_per_group(layout, self._device.segment_bytes) if job.all_begun else layout.num_layers
+        by_layers = first >= plan.num_whole  # rule: states-are-loaded-before-layers
+        if by_layers:
+            stop = first + (left if left <= last else min(piece, left - last))
+        else:
+            stop = min(first + piece, plan.num_whole)
+        job.begun = stop
+        split = by_layers and job.all_begun
+        step = layers_per_group(layout, self._device.segment_bytes) if split else layout.num_layers
         slots, block_ids, groups = job.slots.ids[first:stop], plan.block_ids[first:stop], []
         for layer in range(0, layout.num_layers, step):
             layers = range(layer, min(layer + step, layout.num_layers))  # rule: load-copies-every-layer

@@ -57,6 +57,10 @@ class LoadSubmitted:
     before: tuple[Part, ...]
     groups: tuple[Part, ...]
 
+    def group(self, number: int) -> Part:
+        """The part that layers of a group wait for. A load that ends with a recurrent state has one for all of them."""
+        return self.groups[min(number, len(self.groups) - 1)]
+
     @property
     def fences(self) -> list[Fence]:
         """The fences of every slice."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sidestream.attention.interface import AttentionBackend
-from sidestream.attention.states import StatePool
+from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.device.kinds import on_host
@@ -40,7 +40,7 @@ from sidestream.runner.step_inputs import (
 )
 from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowColumns, RowPlan, RowStart, SamplingSpec, StateIds
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec, StateIds
 
 # One step runs, the next one is launched, the results of the previous one are being read.
 _STEPS = 3
@@ -168,10 +168,18 @@ class Executor:
         num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
         self._states = states
-        pool = None
+        self._state_pool: StatePool | None = None
         if states is not None:
-            region = memory.data[states.first_byte : states.stop_byte]
-            pool = StatePool(region, states.layout, state_bytes=states.state_bytes)
+            drafts = None
+            if proposer is not None:
+                drafts = DraftInputs(states.layout, num_slots + 1, max_drafts, device.torch_device)
+            self._state_pool = StatePool(
+                memory.data[states.first_byte : states.stop_byte],
+                states.layout,
+                block_tokens=layout.block_tokens,
+                state_bytes=states.state_bytes,
+                drafts=drafts,
+            )
         self._table_width = num_blocks
         if attention.max_kv_tokens is not None:
             self._table_width = min(num_blocks, attention.max_kv_tokens // layout.block_tokens)
@@ -197,7 +205,7 @@ class Executor:
             state=self._state,
             proposer=proposer,
             max_drafts=max_drafts,
-            states=pool,
+            states=self._state_pool,
         )
         self._graphs: Graphs | None = None
 
@@ -283,7 +291,7 @@ class Executor:
         if batch.speculates and not gated and self._traced:
             self._touch_all_layers(rows)
         before_layer = self._layer_hook(step.gates, rows)
-        before_states = self._states_hook(step.gates, batch.columns)
+        before_states = self._states_hook(step.gates, rows)
         return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
     def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
@@ -376,26 +384,31 @@ class Executor:
         """
         layout = self._model.layout
         kv = [] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))
-        states = [] if self._states is None or later else state_accesses(batch.columns, self._states)
+        states = [] if self._states is None or later else state_accesses(batch.rows, self._states)
         return [entry.access(write=True), *kv, *states]
 
     def _touch_all_layers(self, rows: Sequence[RowPlan]) -> None:
-        layout = self._model.layout
+        layout, states = self._model.layout, self._states
         self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
+        if states is not None:
+            self._stream.touch(lambda: state_accesses(rows, states))
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
-        """The rows with exact positions from the device state if the host can read it (on a CPU); else unchanged, with
-        bounds `[min_start, stop)`.
+        """The rows with exact positions from the device state if the host can read it (on a CPU), and without
+        checkpoints that they do not reach; else unchanged, with bounds `[min_start, stop)`.
         """
         if not batch.speculates or not on_host(self._state.lengths.device):
             return batch.rows
-        lengths = self._state.lengths.tolist()
-        return [
-            row
-            if row.is_certain
-            else row._replace(min_start=lengths[row.slot], stop=lengths[row.slot] + row.num_tokens)
-            for row in batch.rows
-        ]
+        lengths, exact = self._state.lengths.tolist(), []
+        for row in batch.rows:
+            start = row.min_start if row.is_certain else lengths[row.slot]
+            states = row.states
+            if self._state_pool is not None and states is not None and states.checkpoint >= 0:
+                size, covered = self._model.layout.block_tokens, int(self._state_pool.covered[states.read])
+                if (start + 1) // size * size <= covered:
+                    states = states._replace(checkpoint=-1)
+            exact.append(row._replace(min_start=start, stop=start + row.num_tokens, states=states))
+        return exact
 
     def _layer_hook(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
         """The hook that attention calls before it touches a layer's KV: it makes the stream wait for that layer's loads
@@ -412,19 +425,19 @@ class Executor:
 
         return before_layer
 
-    def _states_hook(self, gates: LayerGates, columns: RowColumns) -> Callable[[], None]:
-        """The hook that is called once before a step touches recurrent states: the stream waits for the whole of its
-        loads, because a state arrives with their last slice.
+    def _states_hook(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[], None]:
+        """The hook that is called once before a step touches recurrent states. States arrive before all layers, so the
+        stream waits for the same fences as the first layer.
         """
         if not gates.by_layer or self._states is None:
             return lambda: None
         region = self._states
 
         def before_states() -> None:
-            for fence in gates.by_layer[-1]:  # rule: states-wait-for-their-load
+            for fence in gates.by_layer[0]:  # rule: states-wait-for-their-load
                 self._stream.wait(fence)
             if self._traced:
-                self._stream.touch(lambda: state_accesses(columns, region))
+                self._stream.touch(lambda: state_accesses(rows, region))
 
         return before_states
 
@@ -442,16 +455,17 @@ def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> lis
     return accesses
 
 
-def state_accesses(columns: RowColumns, region: StateRegion) -> list[Access]:
+def state_accesses(rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:
     """The byte ranges of the recurrent states that a step reads and writes."""
     accesses = []
-    for ids in columns.states:
+    for ids in (row.states for row in rows):
         if ids is None:
             continue
         if ids.read >= 0:
             accesses.append(Access("kv", *region.span(ids.read), write=False))
-        if ids.write >= 0:
-            accesses.append(Access("kv", *region.span(ids.write), write=True))
+        for state_id in (ids.write, ids.checkpoint):
+            if state_id >= 0:
+                accesses.append(Access("kv", *region.span(state_id), write=True))
     return accesses
 
 

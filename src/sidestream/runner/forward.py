@@ -4,6 +4,7 @@ and the proposer that follows it. On the compute stream.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -68,6 +69,7 @@ class ForwardModel(Protocol):
         /,
         *,
         left: Left,
+        states: StateBatch | None = None,
     ) -> Tensor:
         """Like `forward`, for a proposer that reads hidden states: calls `left` with the last layer's hidden states of
         all packed tokens, `[T, hidden_size]`, before it computes the logits.
@@ -189,13 +191,17 @@ class Forward:
         states = None
         if self._states is not None:
             before_states()
+            begin = sizes.decodes + sizes.num_drafts
             states = self._states.batch(
                 inputs.state_reads,
                 inputs.state_writes,
+                inputs.state_checkpoints,
+                slots=inputs.slots,
                 cu_seqlens_q=inputs.cu_seqlens_q,
                 kv_lens=resolved.kv_lens,
                 num_decode=sizes.decodes,
-                chunk_lens=inputs.chunk_lens,
+                decode_queries=1 + sizes.draft_len,
+                chunks=[*itertools.pairwise(itertools.accumulate(inputs.chunk_lens, initial=begin))],
             )
         return self.run(
             resolved.tokens,
@@ -259,7 +265,13 @@ class Forward:
                 self._stream.on_side_stream(
                     lambda: proposer.follow(StepTokens(tokens, positions, hidden.previous_by_slot(rows), batch))
                 )
-            logits = self._model.forward_with_hidden(tokens, positions, batch, logits_indices, left=left)
+            if states is None:
+                logits = self._model.forward_with_hidden(tokens, positions, batch, logits_indices, left=left)
+            else:
+                logits = self._model.forward_with_hidden(
+                    tokens, positions, batch, logits_indices, left=left, states=states
+                )
+                logits = states.finish(logits, logits_indices)
             self._stream.join()  # rule: proposer-branch-is-joined
             # Without drafts, each row continues after its slot's last token, whose hidden state the slot has kept.
             if proposed is not None:

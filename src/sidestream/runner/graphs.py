@@ -187,8 +187,14 @@ class Graphs:
         events = dict(zip((group.start for group in self._groups), self._events, strict=True))
 
         def run(into: _Pass, before_layer: Callable[[int], None]) -> None:
+            gated = into is captured.gated
+
+            def before_states() -> None:
+                if gated:  # states arrive before all layers
+                    self._stream.wait_external(self._events[0])  # rule: captured-states-wait-for-their-load
+
             with torch.inference_mode():
-                into.output = self._forward.step(inputs, before_layer, gated=into is captured.gated)
+                into.output = self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
         def wait(layer: int) -> None:
             if layer in events:

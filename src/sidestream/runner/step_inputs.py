@@ -94,7 +94,7 @@ class InputSizes:
     @property
     def parts(self) -> list[int]:
         """Lengths of the parts of the buffer, in the order of `StepInputs`."""
-        tokens, rows, states = [self.num_tokens] * 3, [self.rows] * 3, [self.rows * self.has_states] * 2
+        tokens, rows, states = [self.num_tokens] * 3, [self.rows] * 3, [self.rows * self.has_states] * 3
         return [*tokens, self.rows + 1, *rows, self.logits, self.rows, self.rows, self.rows, self.rows, 1, *states]
 
 
@@ -147,14 +147,22 @@ class GraphKey:
 
     @classmethod
     def all_of(
-        cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0, has_states: bool = False
+        cls,
+        *,
+        max_rows: int,
+        chunk_tokens: int,
+        max_tokens: int,
+        drafts: int = 0,
+        has_states: bool = False,
+        chunks: bool = True,
     ) -> list[GraphKey]:
         """The keys worth a graph each, for up to `max_rows` rows and `max_tokens` prefill tokens; the most used first.
 
         A key for `chunk_tokens` lets the largest chunk run without padding. If `drafts` > 0, each number of decode rows
         has a key without drafts and a key with `drafts` drafts for each row. Large numbers of rows have a third key,
         with room for a quarter of these drafts: if few rows have drafts, the full key would compute mostly padding. For
-        the same reason, steps with prefill and drafts have a key for at most `_FEW_ROWS` decode rows.
+        the same reason, steps with prefill and drafts have a key for at most `_FEW_ROWS` decode rows. Without `chunks`
+        there are only keys without prefill.
         """
         decodes = [
             count
@@ -170,9 +178,7 @@ class GraphKey:
             count for count in (*(SHORT_TOKENS << power for power in range(10)), chunk_tokens) if count < max_tokens
         }
         beside = [count for count in (0, 8, 32, 128) if count < max_rows]
-        if has_states:  # the host must know the lengths of chunks, which a graph would not
-            return [cls(count, has_states=True) for count in (*decodes, max_rows)]
-        return [
+        keys = [
             *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
             *(
                 cls(count, 0, drafts, count * drafts // 4)
@@ -187,6 +193,7 @@ class GraphKey:
             ),
             *(cls(rows, count) for rows in (*beside, max_rows) for count in (*sorted(set(tokens)), max_tokens)),
         ]
+        return [replace(key, has_states=has_states) for key in keys if chunks or not key.tokens]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,6 +217,7 @@ class StepInputs:
     mailbox_offset    [1] first byte of the step's mailbox entry
     state_reads       [B] state that the row continues from; negative: none. Empty if the model keeps none
     state_writes      [B] state that the row leaves; negative: padding
+    state_checkpoints [B] state that is written at the end of a block; negative: none
 
     chunk_lens        tokens of each chunk, for a model with recurrent state; in an eager step only
     """
@@ -234,6 +242,7 @@ class StepInputs:
     mailbox_offset: Tensor
     state_reads: Tensor
     state_writes: Tensor
+    state_checkpoints: Tensor
 
     @classmethod
     def of(
@@ -293,6 +302,7 @@ class StepInputs:
             chunk_lens=tuple(lengths[num_decodes:]),
             state_reads=self.state_reads[rows] if self.sizes.has_states else self.state_reads,
             state_writes=self.state_writes[rows] if self.sizes.has_states else self.state_writes,
+            state_checkpoints=self.state_checkpoints[rows] if self.sizes.has_states else self.state_checkpoints,
         )
 
 
@@ -342,7 +352,9 @@ def pack(
     if sizes.has_states and batch.rows:
         rows = np.array([*range(decodes), *range(sizes.decodes, sizes.decodes + len(batch.rows) - decodes)])
         # rule: states-of-a-row-are-its-owners
-        parts.state_reads[rows], parts.state_writes[rows] = zip(*columns.states, strict=True)
+        parts.state_reads[rows], parts.state_writes[rows], parts.state_checkpoints[rows] = zip(
+            *columns.states, strict=True
+        )
     return numbers
 
 
@@ -364,6 +376,7 @@ class _Parts(NamedTuple):
     mailbox_offset: Numbers
     state_reads: Numbers
     state_writes: Numbers
+    state_checkpoints: Numbers
 
 
 def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, starts: Numbers, parts: _Parts) -> int:
@@ -421,7 +434,7 @@ def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
     parts.token_slots[:] = parts.slots[:] = padding_slot
     parts.origins[:] = FROM_SLOT
     parts.logits_indices[:] = parts.sampling_rows[:] = parts.table_indices[:] = -1
-    parts.state_reads[:] = parts.state_writes[:] = -1
+    parts.state_reads[:] = parts.state_writes[:] = parts.state_checkpoints[:] = -1
     return numbers
 
 

@@ -89,14 +89,23 @@ class Admission:
         step.after.extend(after)  # rule: fresh-blocks-wait-for-their-last-use
         if reuse.keys:
             # rule: load-waits-for-its-blocks-last-use
-            step.transfers.append(LoadPlan(request.id, request.epoch, tuple(reuse.keys), tuple(loaded_ids), after))
+            step.transfers.append(
+                LoadPlan(
+                    request.id,
+                    request.epoch,
+                    tuple(reuse.keys),
+                    tuple(loaded_ids),
+                    after,
+                    num_whole=reuse.num_state_parts,
+                )
+            )
         num_hits, num_found = len(hits), reuse.num_blocks
         request.branch_blocks = reuse.num_joinable  # rule: checkpoint-is-made-where-prompts-branch
         request.start(num_hits=num_hits, num_found=num_found, block_tokens=self._limits.block_tokens)
         self._queues.start(request)
         request.loading = request.arriving = bool(reuse.keys)  # rule: request-with-a-load-is-loading
         if request.cached is None:
-            loaded = tuple(reuse.keys[: reuse.num_loads])
+            loaded = tuple(reuse.keys[reuse.num_state_parts :])
             request.cached = self._tiers.cached_tokens(request, num_hits=num_hits, loaded=loaded)
         self._prefill.plan(request, step)
         return True

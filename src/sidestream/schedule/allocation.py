@@ -70,7 +70,7 @@ class Allocator:
         available += sum(len(other.blocks.ids) for other in preempted if other.blocks is not None)
         if self._states is not None and not preempted:
             key = _last_key(request, reuse.num_blocks)
-            if not self._states.has_room(key, loads=reuse.loads_state):  # rule: admission-needs-a-state
+            if not self._states.has_room(key, loads=reuse.num_state_parts > 0):  # rule: admission-needs-a-state
                 return False
         return needed + num_running - len(preempted) <= available
 
@@ -81,19 +81,19 @@ class Allocator:
         their first writer waits for.
         """
         hits = reuse.hits
-        blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted
         states: RequestStates | None = None
         after: tuple[Fence, ...] = ()
         if self._states is not None:  # before blocks are evicted, and their checkpoints with them
-            stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.loads_state
+            stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_state_parts > 0
             states, after = self._states.start(_last_key(request, reuse.num_blocks), stop=stop, loads=loads)
+        blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted
         fresh = self._blocks.take(self._limits.num_blocks(len(request.tokens)) - len(hits))
         blocks.extend(fresh)
         request.slot, request.blocks, request.states = self._slots.take(1), blocks, states
         self._prefix_cache.add_pending(request, request.keys[len(hits) :])
         loaded = fresh.ids[: reuse.num_loads]
-        if self._states is not None and states is not None and reuse.loads_state:
-            loaded = [*loaded, *self._states.block_ids(states)]
+        if self._states is not None and states is not None and reuse.num_state_parts:
+            loaded = [*self._states.block_ids(states), *loaded]
         # rule: fresh-state-waits-for-its-last-use
         return loaded, (*fresh.after, *after)
 
@@ -110,6 +110,19 @@ class Allocator:
             request.states, start, stop, checkpoint=checkpoint and self._limits.prefix_cache and request.shares
         )
         step.after.extend(after)  # rule: checkpoint-waits-for-its-last-use
+        return ids
+
+    def plan_decode_states(self, request: Request, step: StepBuilder) -> StateIds | None:
+        """The states of the request's next decode row; None: the model keeps none."""
+        if self._states is None or request.states is None:
+            return None
+        ids, after = self._states.plan_decode(
+            request.states,
+            request.launched_len,
+            in_flight=request.drafts_in_flight,
+            checkpoint=self._limits.prefix_cache and request.shares,
+        )
+        step.after.extend(after)  # rule: candidate-waits-for-its-last-use
         return ids
 
     def missing_blocks(self, request: Request, length: int) -> int:

@@ -72,14 +72,16 @@ class Committer:
             columns.tokens,
             columns.samples,
             columns.drafts,
+            columns.states,
             strict=True,
         )
-        for request_id, epoch, stop, tokens, samples, drafts in rows:
+        for request_id, epoch, stop, tokens, samples, drafts, states in rows:
             result = next(results_left) if samples else None
             request = requests.get(request_id)
             if request is None or request.epoch != epoch or request.state is not running:  # rule: late-results
                 continue
             request.stepped = True
+            covers = request.committed_len + 1 if tokens is None else stop
             if result is None:
                 request.committed_len = stop
             else:
@@ -96,8 +98,8 @@ class Committer:
                 if not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
                     invalidated += self._prefix_cache.invalidate(request)
                     continue
-            if request.states is not None and self._states is not None:
-                self._states.commit(request.states, request.committed_len)
+            if states is not None and request.states is not None and self._states is not None:
+                self._states.commit(request.states, states, covers, request.committed_len)
             complete = request.committed_len // size  # rule: only-committed-blocks-are-published
             if complete > request.published_blocks:
                 completed.append((request, complete))

@@ -45,11 +45,7 @@ class DecodePlanner:
                     continue
                 drafts, table = room, request.table
             assert request.slot is not None
-            states = None
-            if request.states is not None:
-                states = self._allocator.plan_states(
-                    request, length, length + 1, step, checkpoint=(length + 1) % size == 0
-                )
+            states = None if request.states is None else self._allocator.plan_decode_states(request, step)
             outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
             # RowPlan(...) without the call of its __new__: half the time.
             # rule: decode-row

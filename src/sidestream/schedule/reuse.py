@@ -22,7 +22,7 @@ class Reuse:
 
     hits         blocks on the device
     num_blocks   all reused blocks
-    keys         of what is in tiers: blocks, then the parts of the checkpoint, if it is not on the device
+    keys         of what is in tiers: the parts of the checkpoint, if it is not on the device, then blocks
     sources      the tier of each of `keys`
     num_joinable length of the run behind which a running request may compute the same: for a model with recurrent state
                  it may be longer than `num_blocks`, because blocks were found without a checkpoint at their end
@@ -40,9 +40,9 @@ class Reuse:
         return self.num_blocks - len(self.hits)
 
     @property
-    def loads_state(self) -> bool:
-        """Whether the checkpoint is in a tier."""
-        return len(self.keys) > self.num_loads
+    def num_state_parts(self) -> int:
+        """Parts of the checkpoint that are in tiers; 0: it is on the device."""
+        return len(self.keys) - self.num_loads
 
 
 class ReuseFinder:
@@ -104,5 +104,5 @@ class ReuseFinder:
             if state_sources:
                 state_keys = self._states.part_keys(wanted[count - 1])
         loads = slice(len(hits), max(len(hits), count))
-        keys = (*wanted[loads], *state_keys)
-        return Reuse(hits[:count], count, keys, (*sources[: loads.stop - loads.start], *state_sources), known)
+        keys = (*state_keys, *wanted[loads])
+        return Reuse(hits[:count], count, keys, (*state_sources, *sources[: loads.stop - loads.start]), known)

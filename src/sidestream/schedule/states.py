@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol
 
 from sidestream.errors import InvariantError
@@ -53,6 +54,9 @@ class RequestStates:
     source       the checkpoint that its next step reads; None: that step reads `own`
     unpublished  checkpoints of steps in flight, with the tokens that each covers
     read         checkpoints that steps in flight read, with the end of each step
+    candidates   written by steps in flight, if they reach the end of a block: one for each such step, in order
+    covered      tokens that the state covers after the last planned step, at least
+    reached      tokens that it covers after the last committed step
     latest       the last checkpoint that was made while decoding, with its key
     loaded       tokens that the checkpoint covers which it started from, if it came from a tier
     """
@@ -61,6 +65,9 @@ class RequestStates:
     source: Lease | None
     unpublished: list[tuple[int, Lease]] = field(default_factory=list)
     read: list[tuple[int, Lease]] = field(default_factory=list)
+    candidates: list[Lease] = field(default_factory=list)
+    covered: int = 0
+    reached: int = 0
     latest: tuple[int, Key] | None = None
     loaded: int = -1
 
@@ -73,6 +80,9 @@ class StateCache:
       of the step that wrote it (H7, H12).
     - A checkpoint is never written after the step that made it.
     - A checkpoint is made only if a state remains for each request that may still start: it never delays an admission.
+    - The state of a row with drafts covers none of them. So after a step with drafts, only the device knows what the
+      next step's state covers: that step gets a state more, in which the device writes the checkpoint if its state
+      passes the end of a block. The host learns it at commit.
     - While a request decodes, its newest checkpoint replaces the one before, and is stored in tiers when the request
       leaves the device: only the end of a turn is worth keeping.
     """
@@ -132,7 +142,7 @@ class StateCache:
                 raise InvariantError("a request starts from a checkpoint that is gone")
             source = self._states.share([state_id])  # rule: request-starts-from-the-checkpoint-that-it-found
         own = self._states.take(1)
-        states = RequestStates(own, source)
+        states = RequestStates(own, source, covered=stop, reached=stop)
         if loads and source is not None:
             states.unpublished.append((stop, source))
             states.loaded = stop
@@ -148,21 +158,57 @@ class StateCache:
         self, states: RequestStates, start: int, stop: int, *, checkpoint: bool
     ) -> tuple[StateIds, tuple[Fence, ...]]:
         """The states that a step over `[start, stop)` reads and writes; the fences are last uses of what it writes."""
-        read = BEGINS if not start else states.own.ids[0]
-        if states.source is not None:
-            read = states.source.ids[0]
-            states.read.append((stop, states.source))
-            states.source = None
-        # rule: checkpoint-leaves-a-state-for-each-request
-        if not checkpoint or self._states.num_available <= self._slots.num_available:
+        states.covered = stop
+        read = self._read(states, start, stop)
+        if not checkpoint or not self._may_checkpoint():
             return StateIds(read, states.own.ids[0]), ()
         made = self._states.take(1)
         states.source = made  # rule: next-step-reads-the-checkpoint
         states.unpublished.append((stop, made))
         return StateIds(read, made.ids[0]), made.after
 
-    def commit(self, states: RequestStates, committed_len: int) -> None:
-        """Give back published checkpoints that only committed steps read."""
+    def plan_decode(
+        self, states: RequestStates, length: int, *, in_flight: int, checkpoint: bool
+    ) -> tuple[StateIds, tuple[Fence, ...]]:
+        """The states of a decode row whose first token is at `length`, or up to `in_flight` tokens before it."""
+        border = (length + 1) // self._limits.block_tokens * self._limits.block_tokens
+        covered = states.covered
+        if covered == length:  # there were no drafts before, so the host knows what the new state covers
+            return self.plan(states, length, length + 1, checkpoint=checkpoint and border == length + 1)
+        states.covered = length - in_flight + 1
+        read = self._read(states, length, length + 1)
+        if not checkpoint or border <= covered or not self._may_checkpoint():
+            return StateIds(read, states.own.ids[0]), ()
+        candidate = self._states.take(1)
+        states.candidates.append(candidate)
+        return StateIds(read, states.own.ids[0], candidate.ids[0]), candidate.after
+
+    def _read(self, states: RequestStates, start: int, stop: int) -> int:
+        if states.source is None:
+            return states.own.ids[0] if start else BEGINS
+        source, states.source = states.source, None
+        states.read.append((stop, source))
+        return source.ids[0]
+
+    def _may_checkpoint(self) -> bool:
+        # rule: checkpoint-leaves-a-state-for-each-request
+        return self._states.num_available > self._slots.num_available
+
+    def commit(self, states: RequestStates, ids: StateIds, covers: int, committed_len: int) -> None:
+        """Take in a step of the request with these states, whose new state covers `covers` tokens. Give back published
+        checkpoints that only committed steps read.
+        """
+        if ids.checkpoint >= 0:
+            candidate = states.candidates.pop(0)
+            border = covers // self._limits.block_tokens * self._limits.block_tokens
+            if border > states.reached:  # rule: candidate-is-a-checkpoint-if-its-border-was-reached
+                for checkpoints in (states.unpublished, states.read):
+                    checkpoints.append((border, candidate))
+                    checkpoints.sort(key=itemgetter(0))
+            else:
+                candidate.release()  # rule: candidate-that-is-no-checkpoint-is-released
+        states.reached = covers
+        states.covered = max(states.covered, covers)
         waiting = {id(made) for _, made in states.unpublished}
         while states.read and states.read[0][0] <= committed_len and id(states.read[0][1]) not in waiting:
             # rule: checkpoint-is-released-after-its-transfers
@@ -194,6 +240,7 @@ class StateCache:
         """
         # A checkpoint in `unpublished` is the request's `source`, or is in `read`.
         leases = [states.own, *(lease for _, lease in states.read)]
+        leases += states.candidates  # rule: candidates-are-released-with-their-request
         if states.source is not None:
             leases.append(states.source)
         for lease in leases:

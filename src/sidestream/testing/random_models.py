@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
 from sidestream.config import unknown_name
 from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError
 from sidestream.models.adapter import PagedModel
-from sidestream.models.config_checks import layout_of
+from sidestream.models.config_checks import parts_of
 from sidestream.tokenizer import Tokenizer
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
@@ -46,6 +46,25 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
             "num_hidden_layers": 28,
             "num_attention_heads": 16,
             "tie_word_embeddings": True,
+        },
+    ),
+    # One layer of attention in four, the others with a gated delta rule, as in Qwen3-Next; without its experts.
+    "qwen3.5-9b": (Qwen3_5TextConfig, {"max_position_embeddings": 40960}),
+    "tiny-hybrid": (
+        Qwen3_5TextConfig,
+        {
+            "vocab_size": 512,
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 1024,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
         },
     ),
     "tiny": (
@@ -86,10 +105,12 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
     Raises ConfigError for an unknown shape.
     """
     module = random_module(shape, device=device, attention="eager", seed=seed)
+    parts = parts_of(module.config, dtype="bfloat16", block_tokens=block_tokens)
     return PagedModel(
         module,
         name=shape,
-        layout=layout_of(module.config, dtype="bfloat16", block_tokens=block_tokens),
+        layout=parts.kv,
+        state_layout=parts.state,
         max_model_len=module.config.max_position_embeddings,
         eos_token_ids=(),
         fingerprint=f"random-{shape}-{seed}",

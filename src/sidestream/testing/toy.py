@@ -23,7 +23,7 @@ import torch
 
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
-from sidestream.attention.states import StateBatch
+from sidestream.attention.states import StateBatch, States
 from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
 from sidestream.kv.layout import KVLayout
@@ -32,6 +32,8 @@ from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
 
 _PRIME = (1 << 31) - 1
+STATE_WIDTH = 40
+"""Numbers of a `StatefulToyModel`'s state; only the last one counts."""
 
 
 class ToyModel:
@@ -55,6 +57,7 @@ class ToyModel:
     ) -> None:
         self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32")
         self.state_layout: StateLayout | None = None
+        self.needs_chunk_lengths = False
         self.hidden_size = 4 * block_tokens
         self._num_layers = num_layers
         self._hidden_after: dict[tuple[int, ...], int] = {}
@@ -74,7 +77,8 @@ class ToyModel:
         *,
         states: StateBatch | None = None,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward`."""
+        """See `ForwardModel.forward`. With `states` on the host only."""
+        self._advance_states(tokens, states)
         return self._forward(tokens, positions, batch, logit_rows)
 
     def forward_with_hidden(
@@ -85,11 +89,13 @@ class ToyModel:
         logit_rows: torch.Tensor,
         *,
         left: Left,
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
         """See `ForwardModel.forward_with_hidden`. The hidden state of a token is one number that depends on all KV up
         to the token. It is repeated `hidden_size` times, the size of one layer of a block.
         """
         assert isinstance(batch, PagedBatch), "hidden states are read on the host"
+        self._advance_states(tokens, states)
         logits = self._forward(tokens, positions, batch, logit_rows)
         numbers = torch.tensor([[float(self.hidden(self._seen_at(batch, index)))] for index in range(len(tokens))])
         left(numbers.expand(-1, self.hidden_size))
@@ -201,6 +207,9 @@ class ToyModel:
     def _after_layers(self, batch: PagedBatch) -> None:
         """Extra writes of a variant, after all keys and values are written."""
 
+    def _advance_states(self, tokens: torch.Tensor, states: StateBatch | None) -> None:
+        """Read and write the recurrent states of a variant, before everything else."""
+
     def _seen(self, pool: torch.Tensor, table: torch.Tensor, length: int) -> npt.NDArray[np.int64]:
         """The KV numbers that determine the next token of a row, read from its blocks."""
         count = self.layout.num_blocks_for(length)
@@ -286,6 +295,7 @@ class StatefulToyModel(ToyModel):
         vocab_size: int = 97,
         max_model_len: int = 512,
         eos_every: int = 0,
+        leaves_hidden: bool = False,
     ) -> None:
         super().__init__(
             block_tokens=block_tokens,
@@ -293,24 +303,12 @@ class StatefulToyModel(ToyModel):
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_every=eos_every,
+            leaves_hidden=leaves_hidden,
         )
-        self.state_layout = StateLayout((StateTensor(0, "recurrent", 0, (1,), "float32"),))
-        self.fingerprint = f"toy-stateful-{num_layers}-{vocab_size}-{eos_every}"
+        # The number is the last of many, so that it lies where a block's last layer does.
+        self.state_layout = StateLayout((StateTensor(0, "recurrent", 0, (STATE_WIDTH,), "float32"),), 1, "float32")
+        self.fingerprint = f"toy-stateful-{num_layers}-{vocab_size}-{eos_every}" + "-hidden" * leaves_hidden
         self._after: list[int] = []  # the state after each packed token of the current forward
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        batch: AttentionBatch,
-        logit_rows: torch.Tensor,
-        *,
-        states: StateBatch | None = None,
-    ) -> torch.Tensor:
-        """See `ForwardModel.forward`. On the host only."""
-        if states is not None:
-            self._after = self._recur(tokens.tolist(), states)
-        return self._forward(tokens, positions, batch, logit_rows)
 
     def state_after(self, tokens: Sequence[int]) -> int:
         """The state after `tokens`, computed without any pool; exact in float32."""
@@ -319,18 +317,9 @@ class StatefulToyModel(ToyModel):
             state = _recurred(state, token)
         return state
 
-    def _recur(self, tokens: Sequence[int], states: StateBatch) -> list[int]:
-        numbers, after = states.pool.layer(0)["recurrent", 0], list[int]()
-        for rows, packed in states.groups():
-            count = (packed.stop - packed.start) // (rows.stop - rows.start)
-            for row in range(rows.start, rows.stop):
-                state = int(numbers[states.reads[row], 0])
-                begin = packed.start + (row - rows.start) * count
-                for token in tokens[begin : begin + count]:
-                    state = _recurred(state, token)
-                    after.append(state)
-                numbers[states.writes[row], 0] = state
-        return after
+    def _advance_states(self, tokens: torch.Tensor, states: StateBatch | None) -> None:
+        if states is not None:
+            self._after = states.compute(0, tokens[:, None].float(), _advance)[:, 0].long().tolist()
 
     def _seen_at(self, batch: PagedBatch, packed: int) -> npt.NDArray[np.int64]:
         return np.append(super()._seen_at(batch, packed).ravel(), self._after[packed])
@@ -342,6 +331,18 @@ class StatefulToyModel(ToyModel):
 def _recurred(state: int, token: int) -> int:
     """The state after one more token."""
     return (state * 48271 + token * 7919 + 1) % (1 << 20)
+
+
+def _advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
+    """The states after each token, exact in float32."""
+    state, outputs = states["recurrent", 0], torch.empty_like(inputs)
+    for row, tokens in enumerate(inputs[:, :, 0].tolist()):
+        number = int(state[row, -1])
+        for index, token in enumerate(tokens):
+            number = _recurred(number, int(token))
+            outputs[row, index, 0] = number
+        state[row, -1] = number
+    return outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def register(app: typer.Typer) -> None:
     app.command("overhead", cls=Command)(overhead)
     app.command("soak", cls=Command)(soak)
     app.command("hybrid", cls=Command)(hybrid)
+    app.command("hybrid-engine", cls=Command)(hybrid_engine)
     app.command("transfer", cls=Command)(transfer)
     app.command("interference", cls=Command)(interference)
     app.command("forward-thread", cls=Command)(forward_thread)
@@ -211,6 +212,26 @@ def hybrid(
         lambda on_progress: measure(
             chosen, num_prompts=prompts, turns=turns, system_tokens=system_tokens, on_progress=on_progress
         ),
+    )
+
+
+def hybrid_engine(
+    device: GpuDevice = CUDA,
+    shape: Annotated[str, option("--shape", metavar="SHAPE", help="Model shape: qwen3.5-9b or tiny-hybrid.")] = (
+        "qwen3.5-9b"
+    ),
+    block_tokens: Annotated[int, option("--block-tokens", metavar="N", help="Tokens of a block.", parse=whole)] = 16,
+    as_json: AsJson = False,
+) -> None:
+    """Models with recurrent state: step times, TTFT from host memory and the time of drafts; random weights."""
+    from sidestream.cli.bench.hybrid_engine import measure
+
+    _report(
+        "hybrid-engine",
+        f"{shape}, random weights",
+        as_json,
+        lambda on_progress: measure(device=device, shape=shape, block_tokens=block_tokens, on_progress=on_progress),
+        bounded=device == CUDA and shape == "qwen3.5-9b",
     )
 
 

@@ -24,7 +24,7 @@ from sidestream.cli.bench.gpu import Link, stamp
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.bench.requests import Answer, ask, ask_at_once
 from sidestream.cli.bench.steps import StepClock
-from sidestream.config import EngineConfig, OffloadConfig, unknown_name
+from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig, unknown_name
 from sidestream.device.choice import torch_device
 from sidestream.device.kinds import CUDA, on_gpu
 from sidestream.engine import Engine, build_engine
@@ -49,6 +49,8 @@ class Sizes:
     decode      rows; context tokens; upper bound of step time / (time to read weights and KV)
     cold        prompt lengths; upper bound of TTFT in ms
     from_host   prompt lengths; upper bound of TTFT / (time to load the KV); lower bound of cold TTFT / TTFT
+    others_context, resumed, outputs
+                tokens of the other requests, of the one that resumes, and of answers
     """
 
     kv_memory: str
@@ -61,6 +63,7 @@ class Sizes:
     others_context: int
     resumed: int
     outputs: int
+    block_tokens: int = 16
 
 
 _FULL = Sizes(
@@ -78,13 +81,21 @@ _FULL = Sizes(
 _TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.0),), ((128, 1.10, 6.5),), 32, 200, 12)
 
 
-class _Rig:
+class Rig:
     """The engine, a StepClock on its executor, and measurements of the hardware's limits."""
 
-    def __init__(self, device: str, shape: str, sizes: Sizes, on_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        device: str,
+        shape: str,
+        sizes: Sizes,
+        on_progress: Callable[[str], None],
+        *,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         self.torch_device = torch_device(device)
         on_progress("making the model")
-        self.model: PagedModel = random_model(shape, device=self.torch_device)
+        self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
         # Parameters that a step reads completely. An input embedding that is not also the output layer is only indexed.
@@ -107,6 +118,7 @@ class _Rig:
                 max_running=sizes.max_running,
                 max_model_len=sizes.max_model_len,
                 offload=OffloadConfig(host=sizes.host),
+                speculative=speculative,
             ),
             tell=starting,
         )
@@ -126,6 +138,7 @@ class _Rig:
         self.link.seconds()
 
     def close(self) -> None:
+        """Close the engine."""
         self.engine.close()
         self._unfreeze_gc_heap()
 
@@ -138,25 +151,37 @@ class _Rig:
         return float(self._random.uniform(0, most_s))
 
     def ask(self, prompt: Sequence[int], outputs: int) -> Answer:
+        """Submit a request for so many tokens."""
         return ask(self.engine, prompt, outputs)
 
     def forget_device(self) -> None:
         """Wait for all stores, then drop the device's prefix cache, so that KV remains in host memory only."""
         if not self.engine.flush(timeout_s=60.0):
             raise SidestreamError("stores did not end within 60 s")
-        self.engine.call(self.parts.blocks.forget_all)
+        self.engine.call(self.parts.scheduler.forget_all)
 
-    def steps(self, rows: int, context: int, outputs: int) -> tuple[list[float], list[float]]:
-        """For each step in which `rows` requests decode: its duration, and the time in which the device was idle, both
-        in seconds.
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one recurrent state, as a tier holds it; 0: the model keeps none."""
+        region = self.parts.state_region
+        return 0 if region is None else region.state_bytes
+
+    def steps(self, rows: int, context: int, outputs: int, *, drafts: int = 0) -> tuple[list[float], list[float]]:
+        """For each step in which `rows` requests decode, with so many `drafts` each: its duration, and the time in
+        which the device was idle, both in seconds.
         """
         first = len(self.clock.launched_steps)
         answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
         for answer in answers:
             answer.wait()
         sizes = [(step.rows, step.tokens) for step in self.clock.launched_steps]
-        full = [at for at in range(first + 1, len(sizes)) if sizes[at] == sizes[at - 1] == (rows, rows)]
+        full = [at for at in range(first + 1, len(sizes)) if sizes[at] == sizes[at - 1] == (rows, rows * (1 + drafts))]
         return self.clock.steps(full[2:-2] if len(full) > 6 else full)
+
+    def host_waits(self) -> int:
+        """Waits of the host for the device, besides those for a step that is to be committed."""
+        waits = self.parts.device.host_waits()
+        return sum(count for reason, count in waits.items() if reason not in ("step", "benchmark"))
 
     def busy_s(self, work: Callable[[], object]) -> float:
         """Device time of `work`, which the host enqueues on a new stream; minimum of three runs."""
@@ -190,6 +215,7 @@ class _Rig:
         return 2 * size**3 / self.busy_s(lambda: left @ right)
 
     def bytes_a_second_to_device(self) -> float:
+        """Rate of copies from pinned host memory."""
         return (
             8
             * (64 << 20 if on_gpu(self.torch_device) else 1 << 20)
@@ -203,7 +229,7 @@ def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Calla
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))
     sizes = _FULL if device == CUDA else _TINY
-    rig = _Rig(device, shape, sizes, on_progress)
+    rig = Rig(device, shape, sizes, on_progress)
     try:
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.startup_s, "s", at_most(60.0))]
@@ -212,27 +238,24 @@ def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Calla
             for what, seconds in rig.phases.items()
         ]
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
-        ways = {"decode": _decode, "prefill": _prefill, "ttft": _ttft, "resume": _resume, "async": _async}
+        ways = {"decode": decode, "prefill": _prefill, "ttft": ttft, "resume": _resume, "async": _async}
         for part in parts:
             figures += ways[part](rig, sizes, step_s, on_progress)
-        waits = {
-            reason: count
-            for reason, count in rig.parts.device.host_waits().items()
-            if reason not in ("step", "benchmark")
-        }
-        figures.append(Figure("host_waits_besides_commits", sum(waits.values()), "waits", at_most(0)))
+        figures.append(Figure("host_waits_besides_commits", rig.host_waits(), "waits", at_most(0)))
     finally:
         rig.close()
     return figures
 
 
-def _decode(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def decode(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+    """Step times over the time to read weights, KV and states; the baseline `generate`; and the device's idle time."""
     bandwidth = rig.bandwidth()
     figures, idle_shares = [Figure("memory_read_gb_s", bandwidth / 1e9, "GB/s")], []
     for rows, context, bound in sizes.decode:
         on_progress(f"decode, {rows} rows")
         lengths, idle = rig.steps(rows, context, sizes.outputs)
-        floor = (2 * rig.num_weights_read + rows * context * rig.model.layout.token_bytes) / bandwidth
+        read = 2 * rig.num_weights_read + rows * context * rig.model.layout.token_bytes
+        floor = (read + 2 * rows * rig.state_bytes) / bandwidth  # a state is read and written
         figures.append(Figure(f"decode_b{rows}_over_floor", median(lengths) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"decode_b{rows}_ms", 1e3 * median(lengths), "ms"))
         figures.append(Figure(f"decode_b{rows}_floor_ms", 1e3 * floor, "ms"))
@@ -244,7 +267,7 @@ def _decode(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str],
     return [*figures, Figure("idle_share_max", max(idle_shares), "share", at_most(0.02))]
 
 
-def _generate(rig: _Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figure]:
+def _generate(rig: Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figure]:
     """Step time of transformers' own `generate` with the same shape and batch, without prefill."""
     module, figures = random_module(rig.model.name, device=rig.torch_device), []
     for rows, context, _ in sizes.decode:
@@ -270,7 +293,7 @@ def _generate(rig: _Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Fig
     return figures
 
 
-def _prefill(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def _prefill(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     flops, figures = rig.flops(), []
     layout = rig.model.layout
     for length, _ in sizes.cold:
@@ -290,7 +313,8 @@ def _prefill(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str]
     return [*figures, Figure("matmul_tflops", flops / 1e12, "TFLOP/s")]
 
 
-def _ttft(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def ttft(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+    """TTFT cold, and with KV and states in host memory; `step_s` is the time of a step that decodes one request."""
     figures = []
     for length, bound in sizes.cold:
         on_progress(f"first token, {length} tokens cold")
@@ -312,14 +336,14 @@ def _ttft(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
                     "the benchmark measures something else"
                 )
             warm.append(answer.ttft_s)
-        floor = length * rig.model.layout.token_bytes / rate + step_s
+        floor = (length * rig.model.layout.token_bytes + rig.state_bytes) / rate + step_s
         figures.append(Figure(f"ttft_host_over_floor{suffix}", median(warm) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"ttft_cold_over_host{suffix}", median(cold) / median(warm), "ratio", at_least(gain)))
         figures.append(Figure(f"ttft_host_ms_{length}", 1e3 * median(warm), "ms"))
     return [*figures, Figure("link_to_device_gb_s", rate / 1e9, "GB/s"), Figure("one_step_ms", 1e3 * step_s, "ms")]
 
 
-def _resume(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def _resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     on_progress("decoding while a long request resumes")
     count = min(_OTHERS, sizes.max_running - 1)
     long = rig.prompt(sizes.resumed)
@@ -351,7 +375,7 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str],
         rig.forget_device()
     rate = rig.bytes_a_second_to_device()
     blocks = (sizes.resumed - 1) // rig.model.layout.block_tokens
-    floor = blocks * rig.model.layout.block_bytes / rate + step_s
+    floor = (blocks * rig.model.layout.block_bytes + rig.state_bytes) / rate + step_s
     return [
         Figure("itl_p99_during_resume", _p99(during) / _p99(alone), "ratio", at_most(1.05)),
         Figure("itl_p99_during_resume_ms", 1e3 * _p99(during), "ms"),
@@ -363,7 +387,7 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str],
     ]
 
 
-def _async(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def _async(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     figures, equal = [], True
     for rows, context, _ in sizes.decode:
         rates: dict[bool, list[float]] = {True: [], False: []}

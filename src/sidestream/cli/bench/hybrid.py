@@ -2,8 +2,8 @@
 
 Tiny models with random weights, one of each kind of recurrent layer, in float32. Prompts share beginnings and are cut
 anywhere. Each is answered by an engine without a prefix cache; after it from the device, from host memory, from disk in
-a new engine, and in a pool so small that requests are preempted. A case is one answer; a difference is one that has
-other tokens than the first.
+a new engine, and in a pool so small that requests are preempted; all of it also with drafts. A case is one answer; a
+difference is one that has other tokens than the first.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _WAVE = 20
 _VOCAB = 250
 _SHARED = 64
 _OUTPUTS = 12
+_DRAFTS = 3
+_WAYS = 8  # answers to each prompt that are compared with the first
 # The conversation: a system prompt, turns of a user and answers, by two users of the same system prompt.
 _SYSTEM = 6000
 _TURNS = 30
@@ -54,12 +56,14 @@ def measure(
                     [*trunk[: rng.randrange(_SHARED + 1)], *_tokens(rng, rng.randrange(1, 60))] for _ in range(count)
                 ]
                 expected = _cold(model, prompts)
-                for where, answers in _again(model, prompts, Path(scratch) / f"{family}-{wave}"):
-                    cases += len(answers)
-                    differences += sum(
-                        answer.token_ids != right for answer, right in zip(answers, expected, strict=True)
-                    )
-                    found[where] = found.get(where, 0) + sum(answer.cached.by_tier.get(where, 0) for answer in answers)
+                for drafts in (0, _DRAFTS):
+                    for where, answers in _again(model, prompts, Path(scratch) / f"{family}-{wave}-{drafts}", drafts):
+                        cases += len(answers)
+                        differences += sum(
+                            answer.token_ids != right for answer, right in zip(answers, expected, strict=True)
+                        )
+                        reused = sum(answer.cached.by_tier.get(where, 0) for answer in answers)
+                        found[where] = found.get(where, 0) + reused
             wrong_bytes += _state_bytes_error(model)
         on_progress(f"{turns} turns")
         shares = [
@@ -71,7 +75,7 @@ def measure(
             for family in (families[0], "qwen3")
         ]
     return [
-        Figure("hybrid_cases", cases, "answers", at_least(200 * 4 * len(families)) if num_prompts >= 200 else None),
+        Figure("hybrid_cases", cases, "answers", at_least(200 * _WAYS * len(families)) if num_prompts >= 200 else None),
         Figure("hybrid_differences", differences, "answers", at_most(0)),
         *(Figure(f"hybrid_found_{where}", tokens, "tokens") for where, tokens in sorted(found.items())),
         Figure("hybrid_reused_share", shares[0] / shares[1], "ratio", at_least(0.95)),
@@ -100,13 +104,16 @@ def _cold(model: Path, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]
         return [answer.token_ids for answer in _answer(llm, prompts)]
 
 
-def _again(model: Path, prompts: Sequence[Sequence[int]], directory: Path) -> list[tuple[str, list[RequestOutput]]]:
-    """The answers from each tier, and with preemptions."""
-    from sidestream.config import OffloadConfig
+def _again(
+    model: Path, prompts: Sequence[Sequence[int]], directory: Path, drafts: int
+) -> list[tuple[str, list[RequestOutput]]]:
+    """The answers from each tier, and with preemptions, with so many drafts in each step."""
+    from sidestream.config import OffloadConfig, SpeculativeConfig
 
     offload = OffloadConfig(host="64MiB", disk=directory, disk_capacity="256MiB")
+    drafting = {"speculative": SpeculativeConfig(max_drafts=drafts, adaptive=False) if drafts else None}
     answers: list[tuple[str, list[RequestOutput]]] = []
-    with _open(model, offload=offload) as llm:
+    with _open(model, offload=offload, **drafting) as llm:
         _answer(llm, prompts)
         answers.append(("device", _answer(llm, prompts)))
         parts = llm.engine.parts
@@ -116,12 +123,12 @@ def _again(model: Path, prompts: Sequence[Sequence[int]], directory: Path) -> li
         _settle(llm)
         llm.engine.call(parts.scheduler.forget_all)
         answers.append(("host", _answer(llm, prompts)))
-    with _open(model, offload=offload) as llm:
+    with _open(model, offload=offload, **drafting) as llm:
         costs = llm.engine.parts.costs
         assert costs is not None
         costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
         answers.append(("disk", _answer(llm, prompts)))
-    with _open(model) as llm:
+    with _open(model, **drafting) as llm:
         blocks = llm.engine.parts.blocks
         held: list[Lease] = []
         llm.engine.call(lambda: held.append(blocks.take(blocks.size - 16)))  # two requests fit

@@ -83,7 +83,7 @@ MUTATIONS = (
         name="each-layer-waits-for-its-own-copy",
         hazard="H5",
         at="layer-gates",
-        change=Rewrite("[group].fences", "[0].fences"),
+        change=Rewrite("(group).fences", "(0).fences"),
         consequence="later layers are read as soon as the first ones are loaded",
         needs=frozenset({"offload"}),
     ),
@@ -91,7 +91,7 @@ MUTATIONS = (
         name="layer-waits-for-its-last-slice",
         hazard="H5",
         at="layer-gates",
-        change=Rewrite("[group].fences[-1]", "[group].fences[0]"),
+        change=Rewrite("(group).fences[-1]", "(group).fences[0]"),
         consequence="a layer is read as soon as its first slice is loaded",
         needs=frozenset({"offload"}),
     ),
@@ -167,7 +167,8 @@ EQUIVALENT = (
             needs=frozenset({"close", "failing_copy", "offload"}),
         ),
         "the close would have to come in the turn in which the offload worker sees a piece fail, and other loads keep "
-        "its lane full: no test does this",
+        "its lane full",
+        noticed_by="offload/test_worker.py::test_close_leaves_a_load_alone_that_failed_and_was_settled",
     ),
     Equivalent(
         Mutation(

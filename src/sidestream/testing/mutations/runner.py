@@ -345,6 +345,7 @@ EXEMPT = (
     Exempt("Executor._run", ("forget",), _UNPLACED),
     Exempt("BlockTableMirror.changes", ("extend", "extend"), "a list"),
     Exempt("Graphs._finish", ("wait_host", "failure"), _WARM_UP),
+    Exempt("GraphKey.all_of", ("replace",), "it copies a value"),
     Exempt("StepInputs.without_padding", ("replace", "replace"), "a value"),
     Exempt("_fetch", ("add",), "a sum"),
 )

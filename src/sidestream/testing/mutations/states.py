@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from sidestream.testing.mutations.operators import Always, Become, Delete, DropArgument, DropOperand, Rewrite
-from sidestream.testing.mutations.tables import Equivalent, Exempt, Mutation
+from sidestream.testing.mutations.tables import Equivalent, Exempt, Feature, Mutation
 
 _ONE_STREAM = "all steps run on one stream, and transfers end before a state is given back"
+
+_DRAFTED: frozenset[Feature] = frozenset({"states", "speculative"})
 
 MUTATIONS = (
     Mutation(
@@ -67,7 +69,20 @@ MUTATIONS = (
         name="states-wait-for-their-load",
         hazard="H5",
         consequence="a step reads a state that a load is still writing",
-        needs=frozenset({"states", "offload"}),
+        needs=frozenset({"states", "offload", "layer_groups"}),
+    ),
+    Mutation(
+        name="states-are-loaded-before-layers",
+        hazard="H5",
+        change=Become("by_layers = True"),
+        consequence="a step reads a state of which only the bytes of the first layers have arrived",
+        needs=frozenset({"states", "offload", "layer_groups"}),
+    ),
+    Mutation(
+        name="captured-states-wait-for-their-load",
+        hazard="H5",
+        consequence="a captured step reads a state that a load is still writing",
+        needs=frozenset({"states", "offload", "captured", "layer_groups"}),
     ),
     Mutation(
         name="states-of-a-row-are-its-owners",
@@ -94,6 +109,78 @@ MUTATIONS = (
         consequence="a checkpoint stays findable after a reset of the cache",
         needs=frozenset({"states", "reset"}),
     ),
+    Mutation(
+        name="replay-ends-at-the-last-accepted-draft",
+        hazard="H12",
+        change=Become("replayed = number >= 0 * behind"),
+        consequence="a state takes in drafts that were rejected",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="state-covers-no-draft",
+        hazard="H12",
+        consequence="a state is said to cover the drafts of its row, which it does not",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="state-is-written-before-its-drafts",
+        hazard="H12",
+        change=Become("if number == len(self.sources) - 1:\n    _scatter(tensors, self.writes[rows], states)"),
+        consequence="a state takes in the drafts of its row before any was accepted",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="kept-inputs-are-read-before-others-are-kept",
+        hazard="H16",
+        change=Become("self._keep_inputs(layer, inputs)\nself._decode(layer, inputs, outputs, advance)"),
+        consequence="the inputs of this step's drafts are replayed instead of those that were accepted",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="inputs-of-drafts-are-kept",
+        hazard="H16",
+        consequence="the inputs of other drafts are replayed",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="kept-inputs-know-their-tokens",
+        hazard="H16",
+        consequence="the inputs of other tokens are replayed, or none",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="checkpoint-is-written-at-its-border",
+        hazard="H15",
+        change=Rewrite("==", "<="),
+        consequence="a checkpoint also holds tokens behind the end of its block",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="checkpoint-is-written-if-its-border-is-reached",
+        hazard="H15",
+        change=Become("checkpoints = torch.where(checkpoints >= 0, checkpoints, 0)"),
+        consequence="padding and rows without a checkpoint write a state that is not theirs",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="candidate-is-a-checkpoint-if-its-border-was-reached",
+        hazard="H15",
+        change=Always(),
+        consequence="a state that no step wrote is published as a checkpoint",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="candidate-that-is-no-checkpoint-is-released",
+        hazard="H10",
+        consequence="states that no step wrote are not free again while their request runs, and are lost then",
+        needs=_DRAFTED,
+    ),
+    Mutation(
+        name="candidates-are-released-with-their-request",
+        hazard="H10",
+        consequence="states of requests that leave the device are never free again",
+        needs=_DRAFTED,
+    ),
 )
 
 EQUIVALENT = (
@@ -112,7 +199,7 @@ EQUIVALENT = (
         Mutation(
             name="checkpoint-leaves-a-state-for-each-request",
             hazard="H26",
-            change=Become("if not checkpoint:\n    return StateIds(read, states.own.ids[0]), ()"),
+            change=Become("return True"),
             consequence="checkpoints take the states of requests that wait",
             needs=frozenset({"states"}),
         ),
@@ -150,6 +237,16 @@ EQUIVALENT = (
         ),
         _ONE_STREAM,
         noticed_by="schedule/test_states.py::test_the_fences_of_a_states_last_uses_reach_its_next_writer",
+    ),
+    Equivalent(
+        Mutation(
+            name="candidate-waits-for-its-last-use",
+            hazard="H2",
+            consequence="a step overwrites a state that an earlier step still reads",
+            needs=_DRAFTED,
+        ),
+        _ONE_STREAM,
+        noticed_by="schedule/test_states.py::test_the_fences_of_a_candidates_last_uses_reach_its_writer",
     ),
     Equivalent(
         Mutation(
@@ -208,11 +305,13 @@ _LEASED = "its release is a rule: see states-are-released-after-the-last-step"
 
 EXEMPT = (
     Exempt("Allocator.plan_states", ("shares",), "a checkpoint of a private request is not published"),
+    Exempt("Allocator.plan_decode_states", ("shares",), "a checkpoint of a private request is not published"),
     Exempt("Allocator.release", ("release",), "see states-are-released-after-the-last-step"),
     Exempt("Committer.commit", ("commit",), "see checkpoint-is-released-after-its-transfers"),
     Exempt("ReuseFinder.loadable", ("replace",), "it copies a value"),
     Exempt("StateCache.start", ("take", "take"), _LEASED),
     Exempt("StateCache.plan", ("take",), _LEASED),
+    Exempt("StateCache.plan_decode", ("take",), "see candidates-are-released-with-their-request"),
     Exempt("StateCache.publish", ("publish",), "see states-are-published-with-their-blocks"),
     Exempt("StateCache.store_latest", ("clear", "share"), "see stored-checkpoint-is-released-after-its-copy"),
     Exempt("StateCache.forget", ("forget",), "see state-is-forgotten-with-its-block"),

@@ -25,6 +25,7 @@ Feature = Literal[
     "growing_tier",
     "hang_up",
     "hidden_states",
+    "layer_groups",
     "logprobs",
     "meanwhile",
     "offload",
@@ -55,6 +56,7 @@ full_queue      requests are refused because too many wait
 growing_tier    host memory is pinned while the engine serves
 hang_up         front ends disconnect and others take their place
 hidden_states   drafts are made from hidden states
+layer_groups    loads are split by groups of layers
 logprobs        some requests ask for log-probabilities
 meanwhile       requests arrive, and clients leave, while the engine waits for a step
 offload         there is a host tier

@@ -115,10 +115,10 @@ def wrong_states(engine: Engine, device: ScriptedDevice, reference: Reference) -
     if parts.states is None or region is None:
         return
     memory = device.memory("kv").data[region.first_byte : region.stop_byte]
-    pool = StatePool(memory, region.layout, state_bytes=region.state_bytes)
+    pool = StatePool(memory, region.layout, block_tokens=parts.layout.block_tokens, state_bytes=region.state_bytes)
     numbers = pool.layer(0)["recurrent", 0]
     for key, item in _findable(parts.states):
-        found, expected = int(numbers[item, 0]), reference.states.get(key)
+        found, expected = int(numbers[item, -1]), reference.states.get(key)
         if found != expected:
             yield f"state {item} is findable as {key.hex()[:8]} and holds {found}, the reference is {expected} (H15)"
         if parts.blocks.get(key) is None:

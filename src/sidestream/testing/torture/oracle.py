@@ -23,7 +23,7 @@ from sidestream.schedule.states import part_keys
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.script import Script, ScriptedDevice, ScriptedModel
 from sidestream.testing.torture.workload import Asked, Workload, blocks_for
-from sidestream.testing.toy import StatefulToyModel, ToyModel
+from sidestream.testing.toy import STATE_WIDTH, StatefulToyModel, ToyModel
 from sidestream.types import Delta, Key
 
 SALT = "torture"
@@ -88,7 +88,7 @@ def params_of(number: int, asked: Asked) -> SamplingParams:
 def toy_of(workload: Workload) -> ToyModel:
     """The model that the workload runs on."""
     if workload.states:
-        return StatefulToyModel(eos_every=workload.eos_every)
+        return StatefulToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
     return ToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
 
 
@@ -176,7 +176,8 @@ def _parts_of(model: ScriptedModel, states: dict[Key, int]) -> dict[Key, tuple[t
     parts: dict[Key, tuple[tuple[int, bytes], ...]] = {}
     for index, (key, state) in enumerate(states.items()):
         covered = (index + 1) * model.layout.block_tokens
-        meaningful = ((0, np.float32(state).tobytes()), (layout.covered_offset, np.int64(covered).tobytes()))
+        number_at = 4 * (STATE_WIDTH - 1)
+        meaningful = ((number_at, np.float32(state).tobytes()), (layout.covered_offset, np.int64(covered).tobytes()))
         for number, part in enumerate(part_keys(key, blocks_per_state(layout, size))):
             parts[part] = tuple((at - number * size, data) for at, data in meaningful if at // size == number)
     return parts

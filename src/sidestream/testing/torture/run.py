@@ -191,16 +191,17 @@ class Life:
         steps.
         """
         parts, layout = self.engine.parts, self.model.layout
-        if workload.states:
-            parts.executor.capture([GraphKey(workload.max_running, has_states=True)])
-            return
+        has_states = workload.states > 0
         few = (
-            [GraphKey(workload.max_running, 0, workload.drafts, total_drafts=1), GraphKey(workload.max_running, 0)]
+            [
+                GraphKey(workload.max_running, 0, workload.drafts, total_drafts=1, has_states=has_states),
+                GraphKey(workload.max_running, has_states=has_states),
+            ]
             if workload.drafts
             else []
         )
         parts.executor.capture(
-            [GraphKey(workload.max_running, workload.chunk_tokens, workload.drafts), *few],
+            [GraphKey(workload.max_running, workload.chunk_tokens, workload.drafts, has_states=has_states), *few],
             gate_layers=0 if parts.transfers is None else layers_per_group(layout, self.device.segment_bytes),
         )
 

@@ -109,6 +109,7 @@ class ScriptedModel:
         self.weights = 0
         self.layout: KVLayout = inner.layout
         self.state_layout: StateLayout | None = inner.state_layout
+        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
         self.vocab_size: int = inner.vocab_size
         self.num_heads: int = inner.num_heads
         self.hidden_size: int = inner.hidden_size
@@ -145,11 +146,13 @@ class ScriptedModel:
         logit_rows: torch.Tensor,
         *,
         left: Left,
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
         """See `ForwardModel.forward_with_hidden`."""
-        return self._forward(
-            functools.partial(self._inner.forward_with_hidden, left=left), tokens, positions, batch, logit_rows
-        )
+        forward = functools.partial(self._inner.forward_with_hidden, left=left)
+        if states is not None:
+            forward = functools.partial(forward, states=states)
+        return self._forward(forward, tokens, positions, batch, logit_rows)
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
         """See `ToyModel.hidden_after`, with the current weights."""

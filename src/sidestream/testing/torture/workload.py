@@ -202,6 +202,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "growing_tier": lambda w: w.slots > 1 and w.pin_s > 0,
     "hang_up": lambda w: w.front_ends > 0 and any(event.kind == "hang_up" for event in w.events),
     "hidden_states": lambda w: w.leaves_hidden,
+    "layer_groups": lambda w: w.layer_groups,
     "logprobs": lambda w: len({asked.logprobs is None for asked in w.requests}) > 1,
     "meanwhile": lambda w: w.meanwhile,
     "offload": lambda w: w.slots > 0,
@@ -237,10 +238,11 @@ def draw_workload(seed: int) -> Workload:
 
 
 def _draw_states(rng: random.Random, workload: Workload) -> Workload:
-    """Give the model a recurrent state in one workload of five, and room for it: a checkpoint takes several blocks of a
-    tier.
+    """Give the model a recurrent state in three workloads of ten, of those that draft in two, and room for it: a
+    checkpoint takes several blocks of a tier. None of those that draft under penalties, because only few of them notice
+    that a penalty is missing.
     """
-    if workload.drafts or rng.random() >= 0.3:
+    if rng.random() >= (0.2 if workload.drafts else 0.3) or (workload.drafts and "sampling" in workload.features):
         return workload
     few = workload.max_running + 1
     return dataclasses.replace(

@@ -1,0 +1,151 @@
+"""Launches the kernels of a layer with a gated delta rule on the current stream, without waits. Called on the thread
+that owns the forward pass. Tests run the same launches on a CPU, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from sidestream.attention.states import StateBatch
+from sidestream.attention.triton import gated_delta_kernels as kernels
+from sidestream.errors import InvariantError
+
+_CHANNELS = 256
+_TOKENS = 32  # tokens of a row that one program convolves
+_VALUES = 32  # columns of a state that one program owns
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaShape:
+    """Sizes of a layer: heads of keys and of values, and their sizes."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projected:
+    """The projected inputs of tokens. T tokens, each dense, in the model's dtype.
+
+    mixed   [T, channels]: queries, keys and values of all heads, before the convolution
+    beta    [T, value heads], before the sigmoid
+    alpha   [T, value heads]: the decay, before its bias
+    """
+
+    mixed: torch.Tensor
+    beta: torch.Tensor
+    alpha: torch.Tensor
+
+
+def gated_delta(
+    new: Projected,
+    kept: Projected,
+    batch: StateBatch,
+    shape: GatedDeltaShape,
+    *,
+    conv_states: torch.Tensor,
+    recurrent_states: torch.Tensor,
+    conv_weight: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+) -> torch.Tensor:
+    """The rule's outputs `[T, value heads, value_size]`; 0 for tokens of no row. Reads and writes the rows' states.
+
+    new, kept          the packed tokens; the inputs kept of drafts, as many for each decode row. Parts of one have the
+                       same stride
+    conv_states        [states, channels, 4] in the model's dtype, `recurrent_states` float32 [states, value heads,
+                       key_size, value_size]; each state dense
+    conv_weight        [channels, 4]
+    a_log, dt_bias     [value heads]
+
+    Enqueues two kernels on the current stream and reads nothing back.
+    """
+    for part in (new, kept):
+        if not part.mixed.stride(0) == part.beta.stride(0) == part.alpha.stride(0):
+            raise InvariantError(
+                f"the parts of projected inputs have strides {part.mixed.stride(0)}, {part.beta.stride(0)} and "
+                f"{part.alpha.stride(0)}: they must be views of one tensor"
+            )
+    num_rows, count, channels = len(batch.reads), len(new.mixed), shape.channels
+    kept_tokens = len(kept.mixed) // max(1, batch.num_decode)
+    convolved, replayed = (
+        torch.empty(len(part.mixed), channels, dtype=part.mixed.dtype, device=part.mixed.device) for part in (new, kept)
+    )
+    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    strides = new.mixed.stride(0), kept.mixed.stride(0), kept_tokens
+    kernels.convolve[(num_rows, triton.cdiv(channels, block), triton.cdiv(count + kept_tokens, _TOKENS))](
+        new.mixed,
+        kept.mixed,
+        convolved,
+        replayed,
+        conv_states,
+        conv_weight,
+        batch.reads,
+        batch.cu_seqlens_q,
+        batch.lengths,
+        batch.behind,
+        *strides,
+        conv_states.stride(0),
+        channels,
+        CHANNELS=block,
+        TOKENS=_TOKENS,
+    )
+    out = new.mixed.new_zeros(count, shape.value_heads, shape.value_size)
+    values = min(_VALUES, shape.value_size)
+    programs = shape.value_heads * (shape.value_size // values)
+    kernels.recur[(num_rows, shape.value_heads, shape.value_size // values)](
+        new.mixed,
+        kept.mixed,
+        convolved,
+        replayed,
+        new.beta,
+        kept.beta,
+        new.alpha,
+        kept.alpha,
+        a_log,
+        dt_bias,
+        out,
+        conv_states,
+        recurrent_states,
+        batch.reads,
+        batch.writes,
+        batch.checkpoints,
+        batch.cu_seqlens_q,
+        batch.lengths,
+        batch.behind,
+        batch.tokens_to_border,
+        batch.num_decode,
+        *strides,
+        conv_states.stride(0),
+        recurrent_states.stride(0),
+        shape.key_size**-0.5,
+        KEY_HEADS=shape.key_heads,
+        VALUE_HEADS=shape.value_heads,
+        KEY_SIZE=shape.key_size,
+        VALUE_SIZE=shape.value_size,
+        VALUES=values,
+        SHARE=triton.next_power_of_2(triton.cdiv(channels, programs)),
+    )
+    return out
+
+
+def gated_norm(values: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`weight * norm(values) * silu(gates)`, `[T, heads, size]`, by root mean square over `size`.
+
+    values   contiguous; `gates` [T, heads * size], dense in the last dimension
+    """
+    tokens, heads, size = values.shape
+    out = torch.empty_like(values)
+    if tokens:
+        kernels.norm[(tokens, heads)](values, gates, weight, out, gates.stride(0), eps, HEADS=heads, SIZE=size)
+    return out

@@ -1,0 +1,228 @@
+"""The kernels of a layer with a gated delta rule (Qwen3-Next, Qwen3.5): convolution, recurrence, and norm, for rows
+whose states lie in a pool. Launched by `gated_delta` only; needs triton.
+
+One program owns a part of a row's state. It reads the part once, replays the accepted drafts of the last step, advances
+it over the row's own tokens, and writes it where it covers the last certain token. So the states are neither gathered
+nor copied, and a row with drafts costs one pass over its state. Tokens are advanced one after another.
+
+Each row finds its tokens on the device, so a captured graph serves every batch within its launch bounds.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _input(number, row, replayed, start, new, kept, state, new_stride, kept_stride, kept_tokens, channel, inside):
+    """An input of the convolution, for some channels. `number` counts from the row's first replayed token; inputs
+    before it are in the state.
+    """
+    before, again = number < 0, (number >= 0) & (number < replayed)
+    old = tl.load(state + channel * 4 + 4 + number, inside & before, other=0.0)
+    at = (row * kept_tokens + number).to(tl.int64)
+    drafted = tl.load(kept + at * kept_stride + channel, inside & again, other=0.0)
+    at = (start + number - replayed).to(tl.int64)
+    own = tl.load(new + at * new_stride + channel, inside & (number >= replayed), other=0.0)
+    return tl.where(before, old, tl.where(again, drafted, own))
+
+
+@triton.jit
+def convolve(
+    new,
+    kept,
+    out_new,
+    out_kept,
+    states,
+    weight,
+    reads,
+    starts,
+    lengths,
+    behind,
+    new_stride,
+    kept_stride,
+    kept_tokens,
+    state_stride,
+    channels,
+    CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Some channels of some tokens of one row, replayed ones first. Grid (rows, parts of channels, parts of tokens)."""
+    row = tl.program_id(0)
+    length, replayed = tl.load(lengths + row), tl.load(behind + row)
+    first = tl.program_id(2) * TOKENS
+    total = tl.where(length > 0, replayed + length, 0)
+    if first < total:
+        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        inside = channel < channels
+        start = tl.load(starts + row)
+        state = states + tl.load(reads + row) * state_stride
+        w0 = tl.load(weight + channel * 4, inside).to(tl.float32)
+        w1 = tl.load(weight + channel * 4 + 1, inside).to(tl.float32)
+        w2 = tl.load(weight + channel * 4 + 2, inside).to(tl.float32)
+        w3 = tl.load(weight + channel * 4 + 3, inside).to(tl.float32)
+        x1 = _input(
+            first - 3, row, replayed, start, new, kept, state, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        x2 = _input(
+            first - 2, row, replayed, start, new, kept, state, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        x3 = _input(
+            first - 1, row, replayed, start, new, kept, state, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        for number in range(first, tl.minimum(first + TOKENS, total)):
+            x0, x1, x2 = x1, x2, x3
+            x3 = _input(
+                number, row, replayed, start, new, kept, state, new_stride, kept_stride, kept_tokens, channel, inside
+            )
+            weighted = x0.to(tl.float32) * w0 + x1.to(tl.float32) * w1 + x2.to(tl.float32) * w2 + x3.to(tl.float32) * w3
+            summed = weighted.to(x3.dtype).to(tl.float32)
+            convolved = (summed * tl.sigmoid(summed)).to(x3.dtype)
+            if number < replayed:
+                tl.store(out_kept + (row * kept_tokens + number).to(tl.int64) * channels + channel, convolved, inside)
+            else:
+                tl.store(out_new + (start + number - replayed).to(tl.int64) * channels + channel, convolved, inside)
+
+
+@triton.jit
+def recur(
+    new,
+    kept,
+    mixed_new,
+    mixed_kept,
+    beta_new,
+    beta_kept,
+    alpha_new,
+    alpha_kept,
+    a_log,
+    dt_bias,
+    out,
+    conv_states,
+    states,
+    reads,
+    writes,
+    checkpoints,
+    starts,
+    lengths,
+    behind,
+    tokens_to_border,
+    num_decode,
+    new_stride,
+    kept_stride,
+    kept_tokens,
+    conv_stride,
+    state_stride,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    """Some columns of one head's state of one row, and some channels of the row's last inputs of the convolution, of
+    which each program has a share. Grid (rows, value heads, parts of columns).
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    length, replayed = tl.load(lengths + row), tl.load(behind + row)
+    if length > 0:
+        channels: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE
+        read, written = tl.load(reads + row), tl.load(writes + row)
+        checkpoint, border = tl.load(checkpoints + row), tl.load(tokens_to_border + row)
+        certain = replayed + tl.where(row < num_decode, 1, length)
+        start = tl.load(starts + row)
+
+        channel = (head * tl.num_programs(2) + tl.program_id(2)) * SHARE + tl.arange(0, SHARE)
+        inside = channel < channels
+        conv = conv_states + read * conv_stride
+        reached = (border > 0) & (border <= certain)
+        end = tl.where(reached, border, certain)
+        c0 = _input(
+            certain - 4, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        c1 = _input(
+            certain - 3, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        c2 = _input(
+            certain - 2, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        c3 = _input(
+            certain - 1, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        b0 = _input(
+            end - 4, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        b1 = _input(
+            end - 3, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        b2 = _input(
+            end - 2, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        b3 = _input(
+            end - 1, row, replayed, start, new, kept, conv, new_stride, kept_stride, kept_tokens, channel, inside
+        )
+        left = conv_states + written * conv_stride + channel * 4
+        tl.store(left, c0, inside)
+        tl.store(left + 1, c1, inside)
+        tl.store(left + 2, c2, inside)
+        tl.store(left + 3, c3, inside)
+        if reached:
+            left = conv_states + checkpoint * conv_stride + channel * 4
+            tl.store(left, b0, inside)
+            tl.store(left + 1, b1, inside)
+            tl.store(left + 2, b2, inside)
+            tl.store(left + 3, b3, inside)
+
+        key, value = tl.arange(0, KEY_SIZE), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+        place = head * KEY_SIZE * VALUE_SIZE + key[:, None] * VALUE_SIZE + value[None, :]
+        state = tl.load(states + read * state_stride + place)
+        rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        key_head = head // (VALUE_HEADS // KEY_HEADS)
+        for number in range(0, replayed + length):
+            again = number < replayed
+            if again:
+                at = (row * kept_tokens + number).to(tl.int64)
+                mixed, beta, alpha = (
+                    mixed_kept + at * channels,
+                    beta_kept + at * kept_stride,
+                    alpha_kept + at * kept_stride,
+                )
+            else:
+                at = (start + number - replayed).to(tl.int64)
+                mixed, beta, alpha = mixed_new + at * channels, beta_new + at * new_stride, alpha_new + at * new_stride
+            q = tl.load(mixed + key_head * KEY_SIZE + key).to(tl.float32)
+            k = tl.load(mixed + (KEY_HEADS + key_head) * KEY_SIZE + key).to(tl.float32)
+            v = tl.load(mixed + 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value)
+            raw = tl.load(beta + head)
+            strength = tl.sigmoid(raw.to(tl.float32)).to(raw.dtype).to(tl.float32)
+            time = tl.load(alpha + head).to(tl.float32) + bias
+            soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+            q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+            state = state * tl.exp(rate * soft)
+            delta = (v.to(tl.float32) - tl.sum(state * k[:, None], 0)) * strength
+            state = state + k[:, None] * delta[None, :]
+            if not again:
+                found = tl.sum(state * q[:, None], 0)
+                tl.store(out + (at * VALUE_HEADS + head) * VALUE_SIZE + value, found.to(v.dtype))
+            if number + 1 == certain:
+                tl.store(states + written * state_stride + place, state)
+            if reached & (number + 1 == border):
+                tl.store(states + checkpoint * state_stride + place, state)
+
+
+@triton.jit
+def norm(values, gates, weight, out, gate_token_stride, eps, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    """One head of one token: root mean square norm, times the gate's SiLU. Grid (tokens, heads)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = tl.arange(0, SIZE)
+    place = (token * HEADS + head) * SIZE + index
+    x = tl.load(values + place)
+    wide = x.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(x.dtype)
+    factor = tl.load(weight + index)
+    scaled = factor.to(tl.float32) * normed.to(tl.float32)
+    if factor.dtype == x.dtype:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+    gate = tl.load(gates + token * gate_token_stride + head * SIZE + index).to(tl.float32)
+    tl.store(out + place, (scaled * gate * tl.sigmoid(gate)).to(x.dtype))

@@ -1,0 +1,63 @@
+"""Models with recurrent state on a GPU, with random weights: times of decoding, of a first token from host memory, and
+of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+from sidestream.cli.bench.engine import Rig, Sizes, decode, ttft
+from sidestream.cli.bench.report import Figure, at_most
+from sidestream.config import SpeculativeConfig
+from sidestream.device.kinds import CUDA
+
+_DRAFTS = 3
+_VERIFIED_ROWS = 8
+_FULL = Sizes(
+    kv_memory="20GiB",
+    host="24GiB",
+    max_model_len=20480,
+    max_running=32,
+    decode=((1, 1024, 1.5), (_VERIFIED_ROWS, 1024, 1.5), (32, 1024, 1.5)),
+    cold=(),
+    from_host=((16384, 1.15, 1.0),),
+    others_context=1024,
+    resumed=16000,
+    outputs=64,
+)
+_TINY = Sizes("16MiB", "16MiB", 512, 8, ((1, 32, 1.5), (8, 16, 1.5)), (), ((128, 1.15, 1.0),), 32, 200, 12)
+
+
+def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:
+    """The figures of one engine without drafts and one with. On a CPU, bounds do not hold."""
+    sizes = replace(_FULL if device == CUDA else _TINY, block_tokens=block_tokens)
+    rig = Rig(device, shape, sizes, on_progress)
+    try:
+        rig.ask(rig.prompt(40), 4).wait()
+        figures = [Figure("engine_ready_s", rig.startup_s, "s")]
+        step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
+        figures += decode(rig, sizes, step_s, on_progress)
+        figures += ttft(rig, sizes, step_s, on_progress)
+        plain_s = median(rig.steps(_VERIFIED_ROWS, sizes.others_context, sizes.outputs)[0])
+        waits = rig.host_waits()
+    finally:
+        rig.close()
+    on_progress("an engine with drafts")
+    drafting = SpeculativeConfig("ngram", _DRAFTS, adaptive=False)
+    rig = Rig(device, shape, replace(sizes, max_running=_VERIFIED_ROWS), on_progress, speculative=drafting)
+    try:
+        rig.ask(rig.prompt(40), 4).wait()
+        lengths, idle = rig.steps(_VERIFIED_ROWS, sizes.others_context, 4 * sizes.outputs, drafts=_DRAFTS)
+        waits += rig.host_waits()
+    finally:
+        rig.close()
+    figures += [
+        Figure("verify_over_plain_step", median(lengths) / plain_s, "ratio", at_most(1.35)),
+        Figure("verify_ms", 1e3 * median(lengths), "ms"),
+        Figure("plain_ms", 1e3 * plain_s, "ms"),
+        Figure("speculative_idle_share", sum(idle) / sum(lengths), "share", at_most(0.03)),
+        Figure("host_waits_besides_commits", waits, "waits", at_most(0)),
+    ]
+    return [replace(figure, name=f"hybrid_{figure.name}") for figure in figures]

@@ -1,0 +1,145 @@
+"""The kernels of a gated delta rule compute what transformers does, on states that lie in a pool: chunks, decode rows,
+drafts and their replay, and checkpoints. In Triton's interpreter on a CPU, compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sidestream.attention.states import DraftInputs, StatePool
+from sidestream.device.kinds import CUDA
+from sidestream.kv.state_layout import StateLayout
+from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules
+from sidestream.testing.tiny_models import tiny_config
+
+pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64")
+
+from sidestream.models.gated_delta import GatedDelta
+
+DEVICE = torch.device(CUDA if torch.cuda.is_available() else "cpu")
+KINDS = ("qwen3_next", "qwen3_5")  # the two ways of projecting
+TOLERANCE = {"atol": 3e-4, "rtol": 1e-3}  # transformers computes a chunk in another order
+BLOCK, SLOTS, DRAFTS, STATES = 4, 3, 3, 8
+
+
+@pytest.fixture(params=KINDS)
+def layer(request: pytest.FixtureRequest) -> tuple[Any, StateLayout]:
+    return made(request.param)
+
+
+def made(kind: str) -> tuple[Any, StateLayout]:
+    """A layer 0 with weights that let the state matter, and the layout of the states of the model."""
+    config = tiny_config(kind)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        module = AutoModelForCausalLM.from_config(config).eval()
+        part = stateful_modules(module)[0]
+        with torch.no_grad():
+            for weight in part.parameters():
+                weight.add_(torch.randn_like(weight) * 0.2)
+    layout = state_layout_of(module, config)
+    assert layout is not None
+    return part.to(DEVICE), layout
+
+
+class Both:
+    """Two pools with equal states; one is advanced by transformers' code, the other by the kernels."""
+
+    def __init__(self, part: Any, layout: StateLayout, *, drafts: bool) -> None:
+        self.layout = layout
+        self.pools = [
+            StatePool(
+                torch.zeros(STATES * layout.state_bytes, dtype=torch.uint8, device=DEVICE),
+                layout,
+                block_tokens=BLOCK,
+                drafts=DraftInputs(layout, SLOTS + 1, DRAFTS, DEVICE) if drafts else None,
+            )
+            for _ in range(2)
+        ]
+        self.kernels = GatedDelta(part, 0)
+        self._layers = StatefulLayers(torch.nn.ModuleList([part]))
+        self._part = part
+        self._random = torch.Generator().manual_seed(7)
+
+    def step(
+        self, rows: Sequence[tuple[int, int, int, int]], checkpoints: Sequence[int] = (), *, num_decode: int = 0
+    ) -> None:
+        """Run a step of rows (slot, state read, start, tokens), each of which writes the state of its slot, both ways;
+        compare outputs and states.
+        """
+        slots, reads, starts, counts = (torch.tensor(column, device=DEVICE) for column in zip(*rows, strict=True))
+        ends = counts.cumsum(0)
+        chunks = [
+            (int(end - count), int(end)) for end, count in zip(ends[num_decode:], counts[num_decode:], strict=True)
+        ]
+        hidden = torch.randn(int(ends[-1]), self.layout.input_size, generator=self._random).to(DEVICE)
+        outputs = []
+        for number, pool in enumerate(self.pools):
+            batch = pool.batch(
+                reads,
+                slots,
+                torch.tensor([*checkpoints] or [-1] * len(rows), device=DEVICE),
+                slots=slots,
+                cu_seqlens_q=torch.cat([torch.zeros_like(ends[:1]), ends]),
+                kv_lens=starts + counts,
+                num_decode=num_decode,
+                decode_queries=int(counts[:num_decode].max()) if num_decode else 1,
+                chunks=chunks,
+            )
+            with torch.inference_mode():
+                if number == 0:
+                    outputs.append(self._layers.run(batch, lambda: self._part(hidden[None])[0]))
+                else:
+                    outputs.append(batch.compute(0, hidden, _never, kernels=self.kernels))
+                batch.finish(torch.zeros(0, 1, device=DEVICE), torch.zeros(0, dtype=torch.int64, device=DEVICE))
+        torch.testing.assert_close(outputs[1], outputs[0], **TOLERANCE)
+        written = [*{row[0] for row in rows}, *(state for state in checkpoints if state >= 0)]
+        for part, expected in self.pools[0].layer(0).items():
+            torch.testing.assert_close(self.pools[1].layer(0)[part][written], expected[written], **TOLERANCE)
+        assert self.pools[0].covered.equal(self.pools[1].covered)
+
+
+def _never(*_: object) -> torch.Tensor:
+    raise AssertionError("the kernels compute all of these rows")
+
+
+def test_chunks_and_decode_rows_are_those_of_transformers(layer: tuple[Any, StateLayout]) -> None:
+    both = Both(*layer, drafts=False)
+    both.step([(0, -1, 0, 5), (1, -1, 0, 9)])
+    both.step([(0, 0, 5, 1), (1, 1, 9, 3)], num_decode=1)
+    both.step([(0, 0, 6, 1), (1, 1, 12, 1)], num_decode=2)
+    both.step([(2, 1, 13, 1), (0, 0, 7, 1)], num_decode=2)  # a row that leaves another state than it reads
+
+
+def test_accepted_drafts_are_replayed_and_checkpoints_end_at_their_border(layer: tuple[Any, StateLayout]) -> None:
+    both, rng = Both(*layer, drafts=True), random.Random(5)
+    both.step([(0, -1, 0, 5), (1, -1, 0, 7), (2, -1, 0, 1)])
+    starts, drafted = [5, 7, 1], [0, 0, 0]
+    for turn in range(5):
+        starts = [start + (turn > 0) + rng.randint(0, count) for start, count in zip(starts, drafted, strict=True)]
+        drafted = [rng.randint(0, DRAFTS) for _ in starts]
+        rows = [(slot, slot, start, 1 + count) for slot, (start, count) in enumerate(zip(starts, drafted, strict=True))]
+        both.step(rows, [3, 4, 5], num_decode=3)
+
+
+def test_long_chunks_beside_rows_with_drafts_continue_in_place(layer: tuple[Any, StateLayout]) -> None:
+    both = Both(*layer, drafts=True)
+    both.step([(0, -1, 0, 5), (1, -1, 0, 70)])
+    both.step([(0, 0, 5, 3), (1, 1, 70, 67)], num_decode=1)
+    both.step([(0, 0, 8, 1), (2, 1, 137, 2)], num_decode=2)  # both drafts were accepted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_kernels_are_those_of_transformers(kind: str) -> None:
+    """The tests of this file run the kernels compiled where there is a GPU; this one names them for `make test-gpu`."""
+    part, layout = made(kind)
+    test_chunks_and_decode_rows_are_those_of_transformers((part, layout))
+    test_accepted_drafts_are_replayed_and_checkpoints_end_at_their_border((part, layout))
