@@ -73,6 +73,10 @@ bench: $(VENV)/.dev
 		$(BIN)/sidestream bench $$name --json > bench/results/$$name-cpu.json.new; \
 		mv bench/results/$$name-cpu.json.new bench/results/$$name-cpu.json; \
 	done
+	$(BIN)/sidestream bench hybrid qwen3_next --json > bench/results/hybrid-qwen3-next-cpu.json.new
+	mv bench/results/hybrid-qwen3-next-cpu.json.new bench/results/hybrid-qwen3-next-cpu.json
+	$(BIN)/sidestream bench hybrid lfm2 falcon_h1 --json > bench/results/hybrid-lfm2-falcon-h1-cpu.json.new
+	mv bench/results/hybrid-lfm2-falcon-h1-cpu.json.new bench/results/hybrid-lfm2-falcon-h1-cpu.json
 	$(BIN)/sidestream torture --json > bench/results/torture-cpu.json.new
 	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json
 	$(BIN)/sidestream torture --mutations --json > bench/results/torture-mutations.json.new

@@ -21,9 +21,9 @@ from sidestream.tokenizer import Tokenizer
 class AsyncLLM(FrontEnd):
     """A model for event loops. An asynchronous context manager.
 
-    The engine runs in its own process, so that the event loop and the engine never wait for one interpreter lock.
+    The engine runs in its own process, because it would share the interpreter lock with the event loop in this one.
 
-    engine_pid   the engine's process; None: the engine runs in this one
+    engine_pid   id of the engine's process; None: the engine runs in this process
 
     >>> question = [{"role": "user", "content": "Why do whales sing?"}]
     >>> async with AsyncLLM("smollm2-135m-instruct") as llm:
@@ -83,7 +83,7 @@ class AsyncLLM(FrontEnd):
         return await self.client.flush(timeout_s=timeout_s)
 
     async def reset_cache(self) -> None:
-        """Make every stored block of every tier unreachable at once. Running requests go on."""
+        """Drop the prefix cache: no later request finds a block that any tier holds now. Running requests continue."""
         self._check_open()
         await self.client.reset_cache()
 

@@ -121,7 +121,6 @@ class OffloadConfig:
 
 
 PROPOSERS = ("ngram", "mtp", "draft")
-"""Names of the proposers."""
 MOST_DRAFTS = 16
 """Maximum number of drafts of one request that a step verifies."""
 
@@ -181,7 +180,7 @@ class SpeculativeConfig:
             )
 
 
-# Defaults, on a CPU and on a GPU.
+# Defaults. The key is `on_gpu`.
 _CHUNK_TOKENS = {False: 256, True: 2048}
 _MAX_RUNNING = {False: 16, True: 256}
 _CPU_KV_BYTES = 1 << 30
@@ -211,10 +210,10 @@ class EngineConfig:
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
     kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
                     free beside the weights, minus the memory that attention needs
-    state_memory    bytes of `kv_memory` for recurrent states, of models that keep some; None: half of it, or as many as
-                    can be of use, if that is less
-    state_interval  tokens between checkpoints of recurrent state inside a prompt, a multiple of block_tokens; 0: none
-                    but at the end of a prompt, at the end of an answer, and where prompts were seen to branch
+    state_memory    bytes of `kv_memory` for the recurrent states of hybrid models; None: half of `kv_memory`, or less
+                    if a checkpoint for each block takes less
+    state_interval  tokens between checkpoints of recurrent state inside a prompt, a multiple of block_tokens; 0:
+                    checkpoints only at the ends of prompts and answers, and where prompts were seen to branch
     block_tokens    tokens of a block, the unit of storing, loading and sharing
     chunk_tokens    prefill is cut at multiples of this number (and at the last block border), so that a prompt is
                     always computed in the same shapes; None: about 256 on a CPU, 2,048 on a GPU
@@ -226,8 +225,8 @@ class EngineConfig:
     compute_threads threads of the forward pass on a CPU; None: all cores
     salt            part of every content key: engines with different salts never share KV
     asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
-    tail_apart      compute the tokens after a prompt's last block border in a separate chunk: then the output is equal
-                    to the bit, whichever tier the prompt's KV comes from. None: True on a CPU; False on a GPU, where
+    tail_apart      compute the tokens after a prompt's last block border in a separate chunk: then the output is
+                    bitwise equal, whichever tier the prompt's KV comes from. None: True on a CPU; False on a GPU, where
                     the separate chunk costs one more pass over all weights
     speculative     draft tokens and verify several in one step; None: no drafts
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs:
@@ -311,7 +310,7 @@ MOST_SALT_CHARS = 1024
 
 
 def _finite(name: str, value: float, low: float, high: float, *, low_excluded: bool = False) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # false for NaN
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # NaN fails, too
     if not ok or (low_excluded and value == low):
         bracket = "(" if low_excluded else "["
         raise RequestRejected(f"{name} is {value!r}: it must be a number in {bracket}{low}, {high}]", param=name)
@@ -410,7 +409,7 @@ class SamplingParams:
     seed                the same seed gives the same tokens, whatever else runs; None: a random seed
     logprobs            None: none; k: log-probabilities of the drawn token and of the k likeliest tokens
     max_tokens          None: as many as the model and the pool allow
-    max_drafts          maximum number of tokens to draft in a step; 0: none; None: as many as the engine drafts
+    max_drafts          maximum number of tokens to draft in a step; 0: none; None: the engine's `max_drafts`
     """
 
     temperature: Annotated[
@@ -419,7 +418,9 @@ class SamplingParams:
     top_k: Annotated[int | None, SamplingOption(0, 0, 1 << 31, "Draw among the K likeliest; 0: all.", "K")] = None
     top_p: Annotated[
         float | None,
-        SamplingOption(1.0, 0.0, 1.0, "Draw among the likeliest that make up P.", "P", low_excluded=True),
+        SamplingOption(
+            1.0, 0.0, 1.0, "Draw among the likeliest tokens with total probability P.", "P", low_excluded=True
+        ),
     ] = None
     min_p: Annotated[
         float | None, SamplingOption(0.0, 0.0, 1.0, "Drop tokens less likely than P times the likeliest.", "P")

@@ -62,7 +62,7 @@ class _Owner:
 
 
 def main(descriptor: int) -> None:
-    """Run an engine for the owner, at the other end of this socket."""
+    """Run an engine for its owner. `descriptor`: the socket that is connected to the owner."""
     faulthandler.enable()
     owner = _Owner(socket.socket(fileno=descriptor))
     start = owner.first_message()

@@ -1,4 +1,6 @@
-"""Keeps Python's garbage collector from stopping all threads of a serving process. Process-wide; any thread."""
+"""Keeps Python's garbage collector from stopping all threads of a serving process. Affects the whole process; any
+thread may call it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _YOUNG_OBJECTS = 10_000
 
 _lock = threading.Lock()
 _original_thresholds: dict[object, tuple[int, int, int]] = {}
-"""The thresholds before the first `freeze_gc_heap`, once for each call that is still in effect."""
+"""For each call of `freeze_gc_heap` that was not undone: the GC thresholds before the first of these calls."""
 
 
 def freeze_gc_heap() -> Callable[[], None]:

@@ -37,7 +37,7 @@ class Completion:
 class RequestOutput:
     """The result of one prompt.
 
-    cached   prompt tokens that were not computed again, by their tier
+    cached   prompt tokens whose KV came from a cache, by tier
     ttft_s   seconds from submission to the first token
     """
 
@@ -81,13 +81,14 @@ class LLM:
         options       fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together
                       with `config`
         timeline      file that `close` writes: the work of each stream over time, for ui.perfetto.dev
-        check_order   check with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`);
-                      `close` raises RaceError for findings. For finding bugs: a step takes up to twice as long
-        progress      hears of downloads
-        on_stage      hears of the stages of the start, as `on_stage(stage, done, total)`; 0 of 0: unknown. On a GPU the
-                      start takes up to a minute
+        check_order   for debugging: check with vector clocks that no memory is read or reused too early
+                      (`sidestream.testing.checker`), and let `close` raise RaceError if any was. A step takes up to
+                      twice as long
+        progress      receives the progress of downloads
+        on_stage      called as `on_stage(stage, done, total)` in each stage of the start; `total` is 0 if the progress
+                      is unknown. On a GPU the start takes up to a minute
 
-        Raises ConfigError (ModelError for the model's part).
+        Raises ConfigError; its subclass ModelError if the model cannot be read or served.
         """
         self.config = chosen_config(config, options)
         self._closed = False
@@ -110,7 +111,7 @@ class LLM:
         return self.engine.health()
 
     def reset_cache(self) -> None:
-        """Make every stored block of every tier unreachable at once. Running requests go on."""
+        """Drop the prefix cache: no later request finds a block that any tier holds now. Running requests continue."""
         self._check_open()
         self.engine.reset_cache()
 
@@ -203,7 +204,7 @@ class _StreamedRequest:
         self.handle: Handle = engine.submit(prompt, params, self._outputs.put, cache_salt=cache_salt)
 
     def deltas(self) -> Iterator[Delta]:
-        """The deltas with their text. Ends when the engine holds no sample of the request any more."""
+        """The deltas with their text. Ends when all samples have ended in the engine."""
         left = self._num_samples
         while left:
             raw = self._outputs.get()
@@ -237,7 +238,7 @@ class _Batch:
         self.pending = deque[_CollectedRequest]()
 
     def submit(self, prompt: list[int], params: SamplingParams) -> bool:
-        """Submit one more prompt. False if the engine's queue is full and a pending result will make room.
+        """Submit one more prompt. False: the engine's queue is full; wait for a pending result, then try again.
 
         Raises what `Engine.submit` raises.
         """
@@ -348,7 +349,7 @@ class _CollectedRequest:
                 self._failed = self._failed or delta
 
     def output(self) -> RequestOutput:
-        """The result, after the end. Without stop strings, the tokens are decoded here, all at once."""
+        """The result of an ended request. Without stop strings, all tokens are decoded here."""
         if self._failed is not None:
             _raise_if_failed(self._failed)
         first = self._first
@@ -369,12 +370,12 @@ class _CollectedRequest:
         token_ids = tokens_with_text(tuple(sample.token_ids), sample.finish_reason, include_stop=self._include_stop)
         try:
             return self._tokenizer.decode(token_ids)
-        except Exception as error:  # a tokenizer is foreign code
+        except Exception as error:  # a tokenizer is third-party code
             raise RequestError(f"the tokenizer failed: {error}") from error
 
 
 _Outputs = SimpleQueue[tuple[_CollectedRequest, Delta | None]]
-"""A delta of a prompt with stop strings; None: a prompt without stop strings has ended."""
+"""A request, and its next delta (with stop strings) or None when it has ended (without)."""
 
 
 def _abort_if_text_ended(engine: Engine, handle: Handle, raw: Delta, processed: Delta) -> None:

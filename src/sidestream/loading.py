@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OnStage = Callable[[str, int, int], None]
-"""`on_stage(stage, done, total)` hears of each stage of the start and its progress; 0 of 0: unknown."""
+"""`on_stage(stage, done, total)` is called in each stage of the start; `total` is 0 if the progress is unknown."""
 
 
 def ignore_stage(stage: str, done: int, total: int) -> None:
@@ -70,7 +70,7 @@ class LoadedEngine:
     ) -> None:
         """Parameters and errors are those of `LLM`."""
         self.config = config
-        device = torch_device(config.device)  # first: fails before anything large is read
+        device = torch_device(config.device)  # checked before any weights are read
         config.sizes(device.type)
         self.path = resolve(str(model), progress=progress)
         self.sampling_defaults = self._sampling_defaults()
@@ -89,7 +89,7 @@ class LoadedEngine:
         proposer = self._proposer(loaded, draft_path, on_stage)
         self._checker: Checker | None = None
         if check_order:
-            from sidestream.testing.checker import Checker  # the proof kit is loaded only when it is asked for
+            from sidestream.testing.checker import Checker  # the test kit is imported only on request
 
             self._checker = Checker()
         self.engine: Engine = build_engine(
@@ -119,7 +119,7 @@ class LoadedEngine:
                 checker.check_idle()
             if checker.findings:
                 raise RaceError(
-                    f"the order of {len(checker.findings)} accesses was wrong; the first: {checker.findings[0]}"
+                    f"{len(checker.findings)} accesses were in the wrong order; the first: {checker.findings[0]}"
                 )
 
     def _sampling_defaults(self) -> SamplingDefaults:
@@ -133,7 +133,7 @@ class LoadedEngine:
         return defaults
 
     def _draft_path(self, progress: Progress | None) -> str | None:
-        """The draft model's path, if there is one. Checks its tokenizer before anything large is read."""
+        """The draft model's path, if there is one. Checks its tokenizer before any weights are read."""
         wanted = self.config.speculative
         if wanted is None or wanted.model is None:
             return None

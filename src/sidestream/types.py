@@ -1,8 +1,8 @@
 """Ids, accesses, the fence protocol, and the plans that packages exchange. No tensors, no behaviour.
 
 Plans are frozen values, complete at birth. The scheduler makes them; the model runner and the offload engine carry them
-out. None of these three packages imports another. Each preemption of a request begins a new `epoch` of it: messages of
-an older epoch are dropped. H1 to H35 are the hazards in docs/ordering.md.
+out. None of these three packages imports another. Each preemption of a request increments its `epoch`;
+messages of an older epoch are dropped. H1 to H35 are the hazards in docs/ordering.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RequestId = int
 DEVICE = "device"
 HOST = "host"
 """Names of the tiers that every engine with offload has. Blocks of host memory can be loaded at once; blocks of other
-tiers are promoted to host memory first. `offload.tiers.registry` knows the others.
+tiers are promoted to host memory first. `offload.tiers.registry` lists those.
 """
 
 
@@ -40,7 +40,7 @@ building it can take longer than the work itself.
 
 @runtime_checkable
 class Fence(Protocol):
-    """A position on a stream: once it is done, so is all work enqueued on `stream` up to `tick`.
+    """A position on a stream, like a CUDA event. It is done when all work enqueued on `stream` up to `tick` is done.
 
     A fence exists only after its record was enqueued.
     """
@@ -67,10 +67,10 @@ class Fence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Sampling parameters of one request: the device's share of `SamplingParams`, complete and validated.
+    """Sampling parameters of one request: the part of `SamplingParams` that the device needs, validated, with defaults.
 
     options     value of each sampling option, by its name in the table (`SAMPLING_OPTIONS` in config.py)
-    penalised   a draw depends on the tokens before it
+    penalised   whether a penalty is set, so that sampling needs the counts of earlier tokens
     """
 
     options: Mapping[str, float]
@@ -79,9 +79,9 @@ class SamplingSpec:
     seed: int
     min_tokens: int
     forbidden_until_min: tuple[int, ...]
-    """Stop ids and the end of sequence: not sampled before `min_tokens` outputs."""
+    """Stop token ids and end-of-sequence ids, which are not sampled before `min_tokens` outputs."""
     top_logprobs: int
-    """-1: no logprobs; k >= 0: the drawn token's and the k most likely ones'."""
+    """Number of likeliest tokens that get logprobs besides the sampled token; -1: no logprobs at all."""
 
     @property
     def greedy(self) -> bool:
@@ -91,7 +91,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """Initial device state of a request slot; comes with the request's first chunk of an epoch."""
+    """Initial device state of a request slot, sent with the first chunk of each epoch."""
 
     sampling: SamplingSpec
     prompt: tuple[int, ...]
@@ -101,11 +101,12 @@ class RowStart:
 
 
 class StateIds(NamedTuple):
-    """The recurrent states of a row.
+    """Ids of the recurrent states of a row.
 
-    read         the state that it continues from; negative: the sequence begins
-    write        the state that it leaves
-    checkpoint   written as well if a decode row reaches the end of a block, which only the device knows; negative: none
+    read         state before the row; negative: the sequence begins with this row
+    write        state after the row
+    checkpoint   state that a decode row also writes if it reaches the end of a block; only the device knows whether it
+                 does. Negative: none
     """
 
     read: int
@@ -123,9 +124,9 @@ class RowPlan(NamedTuple):
     samples           the chunk ends at the last known token, so its last position yields an output; with drafts, each
                       position yields one
     min_output_index  index of the row's first output
-    begin             set on the request's first chunk of an epoch
+    begin             initial device state, in the first chunk of each epoch
     drafts            number of draft tokens; 0 in prefill
-    states            its recurrent states; None: the model keeps none
+    states            ids of its recurrent states; None: the model has none
 
     `min_start` and `min_output_index` are exact, unless drafts of an earlier step are in flight. Then only the device
     knows how many of those are accepted: both are lower bounds, and the row's `1 + drafts` tokens lie somewhere in
@@ -179,7 +180,7 @@ class BatchPlan:
 
     speculates   a row has drafts, or its positions depend on an earlier step with drafts
     columns      the same rows by field
-    num_decodes  decode rows
+    num_decodes  number of decode rows
     """
 
     rows: tuple[RowPlan, ...]
@@ -229,7 +230,7 @@ class TokenLogprob:
 class RowResult:
     """Sampled tokens of one row of a step. Immutable by convention; not frozen, for speed (see `Delta`).
 
-    token_ids   one, and one more for each accepted draft
+    token_ids   one token, and one more for each accepted draft
     logprobs    of each token, if the request wants them
     finite      False: after these tokens, the logits held NaN or infinity, or every token was forbidden
     """
@@ -241,9 +242,9 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True, init=False)
 class CachedTokens:
-    """Prompt tokens that were not computed again, by the tier that held them: `CachedTokens(device=16, disk=32)`.
+    """Prompt tokens whose KV came from a cache, by tier: `CachedTokens(device=16, disk=32)`.
 
-    by_tier   the tiers that held any, by name
+    by_tier   number of tokens by name of the tier; tiers without tokens are left out
     """
 
     by_tier: Mapping[str, int]
@@ -307,8 +308,8 @@ class StorePlan:
     """Copy complete device blocks to the host tier (and from there to disk), after the step that filled them.
 
     after    fences of that step
-    prefix   for every sequence of which blocks are stored, the keys of its blocks from the first one to the last stored
-             one. A block is useless without the blocks before it, so the store marks the whole prefix as just used
+    prefix   for each stored sequence, the keys of all blocks up to its last stored block. A block is useless without
+             the blocks before it, so the store marks the whole prefix as just used
     """
 
     keys: tuple[Key, ...]
@@ -323,7 +324,8 @@ class LoadPlan:
 
     after      fences of the device blocks' earlier uses: the copy waits for them
     prefetch   no step waits for this load yet; other loads go first
-    num_whole  so many blocks, the first ones, are no KV and have no layers: they are copied whole, before all others
+    num_whole  number of leading blocks that hold recurrent state. State is not split by layer: these blocks are copied
+               whole, before all KV blocks
     """
 
     request_id: RequestId
@@ -339,7 +341,7 @@ class LoadPlan:
 class PromotePlan:
     """Read blocks from disk into the host tier, for a request that waits for them.
 
-    keys   the request's whole run of cached blocks, also those that are in the host tier already
+    keys   keys of all cached blocks of the request, including blocks that the host tier holds already
     """
 
     request_id: RequestId
@@ -393,11 +395,11 @@ class Tracer(Protocol):
     """
 
     def apart(self, name: str) -> None:
-        """From now on the calling thread is a timeline of its own, `name`: it knows only what it receives."""
+        """From now on the calling thread is its own timeline, `name`: only messages and fences order it."""
         ...
 
     def joined(self, name: str) -> None:
-        """Thread `name` has ended and the caller waited for its end: the caller knows all that the thread knew."""
+        """The caller has joined thread `name`: everything that the thread did happened before."""
         ...
 
     def sent(self, channel: str, number: int) -> None:
@@ -405,8 +407,8 @@ class Tracer(Protocol):
         ...
 
     def received(self, channel: str, number: int) -> None:
-        """The calling thread took message `number`: it knows what the sender knew. Earlier messages that it did not
-        take are lost.
+        """The calling thread took message `number`: everything that the sender did before sending it happened before.
+        Earlier messages that were not taken are lost.
         """
         ...
 
@@ -446,7 +448,7 @@ class Tracer(Protocol):
 
     def backed(self, pool: str, memory: str, block_bytes: int, first: int = 0) -> None:
         """Block `i` of the pool is `block_bytes` bytes of `memory` from byte `first + i * block_bytes` on. Called
-        before the pool's first lease; the pools of one memory in the order of their bytes.
+        before the pool's first lease, for the pools of one memory in the order of `first`.
         """
         ...
 

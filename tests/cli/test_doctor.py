@@ -14,7 +14,9 @@ import pytest
 from sidestream.cli import probes
 from sidestream.cli.bench import machine
 from sidestream.cli.probes import Finding, Status
+from sidestream.llm import LLM
 from sidestream.models import precision
+from sidestream.testing.tiny_models import tiny_model_dir
 
 from .conftest import Run
 
@@ -67,6 +69,29 @@ def test_a_disk_directory_that_cannot_be_used_is_a_warning_with_a_remedy(tmp_pat
     finding = _named("disk", tmp_path / "file")
     assert finding.status is Status.WARN
     assert "--disk" in finding.remedy
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_a_models_cache_is_reported_by_part(run: Run, tmp_path: Path, family: str) -> None:
+    directory = tiny_model_dir(family, tmp_path / family, 1)
+    result = run("doctor", "--json", "--disk", tmp_path, "--model", directory)
+    found = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}["model"]
+
+    with LLM(directory, device="cpu", kv_memory="8MiB") as llm:
+        parts = llm.engine.parts
+        assert found["data"]["kv_token_bytes"] == parts.layout.token_bytes
+        region = parts.state_region
+        assert found["data"]["state_bytes"] == (0 if region is None else region.state_bytes)
+    assert ("recurrent state" in found["text"]) == (family == "qwen3_next")
+
+
+@pytest.mark.parametrize("model", ["/nowhere", "smollm2-135m-instruct"])
+def test_a_model_that_is_not_there_is_a_warning_with_a_remedy(run: Run, tmp_path: Path, model: str) -> None:
+    result = run("doctor", "--json", "--disk", tmp_path, "--model", model)
+    assert result.exit_code == 0
+    found = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}["model"]
+    assert found["status"] == "warn"
+    assert found["remedy"]
 
 
 def test_a_slow_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

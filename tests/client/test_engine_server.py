@@ -255,7 +255,7 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
             "a message cannot be executed",
         ),
         (lambda: FrameEncoder().encode(Count("no_such_total", 1.0, ())), "a message cannot be executed"),
-        (lambda: repeated(submission(PROMPT, 60)), "stream 0 came again before it had ended"),
+        (lambda: repeated(submission(PROMPT, 60)), "stream 0 is submitted before it has ended"),
     ],
     ids=[
         "noise",

@@ -81,7 +81,7 @@ def test_a_closed_engine_takes_no_checked_request() -> None:
     rig = Rig()
     request = checked(rig)
     rig.close()
-    with pytest.raises(EngineStopped, match="the engine is draining: send the request to another one"):
+    with pytest.raises(EngineStopped, match="the engine is draining: send the request to another engine"):
         rig.engine.enqueue(request, Reply())
 
 

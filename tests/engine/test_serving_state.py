@@ -23,7 +23,7 @@ def test_a_draining_engine_accepts_no_sample() -> None:
     state = ServingState(2)
     state.drain()
     assert state.health.status == "draining"
-    with pytest.raises(EngineStopped, match="the engine is draining: send the request to another one"):
+    with pytest.raises(EngineStopped, match="the engine is draining: send the request to another engine"):
         state.check_room(1)
 
 

@@ -201,6 +201,26 @@ def test_states_and_blocks_take_what_was_asked_for(tmp_path: Path) -> None:
         assert llm.generate([[1, 2, 3]], PARAMS)
 
 
+@pytest.mark.parametrize("speculative", [None, SpeculativeConfig(proposer="ngram", max_drafts=2)])
+def test_metrics_show_every_byte_of_the_cache_by_part(tmp_path: Path, speculative: SpeculativeConfig | None) -> None:
+    directory = tiny_model_dir("qwen3_next", tmp_path, 3)
+    with LLM(directory, kv_memory=(4 << 20) + 12345, speculative=speculative, **OPTIONS) as llm:
+        parts, executor = llm.engine.parts, llm.engine.parts.executor
+        shown = {part: llm.metrics.value("kv_memory_bytes", part) for part in ("blocks", "states", "reserved")}
+        assert executor._kv.untyped_storage().nbytes() == sum(shown.values())
+        assert parts.states is not None and parts.state_region is not None
+        assert shown["blocks"] == parts.blocks.size * parts.layout.block_bytes
+        assert shown["states"] == parts.states.size * parts.state_region.state_bytes
+        assert executor._state_pool is not None
+        kept = executor._state_pool.drafts
+        assert (kept is not None) == (speculative is not None)
+        if kept is not None:
+            inputs = sum(
+                inputs.numel() * inputs.element_size() for inputs in map(kept.of, parts.state_region.layout.layers)
+            )
+            assert llm.metrics.value("kv_memory_bytes", "draft_inputs") == inputs
+
+
 def test_shapes_are_those_that_transformers_keeps() -> None:
     config = tiny_config("qwen3_next")
     with torch.device("meta"):

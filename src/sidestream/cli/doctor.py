@@ -26,6 +26,10 @@ def doctor(
         Path | None,
         option("--disk", metavar="DIR", help="Measure the disk of this directory.", show_default="the cache directory"),
     ] = None,
+    model: Annotated[
+        str | None,
+        option("--model", metavar="MODEL", help="Report what this model's KV and recurrent states take."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine: versions, cores, memory, GPUs, speeds of copies and of the disk.
@@ -35,7 +39,7 @@ def doctor(
     found: list[Finding] = []
     with Steps() as steps:
         steps.update("measuring")
-        for finding in findings(disk):
+        for finding in findings(disk, model):
             found.append(finding)
             steps.update("measuring", note=f"{finding.name} is done")
     serves = all(finding.status is not Status.FAIL for finding in found)

@@ -22,6 +22,7 @@ from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.device.machine import cpu_name, instruction_set, memory_bytes
 from sidestream.errors import ConfigError, TierError
+from sidestream.kv.state_layout import blocks_per_state
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SLOW_DISK = 100 * _MIB  # bytes per second; a slower disk reads a prefix no faster than a small model recomputes it
@@ -48,10 +49,11 @@ class Finding:
     data: dict[str, object] = field(default_factory=dict)
 
 
-def findings(disk: Path | None) -> Iterator[Finding]:
+def findings(disk: Path | None, model: str | None = None) -> Iterator[Finding]:
     """Yields each finding as soon as it is known.
 
     disk   directory of the disk tier; None: the cache directory
+    model  model whose cache sizes are reported; None: of none
     """
     packages = list(_packages())
     yield from packages
@@ -71,6 +73,8 @@ def findings(disk: Path | None) -> Iterator[Finding]:
     yield _memory_lock(on_gpu)
     yield from _disk(disk, str(dtype.data["dtype"]))
     yield from _cache()
+    if model is not None:
+        yield _model(model, str(gpu.data["device"]))
 
 
 def _packages() -> Iterator[Finding]:
@@ -335,6 +339,31 @@ def _cache() -> Iterator[Finding]:
     yield Finding(
         "demo model", Status.OK if path is not None else Status.WARN, text, remedy, {"prepared": path is not None}
     )
+
+
+def _model(model: str, device: str) -> Finding:
+    """What the parts of a model's cache take on the device. Reads no weights."""
+    import torch
+
+    from sidestream.models import cache_parts
+    from sidestream.models.catalog import CATALOG, prepared
+
+    path = prepared(model) if model in CATALOG else model
+    if path is None:
+        return Finding("model", Status.WARN, f"{model} is not prepared", f"sidestream models prepare {model}")
+    try:
+        parts = cache_parts(str(path), block_tokens=EngineConfig().block_tokens, device=torch.device(device))
+    except (ConfigError, OSError) as error:
+        remedy = "give the name of a model in `sidestream models`, a directory or a hub id, of a model that is served"
+        return Finding("model", Status.WARN, str(error), remedy)
+    kv, state = parts.kv, parts.state
+    text = f"{model} in {kv.dtype}: {_size(kv.token_bytes)} of KV a token"
+    data: dict[str, object] = {"dtype": kv.dtype, "kv_token_bytes": kv.token_bytes, "state_bytes": 0}
+    if state is not None:
+        state_bytes = blocks_per_state(state, kv.block_bytes) * kv.block_bytes
+        data["state_bytes"] = state_bytes
+        text += f", {_size(state_bytes)} of recurrent state for each request and each checkpoint"
+    return Finding("model", Status.OK, text, data=data)
 
 
 def _size(num_bytes: float) -> str:

@@ -70,7 +70,7 @@ class EngineClient(Protocol):
         ...
 
     async def reset_cache(self) -> None:
-        """Make all stored blocks of all tiers unreachable at once. Raises EngineStopped."""
+        """Drop the prefix cache: no later request finds a block that any tier holds now. Raises EngineStopped."""
         ...
 
 
@@ -100,7 +100,7 @@ class OutputQueue:
         self._wake()
 
     def fail(self, error: SidestreamError) -> None:
-        """Make `read` raise `error` after the deltas so far. Called on the reader's event loop."""
+        """Make `read` raise `error` once all earlier deltas were read. Called on the reader's event loop."""
         self._error = self._error or error
         self._wake()
 
@@ -133,4 +133,4 @@ def unread_error() -> RequestError:
 
 def stopped_error(health: Health) -> EngineStopped:
     """The error for a request to an engine that does not serve."""
-    return EngineStopped(f"the engine is {health.status}: {health.detail or 'send the request to another one'}")
+    return EngineStopped(f"the engine is {health.status}: {health.detail or 'send the request to another engine'}")

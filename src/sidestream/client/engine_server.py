@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum number of unsent bytes for one front end; with more, its connection is closed as if it had died."""
+"""Maximum number of unsent bytes for one front end; with more, its connection is closed."""
 _POLL_S = 0.1
 """Interval between checks of the engine's health."""
 
@@ -78,7 +78,7 @@ class Connection:
         self._lock = threading.Lock()  # orders frames; guards _unsent, lost and _ids
         self._unsent = bytearray()
         self._ids: dict[int, RequestId | None] = {}  # by unfinished stream; None: being submitted
-        self._known_streams: set[int] = set()  # streams whose front end has prompt_tokens and cached
+        self._known_streams: set[int] = set()  # streams whose prompt_tokens and cached were sent
         self._streams: list[int] = []
         self._tokens: list[int] = []
         self._details: dict[int, OutputDetail] = {}
@@ -160,7 +160,9 @@ class Connection:
         streams = range(message.stream, message.stream + message.params.n)
         with self._lock:
             if not self._ids.keys().isdisjoint(streams):  # rule: stream-in-use-is-refused
-                raise EngineStopped(f"stream {message.stream} came again before it had ended: the connection is broken")
+                raise EngineStopped(
+                    f"stream {message.stream} is submitted before it has ended: the connection is broken"
+                )
             self._ids.update(dict.fromkeys(streams))  # before `enqueue`, because the request may end before it returns
         try:
             # rule: request-is-submitted-to-the-engine
@@ -267,7 +269,7 @@ class EngineServer:
     ) -> None:
         """
         owner              connection to the process that started this one; it attaches front ends and sends `Close`
-        encoder, decoder   encoder and decoder of that connection, which were used already during the start
+        encoder, decoder   for the owner's connection; they were already used during the start
         selector           None: the system's default
         """
         self._engine = engine
@@ -338,7 +340,7 @@ class EngineServer:
             front_end.send(message)
 
     def finish(self, reply: Reply, *, timeout_s: float = 1.0) -> None:
-        """Send `reply` to the owner and all unsent bytes, and close the connections. Called after `run`."""
+        """Send `reply` to the owner, then all unsent bytes, and close the connections. Called after `run`."""
         for threads in (self._calls, self._closer):
             threads.shutdown(wait=False, cancel_futures=True)
         self._owner.send(reply)
@@ -358,11 +360,11 @@ class EngineServer:
             front_end.send_outputs()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread is awake; closed: the server has ended
+        with contextlib.suppress(OSError):  # the socket is full, so `run` wakes anyway, or closed, so `run` has ended
             self._waker.send(b"\0")
 
     def _write(self) -> None:
-        """Send unsent bytes, select sockets that have more for writing, and drop lost connections."""
+        """Send unsent bytes, select for writing the sockets that did not take all, and drop lost connections."""
         for front_end in (
             front_end for front_end in (*self._front_ends, self._owner) if front_end.socket.fileno() >= 0
         ):

@@ -48,7 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error in a message: its class in `sidestream.errors`, its text, and the field at fault."""
+    """An error as part of a message: its class in `sidestream.errors`, its text, and the field at fault."""
 
     kind: str
     message: str
@@ -56,7 +56,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The message for an error. An error of another library becomes a SidestreamError that names its type."""
+        """`error` as a Failure. An error of another library becomes a SidestreamError that names its type."""
         if isinstance(error, SidestreamError):
             return cls(type(error).__name__, str(error), getattr(error, "param", None))
         return cls("SidestreamError", f"{type(error).__name__}: {error}")
@@ -157,10 +157,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
-    """A delta that is more than a single token.
+    """A whole delta: the first of a stream, the last of a stream, and each with logprobs or several tokens.
 
     logprobs   for each token: its id, its log-probability, and the likeliest alternatives
-    cached     number of prompt tokens that were not computed, by tier
+    cached     number of prompt tokens whose KV came from a cache, by tier
     """
 
     token_ids: tuple[int, ...]
@@ -174,7 +174,7 @@ class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """All deltas of one commit for one front end, in their order: entry i is token `tokens[i]` of stream `streams[i]`.
 
-    details   details by entry, for deltas that are more than a single token; `tokens[i]` is then -1
+    details   whole deltas by entry; their `tokens[i]` is -1
     """
 
     streams: list[int]

@@ -26,7 +26,7 @@ class OutputProcessor:
     """
 
     def __init__(self, tokenizer: TokenizerLike, params: SamplingParams) -> None:
-        """Call it before the request is submitted, because a tokenizer that fails raises here."""
+        """Raises the tokenizer's errors, so make it before the request is submitted."""
         self._samples = [_SampleOutput(tokenizer.detokenizer(), params) for _ in range(params.n)]
 
     def read(self, delta: Delta) -> Delta | None:

@@ -49,13 +49,13 @@ class Downloads(Protocol):
 
 _READ_BYTES = 1 << 16
 _CLOSE_S = 60.0
-"""Time for a process to exit after its drain, in which it stores all complete blocks."""
+"""Maximum time for a process to store all complete blocks and exit, after its drain."""
 _KILL_S = 10.0
-"""Time to wait for the exit of a killed process, which a driver may delay."""
+"""Maximum time to wait for the exit of a killed process; a GPU driver may delay it."""
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a child process, with which it imports the same copy of this package."""
+    """The environment for a child process, so that it imports the same copy of this package."""
     home = str(Path(__file__).resolve().parents[2])
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
@@ -65,7 +65,7 @@ def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[s
     """The command that runs `module.main(descriptor)` in a fresh interpreter, without importing the caller's
     `__main__`.
 
-    torch   False: torch counts as not installed in the child
+    torch   False: hide torch from the child, as if it was not installed
     """
     return [
         sys.executable,
@@ -78,11 +78,11 @@ def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[s
 def run_child(module: str, descriptor: int, *, torch: bool) -> None:
     """In the child: ignore signals, import `module` (which may take seconds), and run its `main`.
 
-    torch   False: torch counts as not installed. transformers would import it even for a tokenizer, which uses no
-            tensors; that costs 3 s and 0.3 GB
+    torch   False: hide torch, as if it was not installed. transformers imports it even for a tokenizer, which takes 3 s
+            and 0.3 GB
 
-    Only the owner ends this process: a service manager sends signals to all processes of a server, which would abort
-    the requests that the owner drains.
+    Signals are ignored, because a service manager sends them to all processes of a server, and the owner must drain
+    requests before it ends this process.
     """
     os.set_inheritable(descriptor, False)
     end_with_owner(descriptor)
@@ -92,7 +92,7 @@ def run_child(module: str, descriptor: int, *, torch: bool) -> None:
         signal.siginterrupt(number, False)
     if not torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences "PyTorch was not found"
     importlib.import_module(module).main(descriptor)
 
 
@@ -106,7 +106,7 @@ def how_it_ended(status: int) -> str:
 
 
 def end_with_owner(descriptor: int) -> None:
-    """Exit this process as soon as the other end of the socket is closed, in whatever way the owner ended.
+    """Exit this process as soon as the other end of the socket is closed, however the owner ended.
 
     The disk tier is always consistent, so only blocks that were not stored yet are lost.
     """
@@ -174,7 +174,7 @@ class EngineProcess:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the socket is closed already
             self._control.setblocking(False)
             while self._receive() is not None:
                 pass
@@ -290,7 +290,7 @@ def plain(value: Any) -> Any:
 
 
 def config_of(values: Mapping[str, Any]) -> EngineConfig:
-    """The inverse of `plain`."""
+    """The EngineConfig of which `plain` made `values`."""
     from sidestream.config import OffloadConfig, SpeculativeConfig
 
     kinds = {"offload": OffloadConfig, "speculative": SpeculativeConfig}

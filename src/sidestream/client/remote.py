@@ -43,8 +43,8 @@ from sidestream.types import CachedTokens, Delta, Health, Key, TokenLogprob
 from sidestream.version import VERSION
 
 _READ_BYTES = 1 << 16
-"""Maximum number of bytes per read; the readers run between two reads. Even after this process was stopped for a while,
-one read contains fewer than MAX_UNREAD deltas.
+"""Maximum number of bytes per read. Must hold fewer than MAX_UNREAD deltas, because readers of outputs run only between
+two reads: then the backlog of a process that was stopped for a while aborts no request.
 """
 _GONE = "the engine's process has ended"
 
@@ -142,7 +142,7 @@ class RemoteClient:
         if self._health.status != "ok":
             raise stopped_error(self._health)
         first = self._next_stream  # rule: stream-numbers-are-not-reused
-        frame = self._encoder.encode(_submit(first, checked))  # it may raise, so nothing is reserved before
+        frame = self._encoder.encode(_submit(first, checked))  # before any state changes, because it may raise
         self._next_stream += params.n
         outputs = OutputQueue(first, params.n)
         for index in range(params.n):

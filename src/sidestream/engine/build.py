@@ -138,6 +138,8 @@ def build_engine(
         if stack is not None and tiers is None:
             undo.callback(stack.close)
         memory, blocks, states = _allocate_pools(plan)
+        for part, num_bytes in _bytes_by_part(plan).items():
+            metrics.set("kv_memory_bytes", num_bytes, part)
         inbox = Inbox()
         costs = CostModel(model.layout, clock=device.now)
         transfers = None
@@ -324,6 +326,19 @@ def _allocate_pools(plan: _BuildPlan) -> tuple[Memory, FencedPool, FencedPool | 
         if device.tracer is not None:
             device.tracer.backed(states.name, memory.name, region.state_bytes, region.first_byte)
     return memory, blocks, states
+
+
+def _bytes_by_part(plan: _BuildPlan) -> dict[str, int]:
+    """Bytes of the device that each part of the cache takes. All but the drafts' inputs are one memory."""
+    block_bytes, region = plan.model.layout.block_bytes, plan.region
+    reserved = _has_scratch_block(plan.proposer) * block_bytes
+    parts = {"blocks": plan.num_blocks * block_bytes}
+    if region is not None:
+        reserved += region.reserved_bytes
+        parts["states"] = region.num_states * region.state_bytes
+        if plan.proposer is not None:
+            parts["draft_inputs"] = region.layout.draft_bytes(plan.sizes.max_running + 1, plan.max_drafts)
+    return {**parts, "reserved": reserved}
 
 
 def _build_transfers(

@@ -38,7 +38,9 @@ class ServingState:
         """Raise QueueFull or EngineStopped if so many samples cannot be accepted. The caller holds `lock`."""
         health, bound = self._health, self._max_unfinished
         if health.status != "ok":
-            raise EngineStopped(f"the engine is {health.status}: {health.detail or 'send the request to another one'}")
+            raise EngineStopped(
+                f"the engine is {health.status}: {health.detail or 'send the request to another engine'}"
+            )
         if self._unfinished + num_samples > bound:
             raise QueueFull(
                 f"{self._unfinished} requests are running or waiting, the bound is {bound}: "

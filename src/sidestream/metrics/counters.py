@@ -69,6 +69,7 @@ METRICS: Mapping[str, Declared] = {
     "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and are used by no request"),
     "blocks_used": Declared("gauge", "device blocks in use"),
     "states": Declared("gauge", "recurrent states on the device: free, cached or used", ("status",)),
+    "kv_memory_bytes": Declared("gauge", "bytes of the device that KV and recurrent states take, by part", ("part",)),
     "tier_bytes": Declared("gauge", "bytes held by a tier", ("tier",)),
     "tier_ready_bytes": Declared(
         "gauge", "bytes of a tier's memory that are ready; the rest is still being pinned", ("tier",)

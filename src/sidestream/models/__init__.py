@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sidestream.models.adapter import PagedModel
-    from sidestream.models.loader import kv_token_bytes, load_model, precision_of
+    from sidestream.models.loader import cache_parts, kv_token_bytes, load_model, precision_of
 
-__all__ = ["PagedModel", "kv_token_bytes", "load_model", "precision_of"]
+__all__ = ["PagedModel", "cache_parts", "kv_token_bytes", "load_model", "precision_of"]
 
 
 def __getattr__(name: str) -> Any:

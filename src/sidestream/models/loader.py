@@ -23,7 +23,7 @@ from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
 from sidestream.models.compile_cache import use_compile_cache
-from sidestream.models.config_checks import check_servable, max_positions, parts_of, takes_long_rope
+from sidestream.models.config_checks import ModelParts, check_servable, max_positions, parts_of, takes_long_rope
 from sidestream.models.directory import check_config, read_json
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.rope import fix_longrope
@@ -106,13 +106,23 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.de
     """KV bytes of one token in all layers, in the dtype that `load_model` would choose; reads no weights. Raises
     ModelError.
     """
+    return cache_parts(path_or_hub_id, dtype=dtype, block_tokens=1, device=device).kv.token_bytes
+
+
+def cache_parts(
+    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU
+) -> ModelParts:
+    """The layouts of a model's KV and recurrent states, in the dtype that `load_model` would choose; reads no weights.
+    Raises ModelError.
+    """
     _check_dtype(dtype)
     with naming_model(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
         check_config(directory)
         config = read_config(directory)
         check_servable(config)
-        return parts_of(config, dtype=_precision(directory, config, dtype, device).dtype, block_tokens=1).kv.token_bytes
+        chosen = _precision(directory, config, dtype, device).dtype
+        return parts_of(config, dtype=chosen, block_tokens=block_tokens)
 
 
 def weights_digest(path_or_hub_id: str) -> str:

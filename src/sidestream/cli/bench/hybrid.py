@@ -159,14 +159,11 @@ def _reused(model: Path, turns: int, system_tokens: int) -> float:
 
 
 def _state_bytes_error(model: Path) -> int:
-    """Difference between the memory that was allocated, and the sum of what the parts report."""
+    """Difference between the memory that was allocated, and the sum of its parts in the metrics."""
     with _open(model) as llm:
-        parts = llm.engine.parts
-        region, states = parts.state_region, parts.states
-        assert region is not None and states is not None
-        allocated = parts.executor._kv.untyped_storage().nbytes()
-        reported = parts.blocks.size * parts.layout.block_bytes + states.size * region.state_bytes
-        return allocated - reported - region.reserved_bytes
+        allocated = llm.engine.parts.executor._kv.untyped_storage().nbytes()
+        parts = ("blocks", "states", "reserved")
+        return allocated - sum(int(llm.metrics.value("kv_memory_bytes", part)) for part in parts)
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:

@@ -9,6 +9,8 @@ A test that passes both with and without a rule does not test it:
 A comment `# rule: name` marks the statement of a rule in the product's code; its mutation names a change of the syntax
 tree there. A new wait, lease or check needs a mark, and a row in its room's table beside this file.
 
+A schedule is one workload of the torture test, run in an order that a seed chooses.
+
 MUTATIONS    rules whose removal some schedule must detect
 EQUIVALENT   rules whose removal no schedule detects, each with the reason
 EXEMPT       code that looks like such a rule but is not, each with the reason
@@ -53,9 +55,9 @@ EXEMPT: tuple[Exempt, ...] = tuple(exempt for table in _TABLES for exempt in tab
 
 ELSEWHERE: dict[str, str] = {
     "H13": "there is one rank",
-    "H20": "shared state other than messages is read once per decision: the offload worker's `generation`, and "
-    "`abandoned`, which stays set",
-    "H35": "clients of schedules read at once; unit tests check the bounds (`reader-that-falls-behind-is-aborted`, "
+    "H20": "each decision reads a shared flag once: `generation` of the offload worker, or its `abandoned`, which is "
+    "never reset",
+    "H35": "clients in schedules read immediately; unit tests check the bounds (`reader-that-falls-behind-is-aborted`, "
     "`front-end-that-falls-behind-is-cut-off`)",
 }
 

@@ -77,7 +77,7 @@ MUTATIONS = (
         change=Value(
             "next(one for one in itertools.count() if self._streams.keys().isdisjoint(range(one, one + params.n)))"
         ),
-        consequence="a request gets the streams of an ended one whose outputs, or whose end, are still in flight",
+        consequence="a request gets stream numbers of an ended request whose last messages are still in flight",
         needs=_BORDER,
         also=(Change("stream-in-use-is-refused", Never()),),
     ),
@@ -92,7 +92,7 @@ MUTATIONS = (
         name="first-output-of-a-stream-has-the-prompts-counts",
         hazard="H32",
         change=SetOperand("_known_streams", "self._known_streams"),
-        consequence="a stream's first token lacks its prompt's length, because another stream's was sent",
+        consequence="the first output of a stream lacks the prompt's counts, because another stream's counts were sent",
         needs=_BORDER,
     ),
     Mutation(
@@ -100,8 +100,7 @@ MUTATIONS = (
         hazard="H34",
         at="request-is-submitted-to-the-engine",
         change=SetArgument("enqueue", 1, "lambda delta: self.on_output(message.stream, delta)"),
-        consequence="a front end that replaces a dead one receives outputs of the dead one's requests with equal "
-        "stream numbers",
+        consequence="outputs for a dead front end go to a new front end that uses the same stream numbers",
         needs=frozenset({"border", "hang_up"}),
         also=(
             Change(
@@ -119,7 +118,7 @@ MUTATIONS = (
     Mutation(
         name="lost-front-end-is-detached",
         hazard="H34",
-        consequence="a dead front end is kept, with its requests",
+        consequence="the engine's side keeps a dead front end, and its requests continue",
         needs=frozenset({"border", "hang_up"}),
     ),
     Mutation(
@@ -202,18 +201,18 @@ MUTATIONS = (
         name="outputs-are-delivered-after-each-step",
         hazard="H26",
         change=Become("if worked:\n    self._streams.deliver_outputs()"),
-        consequence="an end sent while the engine is idle arrives with the next token of another request",
+        consequence="in an idle engine, the end of a request is sent only with the next output of another request",
         needs=frozenset({"border"}),
     ),
     Mutation(
         name="last-outputs-are-delivered-when-the-engine-ends",
         hazard="H26",
-        consequence="clients whose requests the close aborts wait forever",
+        consequence="clients of requests that a close aborts wait forever",
         needs=frozenset({"border", "close"}),
     ),
 )
 
-_FALLS_BEHIND = "clients of schedules read all outputs at once; the bound is thousands of outputs"
+_FALLS_BEHIND = "clients in schedules read all outputs immediately; the bound is thousands of outputs"
 
 EQUIVALENT = (
     Equivalent(
@@ -223,7 +222,7 @@ EQUIVALENT = (
             change=Never(),
             consequence="a lost, duplicated or reordered frame is accepted",
         ),
-        "connections never lose, duplicate or reorder, and a missing sending rule damages parts of frames",
+        "sockets never lose, duplicate or reorder frames, and removing a rule of sending damages only parts of frames",
         "client/test_messages.py::test_a_frame_out_of_its_place_ends_the_connection",
     ),
     Equivalent(
@@ -269,16 +268,16 @@ EQUIVALENT = (
 
 _BOTH_CLIENTS = "tests/client/test_clients.py runs the same tests for this client and for the one that schedules use"
 _OTHER_LOOP = "a schedule's front end has one event loop; tests/client/test_clients.py closes one"
-_AFTER_THE_END = "the connection has ended, so this is not read any more"
+_AFTER_THE_END = "the connection has ended, so these values are not read any more"
 _CALLS = "schedules request no metrics and no flush through front ends; tests/client/test_clients.py does"
 
 EXEMPT = (
     Exempt("OutputQueue._wake", ("done",), "a cancelled reader is not woken"),
-    Exempt("Connection.on_output", ("add",), "without it each token costs more bytes, with the same content"),
+    Exempt("Connection.on_output", ("add",), "without it, messages are longer, but have the same content"),
     Exempt("Connection.close", ("clear",), _AFTER_THE_END),
     Exempt("_request", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
     Exempt("engine_info", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
-    Exempt("EngineServer.run", ("done",), "ends the process; tests/client/test_engine_server.py closes it"),
+    Exempt("EngineServer.run", ("done",), "it ends the process; tests/client/test_engine_server.py closes the server"),
     Exempt("EngineServer.finish", ("send_rest",), "the last messages; tests/client/test_engine_server.py reads them"),
     Exempt("InProcessClient.on_output", ("_forget",), _BOTH_CLIENTS),
     Exempt("InProcessClient.abort", ("_forget",), _BOTH_CLIENTS),

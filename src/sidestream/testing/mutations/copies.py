@@ -52,7 +52,7 @@ MUTATIONS = (
         name="settled-fence-is-done-with-its-job",
         hazard="H2",
         change=Value("self.settled.read() >= self.tick - 1"),
-        consequence="a release does not wait for the last of the transfers that it has to wait for",
+        consequence="a release waits for all of its transfers except the last one",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -90,7 +90,7 @@ MUTATIONS = (
         hazard="H2",
         at="store-is-settled",
         change=DropOperand("pieces"),
-        consequence="a store counts as ended when the first of its last pieces has ended",
+        consequence="a store counts as ended although some of its pieces still run",
         needs=frozenset({"offload"}),
         also=(Change("job-settles-once", PopInstead()),),
     ),
@@ -280,7 +280,7 @@ EQUIVALENT = (
             consequence="blocks stored by a request with wrong KV are found in host memory",
             needs=frozenset({"bad_logits"}),
         ),
-        "the fault affects only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
+        "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
     ),
     Equivalent(
@@ -304,7 +304,7 @@ EQUIVALENT = (
             consequence="the store's stream does not wait for the last use of the slots that it writes",
             needs=frozenset({"offload"}),
         ),
-        "slots are released after their last use was seen done",
+        "a slot is released only after the host has seen its last use end",
         noticed_by="offload/test_store_and_load.py::test_store_waits_for_the_last_use_of_the_slots_it_writes",
     ),
     Equivalent(
@@ -323,7 +323,7 @@ EQUIVALENT = (
             name="urgent-copies-go-first",
             hazard="H26",
             change=Value("reversed(self._queues)"),
-            consequence="a copy without a waiting request delays one that a request waits for",
+            consequence="a copy for which no request waits delays a copy for which a request waits",
             needs=frozenset({"offload"}),
         ),
         _LATER,
@@ -333,8 +333,7 @@ EQUIVALENT = (
         Mutation(
             name="slice-waits-for-the-one-before",
             hazard="H7",
-            consequence="other copies wait for all slices in flight, and slices end in another order than the lane's "
-            "polling order",
+            consequence="slices of one lane run side by side, and end in another order than the lane polls them",
             needs=frozenset({"offload"}),
         ),
         "each slice is polled before its copy counts as done; a layer's fences are on one stream",
@@ -350,7 +349,7 @@ EXEMPT = (
     Exempt(
         "OffloadWorker._take_in_copies",
         ("abandoned",),
-        "copies are handled all at once at the close, else some in each turn",
+        "at the close, all ended copies are handled in one turn",
     ),
     Exempt("OffloadWorker._drop", ("drop",), "for loads see dropped-load-is-settled"),
     Exempt("OffloadWorker._drop", ("drop",), "for stores see dropped-store-is-settled"),
@@ -363,7 +362,7 @@ EXEMPT = (
     Exempt(
         "Stores.forget_deferred",
         ("clear",),
-        "keys without bytes; the device drops its keys: tests/offload/test_growing_tier.py resets with deferred stores",
+        "these keys have no bytes yet; tests/offload/test_growing_tier.py resets the cache while stores are deferred",
     ),
     Exempt("Stores.drop", ("clear",), GIVES_UP),
     Exempt("Stores.drop", ("begun",), "see last-submitted-transfers-are-dropped-at-close"),

@@ -24,7 +24,7 @@ MUTATIONS = (
         name="store-is-submitted-before-its-blocks-are-released",
         hazard="H23",
         change=MoveAfter("ended-requests-end"),
-        consequence="a finished request releases its blocks as if none of them had to be stored",
+        consequence="a finished request releases its blocks before their store is submitted",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -139,7 +139,7 @@ MUTATIONS = (
     Mutation(
         name="new-requests-wait-for-new-weights",
         hazard="H26",
-        consequence="requests that arrive after an update of the weights was announced start on the old ones",
+        consequence="requests that arrive while an update of the weights is pending start with the old weights",
         needs=frozenset({"weights"}),
     ),
     Mutation(
@@ -161,7 +161,7 @@ MUTATIONS = (
         hazard="H14",
         at="new-weights-replace-the-keys",
         change=DropArgument("BlockKeys", "salt"),
-        consequence="after new weights, engines with different salts find each other's blocks",
+        consequence="after an update of the weights, engines with different salts find each other's blocks",
         needs=frozenset({"weights"}),
     ),
     Mutation(
@@ -237,7 +237,7 @@ EQUIVALENT = (
             consequence="blocks of a request with wrong KV are found in host memory and on disk",
             needs=frozenset({"bad_logits"}),
         ),
-        "the fault affects only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
+        "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
     ),
     Equivalent(
@@ -257,16 +257,15 @@ EQUIVALENT = (
             consequence="a step waits for the loads of earlier steps and not for its own",
             needs=frozenset({"offload"}),
         ),
-        "a request joins a step when its load has all its fences, which takes the offload worker a turn: "
-        "no load of this step gates a step of this step",
+        "a request joins a step only when its load has all its fences, which takes one turn of the offload worker, so "
+        "loads of the current turn never gate the current step",
     ),
     Equivalent(
         Mutation(
             name="failed-step-ends-its-own-requests",
             hazard="H10",
             change=DropOperand("epoch"),
-            consequence="a request that was preempted before its step failed, and would be computed again, ends with "
-            "an error",
+            consequence="a failed step ends a request that was preempted after the launch and would be computed again",
             needs=frozenset({"failing_step", "preempt"}),
         ),
         "a request of a failed step may end with an error: an answer is missing, but no answer is wrong",
@@ -287,7 +286,7 @@ EQUIVALENT = (
             consequence="streams end during running transfers",
             needs=frozenset({"close", "disk"}),
         ),
-        "unflushed blocks are missing from the cache, and every oracle allows a miss",
+        "blocks that were not stored are misses, and every oracle allows a miss",
         noticed_by="engine/test_close.py::test_tokens_of_the_last_step_are_delivered_and_its_blocks_stored",
     ),
 )

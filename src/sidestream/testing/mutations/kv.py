@@ -95,14 +95,13 @@ MUTATIONS = (
     Mutation(
         name="key-refers-to-one-block",
         hazard="H21",
-        consequence="a block that was computed twice takes over the key, but the first one still records it",
+        consequence="a second copy of a block takes the key, but the first copy still claims it",
     ),
     Mutation(
         name="match-ends-at-a-gap",
         hazard="H15",
         change=Become("continue"),
-        consequence="a prefix of which an earlier block was evicted counts as found, with later blocks in wrong "
-        "positions",
+        consequence="after an evicted block, later blocks of the prefix still count as found, at wrong positions",
         also=(Change("end-of-a-sequence-is-evicted-first", Unwrap("reversed")),),
     ),
     Mutation(
@@ -142,7 +141,7 @@ MUTATIONS = (
         name="key-contains-its-prefix",
         hazard="H14",
         change=DropOperand(0),
-        consequence="equal blocks after different prefixes have one key, and one gets the other's KV",
+        consequence="blocks of equal tokens after different prefixes have the same key, so a request gets the wrong KV",
     ),
 )
 
@@ -161,7 +160,8 @@ EQUIVALENT = (
         Mutation(
             name="cached-keys-belong-to-their-prefix",
             hazard="H14",
-            consequence="the same 512 tokens after different prefixes have the same keys, and one gets the other's KV",
+            consequence="the same 512 tokens after different prefixes have the same keys, so a request gets the wrong "
+            "KV",
         ),
         "no prompt of a schedule has so many tokens",
         noticed_by="kv/test_keys.py::test_keys_that_are_remembered_are_those_that_would_be_made",
@@ -193,7 +193,7 @@ EQUIVALENT = (
             name="release-adds-to-earlier-fences",
             hazard="H2",
             change=Value("after"),
-            consequence="the last one to release a shared block discards the fence of the store that still reads it",
+            consequence="the last release of a shared block discards the fence of the store that still reads it",
             needs=frozenset({"offload"}),
         ),
         "steps run in the order of their launch, and the host waits for all other uses of blocks, so the last release "
@@ -209,8 +209,8 @@ EQUIVALENT = (
             "uses it",
             needs=frozenset({"offload"}),
         ),
-        "only a load that gets the blocks after the end of the transfer and before the end of the last step would come "
-        "too soon; hardly any schedule has such a load",
+        "the fault needs a load into these blocks after the transfer and before the end of the last step; hardly any "
+        "schedule has such a load",
         noticed_by="kv/test_pool.py::test_an_id_that_comes_back_late_brings_its_fences",
     ),
     Equivalent(
@@ -218,12 +218,11 @@ EQUIVALENT = (
             name="unused-lease-keeps-fences",
             hazard="H2",
             change=Value("()"),
-            consequence="a lease that ends before a stream waited for its fences discards the fences of the use before "
-            "it",
+            consequence="the release of an unused lease discards the fences of earlier uses",
             needs=frozenset({"abort", "offload", "preempt"}),
         ),
-        "the step that admits a request waits for all fresh blocks, so only a load into the blocks of a request that "
-        "left before its first step could come too soon",
+        "the first step of a request waits for all its fresh blocks; the fault needs a load into the blocks of a "
+        "request that left before that step",
         noticed_by="kv/test_pool.py::test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before",
     ),
     Equivalent(
@@ -252,8 +251,8 @@ EQUIVALENT = (
 _GUARD = "it raises if the caller breaks a rule, which has its own mutation"
 
 EXEMPT = (
-    Exempt("BlockKeys.extend", ("extend",), "appends keys to a list; for their owner see key-contains-its-prefix"),
-    Exempt("Lease.open", ("_open",), "a question"),
+    Exempt("BlockKeys.extend", ("extend",), "it appends keys to a list; see key-contains-its-prefix"),
+    Exempt("Lease.open", ("_open",), "a query"),
     Exempt("Lease.extend", ("_open", "_open", "_open"), _GUARD),
     Exempt("Lease.extend", ("extend",), "a list"),
     Exempt("Lease.release", ("_open", "_open"), _GUARD),
@@ -263,7 +262,7 @@ EXEMPT = (
     Exempt("FencedPool.publish", ("_references",), _GUARD),
     Exempt("FencedPool.publish", ("add",), "see key-refers-to-one-block"),
     Exempt("FencedPool.publish_all", ("_references",), _GUARD),
-    Exempt("FencedPool.publish_all", ("publish",), "for its time see slice-counts-after-its-fence"),
+    Exempt("FencedPool.publish_all", ("publish",), "slice-counts-after-its-fence decides when it is called"),
     Exempt("FencedPool.forget_all", ("clear",), "see reset-removes-keys"),
     Exempt("FencedPool.check", ("_references", "_references"), _GUARD),
 )

@@ -76,7 +76,7 @@ MUTATIONS = (
         name="step-waits-for-its-own-loads",
         hazard="H5",
         change=Append("if len(batch.rows) > 1:\n    return LayerGates()"),
-        consequence="a step of several rows does not wait for loads, like a graph captured without waits",
+        consequence="a step of several rows does not wait for its loads",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -130,11 +130,11 @@ EQUIVALENT = (
         Mutation(
             name="missing-load-is-settled",
             hazard="H22",
-            consequence="blocks whose load came too late are never released",
+            consequence="blocks are never released if the source of their load is gone",
             needs=frozenset({"offload", "reset"}),
         ),
-        "only stores of earlier commands can evict anything between a plan and its execution, and almost never a "
-        "part of that run",
+        "between plan and execution of a load, only earlier stores can evict its source blocks, and they almost never "
+        "do",
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
     ),
     Equivalent(
@@ -144,8 +144,8 @@ EQUIVALENT = (
             consequence="a request whose blocks were evicted before its load waits forever",
             needs=frozenset({"offload", "reset"}),
         ),
-        "only stores of earlier commands can evict anything between a plan and its execution, and hardly ever a "
-        "part of just that run",
+        "between plan and execution of a load, only earlier stores can evict its source blocks, and they almost never "
+        "do",
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
     ),
     Equivalent(
@@ -155,7 +155,7 @@ EQUIVALENT = (
             consequence="blocks and slots of loads that a close dropped are never released",
             needs=frozenset({"close", "offload"}),
         ),
-        "the close would have to come in the same turn in which the offload worker receives the load",
+        "the fault needs a close in the turn in which the offload worker receives the load",
         noticed_by="offload/test_worker.py::test_close_releases_a_load_of_which_no_piece_has_begun",
     ),
     Equivalent(
@@ -166,8 +166,8 @@ EQUIVALENT = (
             consequence="a failed load releases its slots a second time at the close",
             needs=frozenset({"close", "failing_copy", "offload"}),
         ),
-        "the close would have to come in the turn in which the offload worker sees a piece fail, and other loads keep "
-        "its lane full",
+        "the fault needs a close in the turn in which the offload worker sees a piece fail, while other loads fill "
+        "its lane",
         noticed_by="offload/test_worker.py::test_close_leaves_a_load_alone_that_failed_and_was_settled",
     ),
     Equivalent(
@@ -260,8 +260,8 @@ EQUIVALENT = (
             consequence="a load copies the rest if a part was evicted since it was planned",
             needs=frozenset({"offload"}),
         ),
-        "only stores of earlier commands can evict anything between a plan and its execution, and almost never a "
-        "part of that run",
+        "between plan and execution of a load, only earlier stores can evict its source blocks, and they almost never "
+        "do",
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
     ),
     Equivalent(
@@ -278,7 +278,7 @@ EQUIVALENT = (
                 ),
             ),
         ),
-        "other waiting copies would have to run between two pieces of the load",
+        "the fault needs another copy that runs between two pieces of the load",
         noticed_by="offload/test_pieces.py::test_load_whose_begun_pieces_have_ended_keeps_its_slots",
     ),
     Equivalent(
@@ -294,7 +294,7 @@ EQUIVALENT = (
                 ),
             ),
         ),
-        "other waiting copies would have to run between two pieces of the load",
+        "the fault needs another copy that runs between two pieces of the load",
         noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
     ),
     Equivalent(
@@ -305,7 +305,7 @@ EQUIVALENT = (
             consequence="a load with a failed piece continues, and its request does not learn of the failure",
             needs=frozenset({"failing_copy", "offload"}),
         ),
-        "other waiting copies would have to run between two pieces of the load",
+        "the fault needs another copy that runs between two pieces of the load",
         noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
     ),
 )

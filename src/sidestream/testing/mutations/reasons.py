@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-GIVES_UP = "it saves time at a close whose flush time is over"
-MESSAGE = "a message; rules above cover its content"
+GIVES_UP = "it only saves time, in a close whose flush has timed out"
+MESSAGE = "a message; other rules cover its content"
 QUEUE = "a list"
-COUNT = "a progress count; rules above cover its effects"
-PLACE = "without it, there is no place to write to; rules above cover how long the place is held"
-LOOKS = "it polls fences; rules above cover its decisions"
+COUNT = "a progress count; other rules cover its effects"
+PLACE = "without it, there is no place to write to; other rules cover how long the place is held"
+LOOKS = "it polls fences; other rules cover its decisions"

@@ -27,25 +27,25 @@ MUTATIONS = (
         name="slot-begins-on-the-device",
         hazard="H16",
         change=Become("begins[0][1].outputs or self._state.begin(begins)"),
-        consequence="a readmitted request samples with the state of the row's previous owner",
+        consequence="a readmitted request samples with the state of the request slot's previous owner",
         needs=frozenset({"preempt"}),
     ),
     Mutation(
         name="slot-begins-on-the-host",
         hazard="H16",
-        consequence="a request gets the log-probabilities requested by the row's previous owner",
+        consequence="a request gets the log-probabilities requested by the request slot's previous owner",
         needs=frozenset({"logprobs"}),
     ),
     Mutation(
         name="step-samples-in-the-mode-of-its-rows",
         hazard="H16",
-        consequence="a step takes the most likely token of a row with penalties",
+        consequence="a step samples by argmax although a row has a temperature or penalties",
         needs=frozenset({"sampling"}),
     ),
     Mutation(
         name="row-samples-with-its-own-options",
         hazard="H16",
-        consequence="a request samples with the temperature, filters and seed of the row's previous owner",
+        consequence="a request samples with the temperature, filters and seed of the request slot's previous owner",
         needs=frozenset({"sampling"}),
     ),
     Mutation(
@@ -74,21 +74,21 @@ MUTATIONS = (
         name="captured-sampling-suits-every-row",
         hazard="H16",
         change=CallInstead("max", "min"),
-        consequence="a step samples with the options of its simplest row",
+        consequence="a step samples all rows in the mode of its simplest row",
         needs=frozenset({"captured", "sampling"}),
     ),
     Mutation(
         name="slot-drops-outputs-of-its-last-owner",
         hazard="H16",
         at="slot-drops-outputs-before",
-        consequence="a request is penalised for output tokens of the row's previous owner",
+        consequence="a request is penalised for output tokens of the request slot's previous owner",
         needs=frozenset({"sampling"}),
     ),
     Mutation(
         name="slot-drops-the-prompt-of-its-last-owner",
         hazard="H16",
         at="slot-drops-prompt-before",
-        consequence="a request is penalised for prompt tokens of the row's previous owner",
+        consequence="a request is penalised for prompt tokens of the request slot's previous owner",
         needs=frozenset({"sampling"}),
     ),
     Mutation(
@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation(
         name="sampled-token-stays-on-the-device",
         hazard="H19",
-        consequence="the next step continues from the token before the last",
+        consequence="the next step continues from the token before the sampled one",
     ),
     # ------------------------------------------------------------------ drafts
     Mutation(
@@ -136,7 +136,7 @@ MUTATIONS = (
     Mutation(
         name="slot-begins-with-its-own-history",
         hazard="H16",
-        consequence="a request's drafts are made from tokens of the row's previous owner",
+        consequence="a request's drafts are made from tokens of the request slot's previous owner",
         needs=frozenset({"speculative"}),
     ),
     Mutation(
@@ -178,7 +178,7 @@ MUTATIONS = (
         name="padding-rows-sample-no-token",
         hazard="H18",
         change=Unwrap("where", 2),
-        consequence="samples of padding rows are taken for a row's own",
+        consequence="samples of padding rows count as samples of a request",
         needs=frozenset({"captured"}),
     ),
     Mutation(
@@ -193,7 +193,7 @@ MUTATIONS = (
         name="drafting-stays-in-the-blocks-of-its-row",
         hazard="H11",
         change=Unwrap("minimum"),
-        consequence="a row with fewer drafts than another writes their KV into another owner's block",
+        consequence="the proposer writes KV beyond the blocks of a row with few drafts, into another owner's block",
         needs=frozenset({"hidden_states"}),
     ),
     Mutation(
@@ -218,7 +218,7 @@ MUTATIONS = (
     Mutation(
         name="next-chunk-reads-the-hidden-state-of-the-last-chunk",
         hazard="H19",
-        consequence="a prefill chunk reads state of the row's previous owner",
+        consequence="a prefill chunk reads the hidden state of the request slot's previous owner",
         needs=frozenset({"hidden_states"}),
     ),
     Mutation(
@@ -258,7 +258,7 @@ MUTATIONS = (
         name="block-table-belongs-to-its-slots-owner",
         hazard="H16",
         change=Value("min(len(held), len(wanted))"),
-        consequence="a captured pass reads and writes the blocks of the row's previous owner",
+        consequence="a captured pass reads and writes the blocks of the request slot's previous owner",
         needs=frozenset({"captured"}),
     ),
     Mutation(
@@ -317,16 +317,16 @@ EQUIVALENT = (
             consequence="a step does not wait for the last use of its blocks",
             needs=frozenset({"offload"}),
         ),
-        "steps run in launch order, and blocks with other uses are released when the host has seen the end of that use",
+        "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
         noticed_by="engine/test_offload.py::test_step_waits_for_the_fences_of_its_plan",
     ),
     Equivalent(
         Mutation(
             name="slot-begins-with-its-last-token",
             hazard="H16",
-            consequence="until the first sample, a row's last token is the token of its previous owner",
+            consequence="until its first sample, a request slot holds the last token of its previous owner",
         ),
-        "a row's first chunks carry their tokens, and the last of them draws one before a decode step asks for it",
+        "prefill chunks carry their tokens, and the last chunk samples the token that the first decode step reads",
     ),
 )
 
@@ -341,7 +341,7 @@ _UNPLACED = (
 EXEMPT = (
     Exempt("Executor.capture", ("gates=",), "a stream"),
     Exempt("Executor._run_for_nothing", ("after=", "gates=", "wait_host", "drop", "failure"), _WARM_UP),
-    Exempt("Executor.launch", ("begin",), "see slot-begins-on-the-host and the one after it"),
+    Exempt("Executor.launch", ("begin",), "see slot-begins-on-the-host and step-samples-in-the-mode-of-its-rows"),
     Exempt("Executor._run", ("forget",), _UNPLACED),
     Exempt("BlockTableMirror.changes", ("extend", "extend"), "a list"),
     Exempt("Graphs._finish", ("wait_host", "failure"), _WARM_UP),

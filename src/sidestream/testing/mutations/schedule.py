@@ -23,8 +23,8 @@ MUTATIONS = (
         name="only-committed-blocks-are-published",
         hazard="H12",
         change=Value("min(request.launched_len, len(request.tokens)) // size"),
-        consequence="blocks are findable, and stored after the wrong step, as soon as the step that fills them was "
-        "launched",
+        consequence="blocks become findable when the step that fills them is launched, and their store waits for the "
+        "wrong step",
     ),
     Mutation(
         name="late-result-is-dropped",
@@ -44,7 +44,7 @@ MUTATIONS = (
         name="blocks-of-non-finite-logits-are-not-published",
         hazard="H9",
         change=Never(),
-        consequence="other requests find the KV of a request whose logits show that it is wrong",
+        consequence="other requests find wrong KV, of a request with non-finite logits",
         needs=frozenset({"bad_logits"}),
     ),
     Mutation(
@@ -147,7 +147,7 @@ MUTATIONS = (
         name="tokens-after-the-last-one-are-dropped",
         hazard="H21",
         change=Become("tokens.extend(token_ids[count:])\nreturn len(token_ids), 'stop'"),
-        consequence="an accepted run continues after the request's end",
+        consequence="a request gets accepted tokens beyond its end",
         needs=frozenset({"speculative"}),
     ),
     Mutation(
@@ -160,7 +160,7 @@ MUTATIONS = (
     Mutation(
         name="finish-releases",
         hazard="H22",
-        consequence="blocks and row of a finished request are never released",
+        consequence="blocks and request slot of a finished request are never released",
     ),
     Mutation(
         name="finish-leaves-the-queue",
@@ -172,7 +172,7 @@ MUTATIONS = (
     Mutation(
         name="ended-request-completes-no-blocks",
         hazard="H22",
-        consequence="others wait forever for blocks that a request was about to complete when it ended",
+        consequence="other requests wait forever for blocks that an ended request would have completed",
         needs=frozenset({"abort"}),
     ),
     # ------------------------------------------------------------------ loads
@@ -196,7 +196,7 @@ MUTATIONS = (
         name="slot-begins-with-each-epoch",
         hazard="H16",
         change=Become("self.stepped = False"),
-        consequence="a readmitted request samples with the state of the row's previous owner",
+        consequence="a readmitted request samples with the state of the request slot's previous owner",
         needs=frozenset({"preempt"}),
     ),
     Mutation(
@@ -250,7 +250,7 @@ MUTATIONS = (
     Mutation(
         name="preempted-request-is-not-planned",
         hazard="H26",
-        consequence="a request gets a row of the same step that took its blocks away",
+        consequence="a request that was preempted while a step was planned still gets a row in that step",
         needs=frozenset({"preempt"}),
         also=(Change("prefill-is-possible", DropOperand("state")),),
     ),
@@ -266,7 +266,7 @@ MUTATIONS = (
         hazard="H10",
         at="request-may-start",
         change=DropOperand("state"),
-        consequence="the end of a wait for the disk changes a request that has continued without it",
+        consequence="a request runs before its promotion has ended, and the end of the promotion changes its state",
         needs=frozenset({"disk", "restart"}),
         also=(Change("late-promotions", DropOperand("state")),),
     ),
@@ -279,11 +279,10 @@ EQUIVALENT = (
         Mutation(
             name="non-finite-logits-invalidate-blocks",
             hazard="H9",
-            consequence="earlier blocks of a request whose logits show that its KV is wrong stay findable on the "
-            "device",
+            consequence="blocks of a request with non-finite logits, whose KV is wrong, stay findable on the device",
             needs=frozenset({"bad_logits"}),
         ),
-        "the fault breaks logits alone: the KV of earlier chunks is right, so its reuse cannot be detected",
+        "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
     ),
     Equivalent(
@@ -293,7 +292,7 @@ EQUIVALENT = (
             consequence="a prefill does not wait for the last use of its blocks",
             needs=frozenset({"offload"}),
         ),
-        "steps run in launch order, and blocks with other uses are released when the host has seen the end of that use",
+        "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
         noticed_by="schedule/test_allocation.py::test_a_step_waits_for_the_last_use_of_the_blocks_it_writes",
     ),
     Equivalent(
@@ -301,11 +300,10 @@ EQUIVALENT = (
             name="blocks-taken-during-a-wait-wait-for-their-last-use",
             hazard="H2",
             change=DropArgument("StepBuilder", "after"),
-            consequence="a step does not wait for the last use of blocks taken during the wait for the step before the "
-            "last",
+            consequence="fences of blocks that `plan_loads` takes are lost, and no step waits for them",
             needs=frozenset({"offload", "meanwhile"}),
         ),
-        "steps run in launch order, and blocks with other uses are released when the host has seen the end of that use",
+        "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
         noticed_by="schedule/test_scheduler_meanwhile.py::test_the_next_step_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile",
     ),
     Equivalent(
@@ -313,18 +311,17 @@ EQUIVALENT = (
             name="blocks-taken-before-wait-for-their-last-use",
             hazard="H2",
             change=DropArgument("StepBuilder", "after"),
-            consequence="a step waits for the last use only of the blocks that were taken in its own step",
+            consequence="a step ignores the fences of blocks that `plan_loads` took before it",
             needs=frozenset({"offload", "meanwhile"}),
         ),
-        "steps run in launch order, and blocks with other uses are released when the host has seen the end of that use",
+        "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
         noticed_by="schedule/test_scheduler_meanwhile.py::test_fences_are_owed_until_a_step_was_planned",
     ),
     Equivalent(
         Mutation(
             name="order-of-admission-is-kept-during-a-wait",
             hazard="H26",
-            consequence="a request is admitted during the wait for a step, before that step's blocks can be shared "
-            "with it",
+            consequence="a request is admitted while a step runs, too early to share the blocks of that step",
             needs=frozenset({"offload", "meanwhile"}),
         ),
         "the request is planned with the next step, as with the rule",
@@ -338,7 +335,7 @@ EQUIVALENT = (
             consequence="a decode step does not wait for the last use of its new block",
             needs=frozenset({"offload"}),
         ),
-        "steps run in launch order, and blocks with other uses are released when the host has seen the end of that use",
+        "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
         noticed_by="schedule/test_allocation.py::test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block",
     ),
     Equivalent(
@@ -346,7 +343,7 @@ EQUIVALENT = (
             name="load-is-ready-for-its-own-epoch",
             hazard="H5",
             change=DropOperand("epoch"),
-            consequence="the message of an abandoned load lets the request of another load join a step too early",
+            consequence="the message of an abandoned load marks the request's next load as ready too early",
             needs=frozenset({"offload", "preempt"}),
         ),
         "the old load's message and the new load's submission are too many steps apart to coincide in a schedule",
@@ -361,7 +358,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "slow_tier"}),
             also=(Change("disk-is-not-tried-again", Delete()),),
         ),
-        "each wait has a deadline, and a schedule's slow disk answers in the end; the unit test's disk never does",
+        "each wait has a deadline, and in a schedule a slow disk answers in the end; the unit test's disk never does",
         noticed_by="schedule/test_tiers.py::test_after_an_incomplete_promotion_the_disk_is_left_alone",
     ),
     Equivalent(
@@ -369,9 +366,9 @@ EQUIVALENT = (
             name="slot-release-waits-for-the-last-step",
             hazard="H16",
             change=DropArgument("release", "after"),
-            consequence="the next owner of a row lacks the fence of the step that still uses it",
+            consequence="the next owner of a request slot lacks the fence of the step that still uses it",
         ),
-        "only the compute stream uses rows, and it runs steps in launch order",
+        "only the compute stream uses request slots, and it runs steps in launch order",
         noticed_by="schedule/test_allocation.py::test_blocks_and_row_of_an_aborted_request_wait_for_its_step",
     ),
     Equivalent(
@@ -398,7 +395,7 @@ EQUIVALENT = (
             hazard="H10",
             at="late-promotions",
             change=DropOperand("epoch"),
-            consequence="the end of an earlier wait for the disk counts as the end of this one",
+            consequence="the end of a request's earlier promotion counts as the end of its current one",
         ),
         "a request that waits for the disk cannot be preempted, so its epoch stays until the wait ends",
         noticed_by="schedule/test_tiers.py::test_events_of_abandoned_promotions_and_loads_are_ignored",
@@ -410,7 +407,7 @@ EQUIVALENT = (
             change=DropOperand("epoch"),
             consequence="a restarted request is preempted because an earlier load failed",
         ),
-        "it recomputes its KV: only time is lost",
+        "the request recomputes its KV: only time is lost",
         noticed_by="schedule/test_tiers.py::test_events_of_abandoned_promotions_and_loads_are_ignored",
     ),
     Equivalent(
@@ -418,7 +415,7 @@ EQUIVALENT = (
             name="step-of-an-older-epoch-leaves-no-fence",
             hazard="H16",
             change=DropOperand("epoch"),
-            consequence="an earlier step's fence stands for the uses of a restarted request",
+            consequence="the fence of an earlier step counts as the last use of a restarted request",
         ),
         "a step is launched and recorded in the same turn that planned it",
     ),
@@ -428,7 +425,8 @@ EQUIVALENT = (
             hazard="H8",
             consequence="requests wait for blocks that are not published after a reset",
         ),
-        "they wait until the request that computes them ends, and then compute them",
+        "the waiting requests continue when the request that computes the blocks ends, and compute the blocks "
+        "themselves",
         noticed_by="schedule/test_scheduler_reset.py::test_no_request_waits_for_blocks_that_were_begun_before_a_reset",
     ),
     Equivalent(
@@ -445,18 +443,17 @@ EQUIVALENT = (
         Mutation(
             name="new-keys-drop-the-blocks-on-the-device",
             hazard="H8",
-            consequence="blocks of the old weights stay in the tiers",
+            consequence="blocks of the old weights stay cached on the device",
             needs=frozenset({"weights"}),
         ),
-        "their keys are never looked up again, so they only take room; for both rules together see "
-        "other-weights-have-other-keys",
+        "the old keys are never looked up again, so these blocks only take room; other-weights-have-other-keys "
+        "removes both rules",
     ),
     Equivalent(
         Mutation(
             name="request-that-arrives-late-gets-the-new-keys",
             hazard="H14",
-            consequence="a request whose keys were made before new weights came, and which arrives after them, keeps "
-            "its keys",
+            consequence="a request that was in transit during an update of the weights keeps keys of the old weights",
             needs=frozenset({"weights"}),
         ),
         "this needs a client on another thread; a schedule's clients are on the engine thread",
@@ -465,7 +462,7 @@ EQUIVALENT = (
         Mutation(
             name="published-block-is-not-pending",
             hazard="H26",
-            consequence="a complete block counts as about to be completed",
+            consequence="a complete block counts as pending",
         ),
         "a request that wants the block finds it in the pool first",
         noticed_by="schedule/test_prefix_cache.py::test_a_load_that_is_done_is_nothing_to_join",
@@ -486,8 +483,7 @@ EQUIVALENT = (
             change=Always(),
             consequence="a request is preempted before it ran a step",
         ),
-        "the request first in rank is never preempted, so it ends, then the next one: steps are wasted, but all "
-        "requests end",
+        "the first request in rank is never preempted, so requests end one after another: only steps are wasted",
         noticed_by="schedule/test_preemption.py::test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped",
     ),
     Equivalent(
@@ -498,7 +494,7 @@ EQUIVALENT = (
             consequence="a request of lower priority is preempted before it ran a step",
             needs=frozenset({"priority"}),
         ),
-        "the request with the highest priority continues and ends, then the next one has the highest priority",
+        "the request with the best priority is never preempted, so requests end one after another",
         noticed_by="schedule/test_scheduler_priorities.py::test_room_is_not_taken_from_one_that_has_not_stepped",
     ),
     Equivalent(
@@ -530,7 +526,11 @@ EXEMPT = (
     Exempt("Scheduler.submit", ("add",), "without it a request is unknown"),
     Exempt("Scheduler.finish", ("remove",), "see finish-leaves-the-queue"),
     Exempt("Scheduler.keys_version", ("keys_version",), _PASSES_ON),
-    Exempt("Scheduler.forget_all", ("forget_all",), "see reset-drops-keys-on-the-device, and the two rules beside it"),
+    Exempt(
+        "Scheduler.forget_all",
+        ("forget_all",),
+        "see reset-drops-keys-on-the-device, reset-drops-keys-of-states and reset-makes-running-requests-private",
+    ),
     Exempt("Scheduler.rekey", ("rekey",), "see new-weights-replace-the-keys"),
     Exempt("Scheduler.pause_admission", ("paused",), "see new-requests-wait-for-new-weights"),
     Exempt("Scheduler.resume_admission", ("paused",), "see new-weights-end-the-pause"),
@@ -541,7 +541,7 @@ EXEMPT = (
     Exempt("Allocator.grow", ("take", "extend"), _BLOCKS),
     Exempt("Allocator.release", ("last_fence",), "see release-waits-for-the-last-step"),
     Exempt("Committer.commit", ("stepped",), "see request-steps-before-it-is-preempted"),
-    Exempt("Committer.publish", ("publish",), "for its blocks see only-committed-blocks-are-published"),
+    Exempt("Committer.publish", ("publish",), "only-committed-blocks-are-published decides which blocks it gets"),
     Exempt("Committer.publish", ("extend", "extend"), _LIST),
     Exempt("Preemption.preempt", ("release",), "see release-waits-for-the-last-step and preemption-begins-an-epoch"),
     Exempt("Preemption.preempt", ("requeue",), "without it a request runs without blocks"),
@@ -553,14 +553,14 @@ EXEMPT = (
     Exempt(
         "PrefillPlanner._row",
         ("begun", "begun"),
-        "later chunks may begin the row again; for decode rows see slot-begins-once-per-epoch",
+        "a later prefill chunk may initialise the request slot again; for decode rows see slot-begins-once-per-epoch",
     ),
     Exempt("PrefixCache.keys_of", ("extend", "salt="), _PREFIX_KEYS),
     Exempt("PrefixCache.drop_stale_keys", ("keys_version", "keys_version", "clear", "keys_version"), _NEW_KEYS),
     Exempt("PrefixCache.rekey", ("keys_version",), _NEW_KEYS),
     Exempt("PrefixCache.wanted_keys", ("extend", "salt="), _PREFIX_KEYS),
     Exempt("PrefixCache.publish", ("extend", "salt="), _PREFIX_KEYS),
-    Exempt("PrefixCache.publish", ("publish",), "for its blocks see only-committed-blocks-are-published"),
+    Exempt("PrefixCache.publish", ("publish",), "only-committed-blocks-are-published decides which blocks it gets"),
     Exempt("RequestQueues.start", ("state",), _STATE),
     Exempt("RequestQueues.requeue", ("state",), _STATE),
     Exempt("TierLoads.locate", ("avoid_tiers",), "see failed-load-is-not-tried-again"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sidestream.testing.mutations.operators import Always, Become, Delete, DropArgument, DropOperand, Rewrite
 from sidestream.testing.mutations.tables import Equivalent, Exempt, Feature, Mutation
 
-_ONE_STREAM = "all steps run on one stream, and transfers end before a state is given back"
+_ONE_STREAM = "all steps run on one stream, and a state is released after its transfers have ended"
 
 _DRAFTED: frozenset[Feature] = frozenset({"states", "speculative"})
 
@@ -14,20 +14,20 @@ MUTATIONS = (
         name="hit-needs-a-state-at-its-end",
         hazard="H15",
         change=Always(),
-        consequence="a request continues behind blocks without a checkpoint of the state at their end",
+        consequence="a request reuses blocks without a checkpoint at their end",
         needs=frozenset({"states"}),
     ),
     Mutation(
         name="request-starts-from-the-checkpoint-that-it-found",
         hazard="H15",
         change=Become("source = self._states.take(1)"),
-        consequence="a request continues from a state of something else",
+        consequence="a request continues from an unrelated state",
         needs=frozenset({"states"}),
     ),
     Mutation(
         name="next-step-reads-the-checkpoint",
         hazard="H15",
-        consequence="the step behind a checkpoint reads the state from before it",
+        consequence="the step after a checkpoint reads the state from before the checkpoint",
         needs=frozenset({"states"}),
     ),
     Mutation(
@@ -41,7 +41,7 @@ MUTATIONS = (
         name="checkpoint-has-the-key-of-its-last-block",
         hazard="H15",
         change=Rewrite("- 1", "- 2"),
-        consequence="a checkpoint is found one block before the end of what it covers",
+        consequence="a checkpoint has the key of the block before its last block",
         needs=frozenset({"states"}),
     ),
     Mutation(
@@ -62,7 +62,7 @@ MUTATIONS = (
         name="stored-checkpoint-is-released-after-its-copy",
         hazard="H10",
         change=DropArgument("release", "until"),
-        consequence="a checkpoint that is stored at the end of an answer is overwritten before it was copied",
+        consequence="the last checkpoint of an answer is overwritten before its store has copied it",
         needs=frozenset({"states", "offload"}),
     ),
     Mutation(
@@ -75,7 +75,7 @@ MUTATIONS = (
         name="states-are-loaded-before-layers",
         hazard="H5",
         change=Become("by_layers = True"),
-        consequence="a step reads a state of which only the bytes of the first layers have arrived",
+        consequence="a step reads a state of which only a part was loaded",
         needs=frozenset({"states", "offload", "layer_groups"}),
     ),
     Mutation(
@@ -87,7 +87,7 @@ MUTATIONS = (
     Mutation(
         name="states-of-a-row-are-its-owners",
         hazard="H16",
-        consequence="a row reads the state of a sequence that begins",
+        consequence="a row starts from an empty state instead of its own",
         needs=frozenset({"states"}),
     ),
     Mutation(
@@ -100,7 +100,7 @@ MUTATIONS = (
     Mutation(
         name="state-is-forgotten-with-its-block",
         hazard="H15",
-        consequence="the checkpoint of an evicted block stays, and takes memory for nothing",
+        consequence="the checkpoint of an evicted block stays, and wastes memory",
         needs=frozenset({"states"}),
     ),
     Mutation(
@@ -113,53 +113,53 @@ MUTATIONS = (
         name="replay-ends-at-the-last-accepted-draft",
         hazard="H12",
         change=Become("replayed = number >= 0 * behind"),
-        consequence="a state takes in drafts that were rejected",
+        consequence="a state includes rejected drafts",
         needs=_DRAFTED,
     ),
     Mutation(
         name="state-covers-no-draft",
         hazard="H12",
-        consequence="a state is said to cover the drafts of its row, which it does not",
+        consequence="a state counts as including the drafts of its row, although it does not",
         needs=_DRAFTED,
     ),
     Mutation(
         name="state-is-written-before-its-drafts",
         hazard="H12",
         change=Become("if number == len(self.sources) - 1:\n    _scatter(tensors, self.writes[rows], states)"),
-        consequence="a state takes in the drafts of its row before any was accepted",
+        consequence="a state includes the drafts of its row before any of them is accepted",
         needs=_DRAFTED,
     ),
     Mutation(
         name="kept-inputs-are-read-before-others-are-kept",
         hazard="H16",
         change=Become("self._keep_inputs(layer, inputs)\nself._decode(layer, inputs, outputs, advance)"),
-        consequence="the inputs of this step's drafts are replayed instead of those that were accepted",
+        consequence="the inputs of the current step's drafts are replayed instead of the accepted drafts' inputs",
         needs=_DRAFTED,
     ),
     Mutation(
         name="inputs-of-drafts-are-kept",
         hazard="H16",
-        consequence="the inputs of other drafts are replayed",
+        consequence="stale inputs are replayed instead of the accepted drafts' inputs",
         needs=_DRAFTED,
     ),
     Mutation(
         name="kept-inputs-know-their-tokens",
         hazard="H16",
-        consequence="the inputs of other tokens are replayed, or none",
+        consequence="the inputs of wrong tokens are replayed, or none",
         needs=_DRAFTED,
     ),
     Mutation(
         name="checkpoint-is-written-at-its-border",
         hazard="H15",
         change=Rewrite("==", "<="),
-        consequence="a checkpoint also holds tokens behind the end of its block",
+        consequence="a checkpoint includes tokens after the end of its block",
         needs=_DRAFTED,
     ),
     Mutation(
         name="checkpoint-is-written-if-its-border-is-reached",
         hazard="H15",
         change=Become("checkpoints = torch.where(checkpoints >= 0, checkpoints, 0)"),
-        consequence="padding and rows without a checkpoint write a state that is not theirs",
+        consequence="padding and rows without a checkpoint overwrite another request's state",
         needs=_DRAFTED,
     ),
     Mutation(
@@ -172,13 +172,13 @@ MUTATIONS = (
     Mutation(
         name="candidate-that-is-no-checkpoint-is-released",
         hazard="H10",
-        consequence="states that no step wrote are not free again while their request runs, and are lost then",
+        consequence="states that no step wrote stay in use while their request runs, and are lost afterwards",
         needs=_DRAFTED,
     ),
     Mutation(
         name="candidates-are-released-with-their-request",
         hazard="H10",
-        consequence="states of requests that leave the device are never free again",
+        consequence="states of requests that leave the device are never released",
         needs=_DRAFTED,
     ),
 )
@@ -189,10 +189,10 @@ EQUIVALENT = (
             name="hit-needs-all-parts-of-a-state",
             hazard="H15",
             change=DropOperand(1),
-            consequence="a request loads a checkpoint of which a part is gone",
+            consequence="a request loads a checkpoint of which a part was evicted",
             needs=frozenset({"states", "offload"}),
         ),
-        "a load of which a part is gone fails as a whole, and the request computes the blocks",
+        "the load fails as a whole if a part is missing, and the request computes the blocks",
         noticed_by="schedule/test_states.py::test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts",
     ),
     Equivalent(
@@ -200,10 +200,10 @@ EQUIVALENT = (
             name="checkpoint-leaves-a-state-for-each-request",
             hazard="H26",
             change=Become("return True"),
-            consequence="checkpoints take the states of requests that wait",
+            consequence="checkpoints take the states that waiting requests need",
             needs=frozenset({"states"}),
         ),
-        "unpublished checkpoints return with the next step, so that a request only waits longer",
+        "unpublished checkpoints are released after the next step, so a request only waits longer",
         noticed_by="schedule/test_states.py::test_a_checkpoint_is_made_only_if_each_waiting_request_still_gets_a_state",
     ),
     Equivalent(
@@ -211,10 +211,10 @@ EQUIVALENT = (
             name="state-covers-what-is-before-its-row",
             hazard="H15",
             change=Become("wrong = covered != covered"),
-            consequence="a state that covers other tokens than those before its row is used",
+            consequence="a row reads a state that does not match the tokens before the row",
             needs=frozenset({"states"}),
         ),
-        "the scheduler plans no such read: the second line of defence",
+        "the scheduler plans no such read; this check is a second line of defence",
         noticed_by="models/test_hybrid.py::test_a_state_that_covers_other_tokens_is_not_used",
     ),
     Equivalent(
@@ -225,7 +225,7 @@ EQUIVALENT = (
             consequence="a load overwrites a state that a step still reads",
             needs=frozenset({"states", "offload"}),
         ),
-        "its fences are those of steps that the fresh blocks of the same request wait for, too",
+        "the fresh blocks of the same request wait for the same steps",
         noticed_by="schedule/test_states.py::test_the_fences_of_a_states_last_uses_reach_its_next_writer",
     ),
     Equivalent(
@@ -256,7 +256,7 @@ EQUIVALENT = (
             consequence="no checkpoint is ever found",
             needs=frozenset({"states"}),
         ),
-        "it only saves time",
+        "checkpoints only save time",
         noticed_by="schedule/test_states.py::test_a_prompt_that_returns_continues_from_its_checkpoint",
     ),
     Equivalent(
@@ -266,37 +266,37 @@ EQUIVALENT = (
             consequence="prompts that share a beginning compute it each time",
             needs=frozenset({"states"}),
         ),
-        "it only saves time",
+        "the checkpoint only saves time",
         noticed_by="schedule/test_states.py::test_a_checkpoint_is_made_where_prompts_were_seen_to_branch",
     ),
     Equivalent(
         Mutation(
             name="newest-checkpoint-of-an-answer-replaces-the-one-before",
             hazard="H15",
-            consequence="old checkpoints of an answer take the memory of others",
+            consequence="old checkpoints of an answer take memory that other checkpoints need",
             needs=frozenset({"states"}),
         ),
-        "it only saves memory",
+        "the replacement only saves memory",
         noticed_by="schedule/test_states.py::test_the_newest_checkpoint_of_an_answer_replaces_the_one_before",
     ),
     Equivalent(
         Mutation(
             name="newest-checkpoint-is-stored-when-its-request-leaves",
             hazard="H15",
-            consequence="the end of a turn is not found after a restart",
+            consequence="the checkpoint at the end of an answer is not found after a restart",
             needs=frozenset({"states", "offload"}),
         ),
-        "it only saves time",
+        "the store only saves time",
         noticed_by="schedule/test_states.py::test_the_newest_checkpoint_is_stored_when_its_request_leaves",
     ),
     Equivalent(
         Mutation(
             name="broken-request-invalidates-its-states",
             hazard="H9",
-            consequence="checkpoints of a request whose logits show that its KV is wrong stay findable",
+            consequence="checkpoints of a request with non-finite logits, whose KV is wrong, stay findable",
             needs=frozenset({"states", "bad_logits"}),
         ),
-        "a checkpoint without its block is no hit, and is forgotten with the next one of that key",
+        "a checkpoint without its block is not a hit, and is forgotten with the next block of that key",
         noticed_by="schedule/test_states.py::test_checkpoints_of_a_broken_request_are_not_found_again",
     ),
 )
@@ -304,8 +304,8 @@ EQUIVALENT = (
 _LEASED = "its release is a rule: see states-are-released-after-the-last-step"
 
 EXEMPT = (
-    Exempt("Allocator.plan_states", ("shares",), "a checkpoint of a private request is not published"),
-    Exempt("Allocator.plan_decode_states", ("shares",), "a checkpoint of a private request is not published"),
+    Exempt("Allocator.plan_states", ("shares",), "a request that shares no blocks publishes no checkpoint"),
+    Exempt("Allocator.plan_decode_states", ("shares",), "a request that shares no blocks publishes no checkpoint"),
     Exempt("Allocator.release", ("release",), "see states-are-released-after-the-last-step"),
     Exempt("Committer.commit", ("commit",), "see checkpoint-is-released-after-its-transfers"),
     Exempt("ReuseFinder.loadable", ("replace",), "it copies a value"),

@@ -176,7 +176,7 @@ EQUIVALENT = (
             consequence="blocks stored by a request with wrong KV are found on disk",
             needs=frozenset({"bad_logits"}),
         ),
-        "the fault affects only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
+        "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
     ),
     Equivalent(
@@ -186,7 +186,7 @@ EQUIVALENT = (
             consequence="a disk read does not wait for the last use of its slot",
             needs=frozenset({"disk"}),
         ),
-        "slots are released when their last use was seen to be done",
+        "a slot is released only after the host has seen its last use end",
     ),
     Equivalent(
         Mutation(
@@ -227,7 +227,7 @@ EQUIVALENT = (
             consequence="an unreadable entry is read again and again",
             needs=frozenset({"disk", "failing_tier"}),
         ),
-        "every read is verified, so each of them is a miss; and a request tries twice at most",
+        "every read is verified and becomes a miss, and a request tries at most twice",
         noticed_by="offload/test_disk_transfers.py::test_damaged_entry_is_a_miss_and_is_forgotten",
     ),
     Equivalent(
@@ -235,10 +235,10 @@ EQUIVALENT = (
             name="promotion-has-a-deadline",
             hazard="H26",
             change=DropOperand("deadline_s"),
-            consequence="a request waits as long as the disk takes",
+            consequence="a request waits for the disk without a bound",
             needs=frozenset({"disk", "slow_tier"}),
         ),
-        "slow operations of a schedule end at last; tests/engine/test_offload.py has a disk that never answers",
+        "in a schedule, slow disk operations end; tests/engine/test_offload.py has a disk that never answers",
         noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_published_alone",
     ),
     Equivalent(
@@ -249,8 +249,8 @@ EQUIVALENT = (
             consequence="a read submitted before a reset and started after it counts as submitted after it",
             needs=frozenset({"disk", "reset"}),
         ),
-        "the offload worker would have to sleep from the submission of a read to a reset, and the request learn of it "
-        "first",
+        "the fault needs an offload worker that does not run between the submission of a read and a reset, and a "
+        "request that learns of the reset first",
         noticed_by="offload/test_worker.py::test_transfers_submitted_before_a_reset_and_begun_after_it_publish_nothing",
     ),
 )
@@ -272,8 +272,8 @@ EXEMPT = (
     Exempt("TierIO.finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
     Exempt("TierIO.read", ("take",), PLACE),
     Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
-    Exempt("TierIO.finish_reads", ("taken_in",), "for its time see disk-read-counts-after-its-fence"),
-    Exempt("TierIO.finish_reads", ("publish",), "for its time see disk-read-counts-after-its-fence"),
+    Exempt("TierIO.finish_reads", ("taken_in",), "disk-read-counts-after-its-fence decides when it is called"),
+    Exempt("TierIO.finish_reads", ("publish",), "disk-read-counts-after-its-fence decides when it is called"),
     Exempt("TierIO.finish_reads", ("failure",), "a read that never ran proves nothing about its entry"),
     Exempt("TierIO._timed", ("abandoned",), GIVES_UP),
     Exempt("ReadTicket.failure", ("failure",), "a query; rules above cover its callers"),

@@ -224,7 +224,7 @@ EQUIVALENT = (
             consequence="an entry is evictable while a second reader reads it",
             needs=frozenset({"disk"}),
         ),
-        "the transfer engine reads a key once at a time; other requests for it join that read",
+        "the offload worker has at most one read per key in flight; other requests for the key join that read",
     ),
     Equivalent(
         Mutation(
@@ -253,7 +253,7 @@ EXEMPT = (
     Exempt("DiskTier.open", ("callback",), "it closes the directory's lock only if opening fails"),
     Exempt("_open", ("fingerprint=",), "see disk-of-other-weights-is-refused"),
     Exempt("open_tiers", ("callback",), "it closes tiers that no engine has used, if another tier cannot be opened"),
-    Exempt("TierStack.close", ("callback",), "a tier that fails to close does not keep others open"),
+    Exempt("TierStack.close", ("callback",), "if one tier fails to close, the others are closed nevertheless"),
     Exempt("_write_whole", ("rename",), "see entry-is-renamed-into-place"),
     Exempt(
         "_write_description",
