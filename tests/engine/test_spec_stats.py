@@ -21,7 +21,7 @@ def test_requests_without_drafts_are_logged_once_a_minute_with_all_counts(caplog
     now_s[0] += 1.0
     counted.count_undrafted({"others": 5})
     [record] = caplog.records
-    assert "in 60 s, requests went 182 steps without drafts: 118 because too few were right" in record.getMessage()
+    assert "in 60 s, 182 rows of steps had no drafts: 118 because too few drafts would have" in record.getMessage()
     counted.count_undrafted({"others": 5})
     assert len(caplog.records) == 1
 

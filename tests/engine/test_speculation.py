@@ -281,7 +281,7 @@ def test_steps_without_drafts_are_counted_by_reason_and_logged_now_and_then(
                 rig.counted("draft_fallbacks_total", "end") > 0 or dear
             )  # where nobody drafts, why counts for a few steps
             assert (rig.counted("draft_fallbacks_total", "chance") > 0) == dear
-            assert ("because too few were right for what they cost" in caplog.text) == dear
+            assert ("because too few drafts would have been accepted" in caplog.text) == dear
 
 
 def test_what_cannot_be_is_refused_with_the_bound() -> None:

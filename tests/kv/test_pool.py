@@ -209,7 +209,7 @@ def test_taking_is_all_or_nothing(pool: FencedPool) -> None:
 
 def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool) -> None:
     used = pool.take(1)
-    with pytest.raises(InvariantError, match="blocks 3 holds nothing"):
+    with pytest.raises(InvariantError, match="blocks 3 is free"):
         pool.share([*used.ids, 3])
     with pytest.raises(InvariantError, match="blocks 3 is not in use"):
         pool.publish(3, key(1))
@@ -221,7 +221,7 @@ def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool
 def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(asked: tuple[str, ...], pool: FencedPool) -> None:
     [block_id] = cached(pool, 1)
     ids = {"cached": block_id, "free": (block_id + 1) % pool.size}
-    with pytest.raises(InvariantError, match=f"blocks {ids['free']} holds nothing: it cannot be shared"):
+    with pytest.raises(InvariantError, match=f"blocks {ids['free']} is free: it cannot be shared"):
         pool.share([ids[which] for which in asked])
     pool.check()
     assert pool.num_cached == 1

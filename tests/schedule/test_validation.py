@@ -111,7 +111,7 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
             "stop_token_ids",
         ),
         ([1], {"n": 7}, {}, "^n is 7: the engine takes 6 samples at a time; ask for fewer$", "n"),
-        ([1] * 40, {"min_tokens": 9}, {}, "^min_tokens is 9: behind this prompt there is room for 8$", "min_tokens"),
+        ([1] * 40, {"min_tokens": 9}, {}, "^min_tokens is 9: after this prompt, the limit is 8$", "min_tokens"),
         ([1], {}, {"cache_salt": 5}, "^cache_salt is a int: give a text of at most", "cache_salt"),
         ([1], {}, {"priority": "high"}, "^priority has 'high', which is not a whole number$", "priority"),
         ([1], {}, {"priority": 1 << 63}, f"^priority is {1 << 63}: give a number of 64 bits$", "priority"),

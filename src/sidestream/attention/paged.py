@@ -245,7 +245,7 @@ class _Addresses:
         for row, (query_len, kv_len) in enumerate(zip(self._query_lens, self._kv_lens, strict=True)):
             first_query = kv_len - query_len
             first_seen = 0 if window is None else max(0, first_query + 1 - window)
-            # Whole blocks: a copy of few long segments is faster than a copy of many short ones.
+            # Whole blocks, because a copy of few long segments is faster than a copy of many short segments.
             blocks = self._block_tables[row, first_seen // size : -(-kv_len // size)]
             start = gathered + first_seen % size
             gathered += len(blocks) * size

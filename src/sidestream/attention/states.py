@@ -1,17 +1,18 @@
-"""Recurrent states of a packed batch: where each row's state is read, and where it is written.
+"""Recurrent states of a packed batch: the state that each row reads, and the state that it writes.
 
-A state is never changed in place unless its row owns it alone: a row may read a shared checkpoint and write a state of
-its own. Knows nothing of requests or streams; used by the thread, and on the stream, that owns the forward pass.
+A row may read a checkpoint that other rows share, but writes only to states that it does not share. This module knows
+nothing of requests or streams; the thread that owns the forward pass calls it, on the stream of that pass.
 
-Drafts never reach a state. The state that a row with drafts leaves covers its first token, which is certain; the inputs
-of its drafts are kept. The row's next step replays those of the drafts that were accepted, in front of its own tokens:
+A written state never covers drafts, because they may be rejected. It covers the row's tokens up to the one before the
+drafts; the inputs of the drafts are kept. The row's next step replays the inputs of the accepted drafts before the
+inputs of its own tokens:
 
-    step          n                     n + 1
-    row           token t, drafts a b c     a and b were accepted, then came d: token d, drafts e f g
-    state read    covers all before t       covers t
-    replayed                                a b
-    state left    covers t                  covers d
-    inputs kept   a b c                     e f g
+    step            n                         n + 1, after a and b were accepted and d was sampled
+    row             token t, drafts a b c     token d, drafts e f g
+    state read      covers all before t       covers t
+    replayed                                  a b
+    state written   covers t                  covers d
+    inputs kept     a b c                     e f g
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from sidestream.errors import InvariantError
 from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateTensor
 
 Part = tuple[str, int]
-"""Kind and index of a state's tensor in its layer, see `StateTensor`."""
+"""Kind and index of a tensor of a state in one layer, see `StateTensor`."""
 States = dict[Part, torch.Tensor]
 """The states of some rows in one layer: each `[rows, *shape]`."""
 Advance = Callable[[torch.Tensor, States], torch.Tensor]
-"""A layer's outputs for inputs `[rows, tokens, input_size]`, of the same shape; it changes the states in place."""
+"""Computes a layer's outputs from its inputs, both `[rows, tokens, input_size]`, and updates the states in place."""
 
 
 Kernels = Callable[[torch.Tensor, "StateBatch"], torch.Tensor]
-"""A layer's outputs for the packed inputs of a whole batch, `[T, input_size]`. Reads the rows' states in the pool and
-writes them there; reads nothing back, so it may be captured.
+"""Computes a layer's outputs from the packed inputs of a whole batch, both `[T, input_size]`. Reads and writes the
+rows' states in the pool. The host reads none of its results, so it may be captured in a CUDA graph.
 """
 
 
 class DraftInputs:
-    """The inputs of the last step's drafts in each layer, by request slot: what a step replays.
+    """The inputs of the last step's drafts in each layer, by request slot. The next step replays them.
 
-    max_drafts   of one row
-    first        int64 [slots]: the position of the first of a slot's drafts
-    count        int64 [slots]: their number
+    max_drafts   largest number of drafts in one row
+    first        int64 [slots]: position of the first draft of each slot
+    count        int64 [slots]: number of drafts of each slot
     """
 
     def __init__(self, layout: StateLayout, num_slots: int, max_drafts: int, device: torch.device) -> None:
@@ -52,7 +53,7 @@ class DraftInputs:
         dtype = getattr(torch, layout.input_dtype)
         self.max_drafts = max_drafts
         self._inputs = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layout.layers}
-        # By blocking copies: a fill on the device would run on a stream that no fence orders.
+        # Blocking copies, because a fill on the device would run on a stream without fences.
         self.first, self.count = (torch.zeros(num_slots, dtype=torch.int64).to(device) for _ in range(2))
 
     def of(self, layer: int) -> torch.Tensor:
@@ -63,8 +64,8 @@ class DraftInputs:
 class StatePool:
     """Views of a memory that holds states, by layer.
 
-    The last two states belong to no sequence: `zero`, which is all zeros and is read by rows at position 0, and
-    `scratch`, which padding writes.
+    The last two states belong to no sequence: rows at position 0 read `zero`, which is all zeros, and padding writes
+    `scratch`.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class StatePool:
         state_bytes: int | None = None,
         drafts: DraftInputs | None = None,
     ) -> None:
-        """memory        uint8; as many whole states as fit
-        block_tokens  checkpoints cover a multiple of it
-        state_bytes   from one state to the next; None: states lie close together
-        drafts        None: rows have no drafts
+        """memory        uint8; divided into as many whole states as fit
+        block_tokens  tokens in a block; checkpoints cover a multiple of it
+        state_bytes   bytes from the start of one state to the start of the next; None: there are no gaps
+        drafts        kept inputs of drafts; None: rows have no drafts
         """
         self.layout = layout
         self.device = memory.device
@@ -114,20 +115,21 @@ class StatePool:
         decode_queries: int,
         chunks: Sequence[tuple[int, int]],
     ) -> StateBatch:
-        """The states of a step. B rows.
+        """The states of a step with B rows.
 
-        reads, writes    int64 [B]; a negative read means that the sequence begins, a negative write padding
-        checkpoints      int64 [B]: a state that is written as well if a decode row reaches the end of a block; none if
-                         negative
+        reads, writes    int64 [B]: ids of states. Negative in `reads`: the sequence begins; negative in `writes`: the
+                         row is padding
+        checkpoints      int64 [B]: id of an additional state that a decode row writes if it reaches the end of a block;
+                         negative: none
         slots            int64 [B]: request slots
         cu_seqlens_q     int64 [B + 1]: start of each row in the packed tokens, and the end of the last row
-        kv_lens          int64 [B]: tokens of each row's sequence, including this step's
-        decode_queries   tokens of a decode row, at most
+        kv_lens          int64 [B]: number of tokens of each row's sequence, including this step's tokens
+        decode_queries   largest number of tokens in a decode row
         chunks           start and end of each row after the decode rows, in the packed tokens; empty if the host does
-                         not know them, which only a layer with kernels bears
+                         not know them, which is allowed only if all layers have kernels
 
-        On a host, raises InvariantError if a state does not cover the tokens before its row, those included whose
-        inputs are kept. On a GPU nothing can be raised: `StateBatch.finish` makes the row's logits NaN.
+        A state, together with the kept inputs of drafts, must cover exactly the tokens before its row. If it does not,
+        this raises InvariantError on a host; on a GPU it cannot, and `StateBatch.finish` sets the row's logits to NaN.
         """
         reads = torch.where(reads < 0, self.zero, reads)
         writes = torch.where(writes < 0, self.scratch, writes)
@@ -142,7 +144,7 @@ class StatePool:
             row = int(wrong.nonzero()[0])
             raise InvariantError(
                 f"row {row} begins at token {int(starts[row])}, its state {int(reads[row])} covers "
-                f"{int(covered[row])}, and the inputs of {int(kept[row])} tokens behind that are kept"
+                f"{int(covered[row])}, and the inputs of {int(kept[row])} tokens after these are kept"
             )
         covers = kv_lens.clone()
         covers[:num_decode] = starts[:num_decode] + 1  # rule: state-covers-no-draft
@@ -163,7 +165,7 @@ class StatePool:
             sources=torch.where(own, packed, 0),
             places=torch.where(own, packed + 1, 0),
             lengths=lengths,
-            behind=behind.masked_fill(wrong, 0),  # nothing is read that was not kept
+            behind=behind.masked_fill(wrong, 0),  # a wrong count would read inputs that were never written
             covers=covers,
             border=border,
             tokens_to_border=border - covered,
@@ -182,23 +184,25 @@ class StatePool:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StateBatch:
-    """The states of one step's rows. B rows, D of them decode rows, which come first and have up to Q tokens each. All
-    tensors int64 [B] unless another shape is given.
+    """The states of one step's B rows. The first D rows are decode rows, with up to Q tokens each. All tensors are
+    int64 [B] unless another shape is given.
 
-    reads, writes      the state that each row continues from, and the one that it leaves
+    reads, writes      the state that each row reads, and the state that it writes
     checkpoints        the state that is written when the row reaches `border`; `StatePool.scratch`: none
     slots              request slots
     num_decode         D
-    chunks             start and end of each other row, in the packed tokens; empty if the host does not know them
+    chunks             start and end of each row after the decode rows, in the packed tokens; empty if the host does not
+                       know them
     cu_seqlens_q       [B + 1]: start of each row in the packed tokens
     sources            [Q, D]: packed positions of the tokens of decode rows; 0 for tokens that a row does not have
     places             [Q, D]: the same, plus 1; 0 for tokens that a row does not have
     lengths            tokens of each row
-    behind             tokens before the row that its state does not cover: accepted drafts of the last step
-    covers             tokens that the row's new state covers
-    border             the last end of a block in `covers`
-    tokens_to_border   tokens from the state that is read to the border
-    wrong              bool: the state that the row reads cannot be brought to the row's start
+    behind             number of tokens to replay: accepted drafts of the last step, which the state that is read does
+                       not cover
+    covers             number of tokens that the row's new state covers
+    border             `covers`, rounded down to the end of a block
+    tokens_to_border   number of tokens from the end of the state that is read to `border`
+    wrong              bool: the state that is read does not cover the tokens before the row, even after the replay
     """
 
     pool: StatePool
@@ -221,16 +225,16 @@ class StateBatch:
     def compute(
         self, layer: int, inputs: torch.Tensor, advance: Advance, *, kernels: Kernels | None = None
     ) -> torch.Tensor:
-        """The outputs of a layer, `[T, input_size]`, for the packed inputs of the batch, which may be followed by
-        padding; its outputs are of no use. Reads and writes the states of the rows.
+        """Compute a layer's outputs, `[T, input_size]`, for the packed inputs of the batch, and read and write the
+        states of the rows. Padding may follow the inputs; its outputs have no meaning.
 
-        kernels   compute all rows; without them `advance` does, and the host must know the lengths of chunks
+        kernels   function that computes all rows; None: `advance` does, and the host must know the lengths of chunks
         """
         if kernels is not None:
             outputs = kernels(inputs, self)
             self._keep_inputs(layer, inputs)
             return outputs
-        outputs = inputs.new_zeros(1 + len(inputs), inputs.shape[1])  # the first one takes outputs of no token
+        outputs = inputs.new_zeros(1 + len(inputs), inputs.shape[1])  # row 0: outputs for missing tokens of short rows
         if self.num_decode:
             # rule: kept-inputs-are-read-before-others-are-kept
             self._decode(layer, inputs, outputs, advance)
@@ -243,15 +247,15 @@ class StateBatch:
         return outputs[1:]
 
     def kept_inputs(self, layer: int) -> torch.Tensor:
-        """The inputs that are kept of the decode rows' drafts, `[D * max_drafts, input_size]`; empty without drafts."""
+        """The kept inputs of the decode rows' drafts, `[D * max_drafts, input_size]`; empty without drafts."""
         if self.pool.drafts is None or not self.num_decode:
             size = self.pool.layout.input_size
             return torch.empty(0, size, dtype=getattr(torch, self.pool.layout.input_dtype), device=self.pool.device)
         return self.pool.drafts.of(layer).index_select(0, self.slots[: self.num_decode]).flatten(0, 1)
 
     def finish(self, logits: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
-        """Note how many tokens the written states cover, after the model. Returns the logits `[N, vocab_size]`, NaN in
-        rows whose state was wrong; `logits_indices` int64 [N] are their packed positions.
+        """After the last layer, record the number of tokens that each written state covers. Returns the logits `[N,
+        vocab_size]`, with NaN in rows whose state was wrong. `logits_indices` int64 [N]: their packed positions.
         """
         pool = self.pool
         pool.covered.index_copy_(0, self.checkpoints, self.border)
@@ -265,7 +269,7 @@ class StateBatch:
         if on_host(pool.device):
             return logits
         rows = torch.searchsorted(self.cu_seqlens_q, logits_indices, right=True) - 1
-        rows = rows.clamp(max=len(self.wrong) - 1)  # padding, which is in no row
+        rows = rows.clamp(max=len(self.wrong) - 1)  # positions of padding are after the last row
         return logits.masked_fill(self.wrong[rows].unsqueeze(1), float("nan"))
 
     def _decode(self, layer: int, inputs: torch.Tensor, outputs: torch.Tensor, advance: Advance) -> None:
@@ -273,7 +277,7 @@ class StateBatch:
         behind, states = self.behind[rows], _gather(tensors, self.reads[rows])
 
         def checkpoint(advanced: torch.Tensor | int) -> None:
-            """Write the checkpoints of rows whose state reaches its border after so many tokens."""
+            """Write the checkpoints of the rows whose state reaches `border` after `advanced` tokens."""
             reached = self.tokens_to_border[rows] == advanced  # rule: checkpoint-is-written-at-its-border
             _scatter(tensors, torch.where(reached, self.checkpoints[rows], self.pool.scratch), states)
 
@@ -296,7 +300,7 @@ class StateBatch:
                 checkpoint(behind + 1)
 
     def _keep_inputs(self, layer: int, inputs: torch.Tensor) -> None:
-        """Keep the inputs of this step's drafts, once those of the last step were replayed."""
+        """Keep the inputs of this step's drafts. Call it after the inputs of the last step's drafts were replayed."""
         if self.pool.drafts is None or not self.num_decode:
             return
         for number, sources in enumerate(self.sources[1:]):

@@ -21,7 +21,7 @@ Starts = npt.NDArray[np.int64]
 
 
 def no_accesses() -> Sequence[Access]:
-    """The accesses of work that does not touch shared memory."""
+    """The accesses of work that neither reads nor writes shared memory."""
     return ()
 
 

@@ -1,4 +1,4 @@
-"""Messages between threads of the host, and the bell that a thread sleeps on.
+"""Messages between threads of the host, and the bell that wakes a sleeping thread.
 
 A tracer records messages, because they order the two threads.
 """
@@ -82,8 +82,8 @@ class Bell:
 
 
 class Mark:
-    """A number that grows, written by one thread and read by another. It replaces progress messages of which only the
-    last matters.
+    """A number that only grows, written by one thread and read by another. It replaces progress messages if only the
+    last message matters.
     """
 
     def __init__(self, name: str, *, tracer: Tracer | None = None, wake: Callable[[], None] = lambda: None) -> None:

@@ -57,7 +57,7 @@ class StreamFence(Generic[Owner]):
         return self.owner.has_passed(self)
 
     def fail(self, error: BaseException) -> None:
-        """Set the failure. Clears the local variables of its frames: they may hold tensors and leases (H24)."""
+        """Set the failure. Clears the local variables of its frames: they may hold tensors and leases (hazard H24)."""
         for raised in (error, error.__cause__):
             if raised is not None:
                 traceback.clear_frames(raised.__traceback__)

@@ -239,7 +239,7 @@ class HostStream:
             if self._tracer is not None:
                 self._tracer.finished(item.fence)
             tick = item.fence.tick
-            del item  # drops the work's tensors and leases before any thread can see the fence done (H24)
+            del item  # drops the work's tensors and leases before any thread can see the fence done (hazard H24)
             with self._passed:
                 self.done_tick = tick
                 self._passed.notify_all()

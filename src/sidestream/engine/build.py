@@ -1,7 +1,7 @@
-"""From a model and a config to a running engine. Every check that can fail comes before the engine thread starts.
+"""Builds a running engine from a model and a config. Every check that can fail is done before the engine thread starts.
 
-On a GPU the kernels are warmed up here, too: their first launch waits for the device, which must not happen while
-requests run.
+On a GPU, this also launches every kernel once: a kernel's first launch waits for the device, which must not happen
+while requests run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # importing transformers takes seconds
 
 logger = logging.getLogger(__name__)
 
-# A state of the one request that runs, and a checkpoint that it makes or starts from.
+# Smallest number of states with which a request can run: its own state, and a checkpoint that it makes or starts from.
 _FEWEST_STATES = 2
 _WARMING_UP = "warming up the GPU's kernels"
 
@@ -70,17 +70,17 @@ class ServableModel(ForwardModel, Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Names everything that KV depends on besides tokens and layout."""
+        """Hash of everything that KV depends on, except tokens and layout."""
         ...
 
     @property
     def num_heads(self) -> int:
-        """Query heads of its attention."""
+        """Number of query heads."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence that the model was made for."""
+        """Length in tokens of the longest sequence that the model supports."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class ServableModel(ForwardModel, Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
+        """Token ids that end an answer."""
         ...
 
 
@@ -108,20 +108,20 @@ def build_engine(
     threaded: bool = True,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
-    """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError; then nothing is
-    left open.
+    """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError, after closing
+    everything that it opened.
 
     The model's weights are on `torch_device(config.device)`, or on `device`.
 
-    eos_ids   ids that end an answer, besides the model's own: the tokenizer's
-    tiers     open persistent tiers by name, fastest first, in place of those that `config.offload` asks for; closed
-              with the engine, or by the caller if this raises
-    device    a device in place of the one that `config.device` names; closed with the engine
-    tracer    hears of the events that ordering depends on; a given `device` has its own tracer
-    proposer  drafts in place of the one that `config.speculative` names
-    defaults  sampling options of requests that leave them out
+    eos_ids   token ids that end an answer, in addition to the model's own: usually the tokenizer's
+    tiers     open persistent tiers by name, fastest first, instead of the tiers that `config.offload` asks for. The
+              engine closes them; if this function raises, the caller must close them
+    device    a device instead of the one that `config.device` names; the engine closes it
+    tracer    records the events that ordering depends on. Not used with a given `device`, which has its own tracer
+    proposer  a proposer instead of the one that `config.speculative` names
+    defaults  default values of sampling options
     threaded  False: the engine has no thread, see `Engine`
-    tell      called with the current activity, how much of it is done, and of how much; 0 of 0: unknown
+    tell      progress callback: gets the current activity, its steps done, and its steps in total (0 and 0: unknown)
     """
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == CUDA
     sizes = config.sizes(CUDA if on_gpu else CPU)
@@ -184,10 +184,10 @@ def build_engine(
 
 @dataclass(frozen=True, slots=True)
 class _BuildPlan:
-    """The choices that everything is built by.
+    """The sizes and choices that the engine's parts are built from.
 
-    num_blocks   of the device pool
-    region       recurrent states behind the blocks; None: the model keeps none
+    num_blocks   number of blocks of the device pool
+    region       recurrent states, after the blocks; None: the model has no recurrent state
     """
 
     model: ServableModel
@@ -203,7 +203,7 @@ class _BuildPlan:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest request."""
+        """Largest number of tokens of a request."""
         return min(self.bounds.max_model_len, self.bounds.pool_tokens)
 
 
@@ -217,7 +217,7 @@ def _check_sizes(model: ServableModel, config: EngineConfig, sizes: EngineSizes)
 
 
 def _proposer(config: EngineConfig, given: Proposer | None) -> Proposer | None:
-    """The given proposer, or the one that the config names; None: nothing is drafted."""
+    """The given proposer, or the one that the config names; None: no drafts."""
     if config.speculative is None:
         return None
     if given is None and config.speculative.proposer != "ngram":
@@ -234,7 +234,7 @@ def _plan_build(
     *,
     on_gpu: bool,
 ) -> _BuildPlan:
-    """Size the block pool, and derive the bounds of requests from it."""
+    """Choose the size of the block pool, and derive the bounds of requests from it."""
     layout, kv_bytes = model.layout, sizes.kv_bytes
     max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
     if kv_bytes is None:
@@ -259,7 +259,7 @@ def _plan_build(
     if config.speculative is not None and max_drafts + 2 > pool_tokens:
         raise ConfigError(
             f"max_drafts is {max_drafts}, the pool holds {pool_tokens} tokens: at most {pool_tokens - 2} drafts fit "
-            "behind a prompt; lower it or raise kv_memory"
+            "after a prompt; lower it or raise kv_memory"
         )
     bounds = Bounds(
         max_model_len=config.max_model_len or model.max_model_len,
@@ -274,7 +274,7 @@ def _plan_build(
 def _size_states(
     states: StateLayout, blocks: KVLayout, config: EngineConfig, sizes: EngineSizes, budget: int, *, scratch: bool
 ) -> StateRegion:
-    """Divide `budget` bytes between blocks and recurrent states; a `scratch` block is in addition."""
+    """Divide `budget` bytes between blocks and recurrent states. `scratch`: add a scratch block, outside the budget."""
     asked = None if config.state_memory is None else parse_bytes(config.state_memory, option="state_memory")
     state_bytes = blocks_per_state(states, blocks.block_bytes) * blocks.block_bytes
     count = num_states(
@@ -294,24 +294,26 @@ def _size_states(
     left = budget - (count + RESERVED_STATES) * state_bytes
     _check_pool(left, blocks)
     region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes + scratch, count)
-    if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment
+    if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment moved the end: leave some blocks out
         region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
     logger.info(
         "recurrent states: %.2f GiB of the KV memory, %d of %d bytes", (budget - left) / 2**30, count, state_bytes
     )
     if count < sizes.max_running:
-        logger.warning("state memory holds %d states: at most as many requests run, not %d", count, sizes.max_running)
+        logger.warning(
+            "state memory holds %d states, so that many requests run at most, not %d", count, sizes.max_running
+        )
     return region
 
 
 def _has_scratch_block(proposer: Proposer | None) -> bool:
-    """Whether the memory has one block more than the pool."""
+    """Whether the memory has one block more than the pool: a scratch block for the proposer."""
     return proposer is not None and proposer.hidden_size > 0
 
 
 def _allocate_pools(plan: _BuildPlan) -> tuple[Memory, FencedPool, FencedPool | None]:
-    """Device memory of the blocks and of recurrent states, and the pools that lease them. If the proposer reads hidden
-    states, the memory has one block more than the pool: a scratch block for states that belong to no block.
+    """Allocate the device memory of blocks and recurrent states, and make their pools. If the proposer reads hidden
+    states, the memory has one block more than the pool: a scratch block for hidden states that belong to no block.
     """
     device, block_bytes, region = plan.device, plan.model.layout.block_bytes, plan.region
     num_bytes = (
@@ -329,7 +331,7 @@ def _allocate_pools(plan: _BuildPlan) -> tuple[Memory, FencedPool, FencedPool | 
 
 
 def _bytes_by_part(plan: _BuildPlan) -> dict[str, int]:
-    """Bytes of the device that each part of the cache takes. All but the drafts' inputs are one memory."""
+    """Bytes of device memory of each part of the cache. All parts except `draft_inputs` share one allocation."""
     block_bytes, region = plan.model.layout.block_bytes, plan.region
     reserved = _has_scratch_block(plan.proposer) * block_bytes
     parts = {"blocks": plan.num_blocks * block_bytes}
@@ -413,7 +415,9 @@ def _make_ready(
     gated: bool,
     tell: Callable[[str, int, int], None],
 ) -> None:
-    """Warm a GPU's kernels up, and capture forward passes unless `config.eager`. `gated`: steps may wait for loads."""
+    """Warm up the kernels of a GPU, and capture forward passes unless `config.eager`. `gated`: steps may wait for
+    loads.
+    """
     sizes, layout = plan.sizes, plan.model.layout
     num_blocks = max(sizes.max_running, layout.num_blocks_for(sizes.chunk_tokens))
     chunk_tokens = min(sizes.chunk_tokens, plan.bounds.max_model_len)
@@ -458,9 +462,9 @@ def _check_pool(kv_bytes: int, layout: KVLayout) -> None:
 def _free_pool_bytes(
     model: ServableModel, config: EngineConfig, sizes: EngineSizes, max_drafts: int, device: torch.device
 ) -> int:
-    """Bytes of the block pool that fit the GPU beside the weights and attention's buffers."""
+    """Bytes for the block pool that are left on the GPU after the weights and the attention buffers."""
     layout = model.layout
-    torch.cuda.empty_cache()  # torch's cache still holds what the check of the loaded model left
+    torch.cuda.empty_cache()  # memory that the check of the loaded model used and torch has cached
     spec = _attention_spec(model, sizes, max_drafts, device)
     kept = 0 if model.state_layout is None else model.state_layout.draft_bytes(sizes.max_running + 1, max_drafts)
     fits = pool_bytes(
@@ -495,7 +499,7 @@ def _attention_spec(
 def _attention(
     model: ServableModel, sizes: EngineSizes, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
 ) -> AttentionBackend:
-    """The engine's attention, with buffers for rows of any length that the engine takes."""
+    """Make the engine's attention backend, with buffers for the longest rows that the engine accepts."""
     tokens, layout = min(bounds.max_model_len, bounds.pool_tokens), model.layout
     try:
         return select_backend(device.torch_device).create(
@@ -511,7 +515,7 @@ def _attention(
 
 
 def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
-    """Modules that a proposer runs."""
+    """The modules that the proposer runs."""
     from sidestream.speculate.draft_model import DraftModelProposer
     from sidestream.speculate.mtp import MtpProposer
 
@@ -532,8 +536,8 @@ def _capture(
 ) -> None:
     """Compile the layers, warm up, and capture graphs.
 
-    If layers cannot be compiled, they are captured as written; if they cannot be captured, steps launch kernel by
-    kernel. Warm-up follows that choice, because it must launch the kernels that steps will launch. Raises errors of
+    If layers cannot be compiled, they are captured uncompiled; if they cannot be captured, steps launch each kernel
+    separately. Warm-up comes after that choice, because it must launch the same kernels as steps. Raises errors of
     layers that are not compiled.
     """
     from sidestream.models.adapter import PagedModel
@@ -579,7 +583,7 @@ def _warm_up(
     try:
         executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
     finally:
-        lease.release()  # each step has ended
+        lease.release()  # without fences, because every step of the warm-up has ended
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
 
 
@@ -610,7 +614,7 @@ def _open_tiers(
 
 
 def _tier_fingerprint(model: ServableModel) -> str:
-    """Names the model and the layout of its recurrent states, which tiers hold as blocks."""
+    """Identifies the model and the layout of its recurrent states, because tiers hold both KV and states."""
     if model.state_layout is None:
         return model.fingerprint
     return f"{model.fingerprint} {json.dumps(model.state_layout.describe(), sort_keys=True)}"

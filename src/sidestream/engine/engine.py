@@ -101,8 +101,8 @@ class Engine:
     def abort(self, handle: Handle, reason: str = "abort") -> None:
         """End the samples that have not finished. Returns at once. Has no effect on finished samples.
 
-        `reason` is their label in metrics, and the finish reason of their last delta: `"stop"` if a front end found a
-        stop string in the text.
+        `reason` is the samples' label in metrics and the finish reason of their last delta, for example `"stop"` if a
+        front end found a stop string in the text.
         """
         self.parts.inbox.put(lambda: self.streams.abort(handle, reason), anytime=True)
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Failures:
-    """Ends samples that cannot continue, so that every client gets a last delta (H22)."""
+    """Ends samples that cannot continue, so that every client gets a last delta (hazard H22)."""
 
     def __init__(self, *, serving: ServingState, inbox: Inbox, streams: OutputStreams, scheduler: Scheduler) -> None:
         self._serving = serving

@@ -30,7 +30,7 @@ class StepLoop:
     Invariants:
     - At most one step is in flight when `step` returns.
     - Only `_commit`, after the step's fence, sends tokens, publishes blocks and ends requests because of a token (H12).
-    - Blocks are published, and their stores submitted, before the requests that completed them end (H23).
+    - Blocks are published, and their stores submitted, before the requests that completed them end (hazard H23).
 
     in_flight  the step that was launched and is not committed yet
     num_steps  number of steps launched so far

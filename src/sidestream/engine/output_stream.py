@@ -94,7 +94,7 @@ class OutputStreams:
     Invariants:
     - A sample's stream, its request in the scheduler and its count in the serving state begin and end together.
     - The scheduler has released a request before its client gets the last delta. So when a client sees the end, the
-      request uses no resources any more (H24).
+      request uses no resources any more (hazard H24).
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class OutputStreams:
                 self._close(stream.request, "abort")
 
     def _count_waits(self, outputs: Sequence[RowOutput]) -> None:
-        """Count committed tokens, and how long their clients waited for each."""
+        """Count committed tokens, and the time that their clients waited for each token."""
         streams, now_s = self._by_id, self._clock()
         firsts: dict[float, int] = {}
         others: dict[float, int] = {}  # it has few keys, because nearly all clients have waited since the same commit

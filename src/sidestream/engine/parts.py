@@ -21,16 +21,16 @@ from sidestream.schedule.validation import Bounds
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything that an engine needs.
+    """The parts of one engine.
 
     eos_ids       token ids that end an answer
     defaults      sampling options for requests that leave them out
     bounds        upper bounds of requests
     asynchronous  whether a step is launched before the previous step is committed
     salt          salt of the block keys
-    proposer      name of the proposer in metrics; empty: nothing is drafted
-    states        the pool of recurrent states; None: the model keeps none
-    state_region  where they are in the memory of the blocks
+    proposer      name of the proposer in metrics; empty: there are no drafts
+    states        the pool of recurrent states; None: the model has none
+    state_region  location of the states in the memory of the blocks
     """
 
     device: Device

@@ -48,7 +48,7 @@ class SpecStats:
             metrics.observe("verify_seconds", delivered.verify_s, proposer)
 
     def count_undrafted(self, undrafted: Mapping[str, int]) -> None:
-        """Count rows without drafts by reason. Logs a summary once per interval, unless the end of an answer and
+        """Count rows without drafts by reason. Logs a summary once per interval, unless ends of answers and
         measurements were the only reasons.
         """
         for reason, count in undrafted.items():
@@ -60,8 +60,8 @@ class SpecStats:
         chance, others, blocks = (self._undrafted[reason] for reason in ("chance", "others", "blocks"))
         if chance or others or blocks:
             logger.info(
-                "in %.0f s, requests went %d steps without drafts: %d because too few were right for what they cost, "
-                "%d because others would have waited for them too long, %d for lack of blocks",
+                "in %.0f s, %d rows of steps had no drafts: %d because too few drafts would have been accepted, "
+                "%d because drafts would have delayed other requests too much, %d for lack of blocks",
                 now_s - self._since_s,
                 chance + others + blocks,
                 chance,

@@ -28,7 +28,7 @@ class Lru:
         self._order.update(dict.fromkeys(block_ids))
 
     def holds_all(self, block_ids: Sequence[int]) -> bool:
-        """Whether all of them are present."""
+        """Whether all these blocks are present."""
         return self._order.keys() >= {*block_ids}
 
     def discard_all(self, block_ids: Sequence[int]) -> None:
@@ -42,6 +42,6 @@ class Lru:
         self._order.pop(block_id, None)
 
     def pop_oldest(self, count: int) -> list[int]:
-        """Remove and return the `count` least recently used, the oldest first. Raises KeyError when there are fewer."""
+        """Remove and return the `count` least recently used blocks, oldest first. KeyError: there are fewer."""
         pop = self._order.popitem
         return [pop(last=False)[0] for _ in range(count)]

@@ -1,8 +1,9 @@
-"""Content keys: 16 bytes that name a block by everything its KV depends on (H14), the same in every process.
+"""Content keys: the key of a block is a 16-byte hash of everything that its KV depends on (H14). Every process computes
+the same keys.
 
 A block's KV depends on the model (config, weights, dtype), the layout, and all tokens from the start of the sequence to
-the block's end. Each key hashes the key of the block before, so equal keys mean equal prefixes. BLAKE2b, not a faster
-non-cryptographic hash: a forged collision would serve one user's KV to another.
+the block's end. Each key hashes the key of the block before, so equal keys mean equal prefixes. The hash is BLAKE2b,
+because with a faster, non-cryptographic hash, a user could forge a collision and get another user's KV.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from sidestream.types import Key
 
 KEY_BYTES = 16
 
-# Hashing 32,768 tokens takes 1.4 to 2.4 ms, with the interpreter lock held and before the request can be scheduled.
-# Most prompts repeat earlier ones, so the keys of whole pieces are cached by parent key and tokens, in a bounded LRU
-# cache of about this many bytes.
+# Hashing 32,768 tokens takes 1.4 to 2.4 ms, holds the interpreter lock, and delays the scheduling of the request. Most
+# prompts repeat earlier ones. So the keys of pieces of _PIECE_TOKENS tokens are kept in an LRU cache of about
+# _CACHE_BYTES bytes, by parent key and tokens.
 _PIECE_TOKENS = 512
 _CACHE_BYTES = 32 << 20
-# Python's overhead in that cache: of a key (object and list entry) and of a cached piece.
+# Python's overhead in that cache: for each key (object and list entry), and for each piece.
 _KEY_OVERHEAD_BYTES = 64
 _PIECE_OVERHEAD_BYTES = 512
 
@@ -37,7 +38,7 @@ class BlockKeys:
     def __init__(
         self, *, fingerprint: str, layout: KVLayout, salt: str = "", states: StateLayout | None = None
     ) -> None:
-        """`states`: of a model with recurrent state, whose checkpoints have the keys of blocks."""
+        """`states`: layout of recurrent states, for models that have some; the keys of blocks also name checkpoints."""
         parts = {} if states is None else {"states": states.describe()}
         # rule: key-identity
         identity = json.dumps(
@@ -50,7 +51,7 @@ class BlockKeys:
 
     @classmethod
     def from_root(cls, root: Key, block_tokens: int) -> BlockKeys:
-        """The same keys in another process, from the `root` of the original."""
+        """An equal BlockKeys in another process, made from the `root` of the original."""
         keys = cls.__new__(cls)
         keys._set_root(root, block_tokens)
         return keys
@@ -85,7 +86,7 @@ class BlockKeys:
         """The parent of a sequence's first block."""
         if not salt:  # rule: key-contains-the-requests-salt
             return self.root
-        # Keyed, with its own person string: no user can choose a salt that yields the key of a block.
+        # The hash has its own key and person string, so no user can choose a salt that yields the key of a block.
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self.root, person=b"sidestream-slt-1").digest()
 

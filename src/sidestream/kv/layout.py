@@ -44,11 +44,11 @@ class KVLayout:
         return (num_blocks, self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
 
     def layers_for(self, num_values: int) -> int:
-        """Layers that hold `num_values` values of the layout's dtype in each block."""
+        """Number of layers that are needed to hold `num_values` values of the layout's dtype in each block."""
         return -(-num_values // (2 * self.block_tokens * self.num_kv_heads * self.head_dim))
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
     def span(self, block_id: int) -> tuple[int, int]:

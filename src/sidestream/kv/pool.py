@@ -4,9 +4,9 @@ A block is one unit of a pool: a KV block on the device, a slot of host memory, 
 Nothing is reused before the fence of its last use. A release is immediate and never waits: the block keeps the fences
 of its last uses, and the next owner makes its own stream wait for them.
 
-    free      no reference, no key: holds nothing
+    free      no reference and no key: the block's content is of no use
     cached    no reference, but findable under its key until evicted (least recently used first)
-    used      one reference or more; several requests may share a block that is only read
+    used      one reference or more; several requests may share a block that they only read
 
 One thread owns a pool and makes all changes: the offload worker's thread for host slots, the engine thread for all
 others. Other threads may call `get` and `match` and read the counters; the answer may be out of date.
@@ -58,8 +58,8 @@ class Lease:
     def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
         """Give the blocks back at once; the next owner waits for the fences `after`. A second release is an error.
 
-        until   fence of a use whose end only the host observes, so that no stream can wait for it: the blocks stay in
-                use until `FencedPool.settle` finds the fence done
+        until   fence for which only the host can wait, not a stream: the blocks stay in use until `FencedPool.settle`
+                finds that the fence is done
         """
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
@@ -80,7 +80,7 @@ class FencedPool:
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
         self._free: deque[int] = deque(range(size))
-        # Releases with `until`, in the order of its ticks.
+        # Releases with `until`, in the order of the ticks of their fences.
         self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()
         self._cached = Lru()
         self._index = PrefixIndex()
@@ -96,27 +96,27 @@ class FencedPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that are findable and unused."""
+        """Number of cached blocks."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give out: free or cached."""
+        """Number of blocks that `take` can lease: free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks with a reference."""
+        """Number of used blocks."""
         return self.size - self.num_available
 
     @property
     def num_keys(self) -> int:
-        """Findable keys."""
+        """Number of findable keys."""
         return len(self._index)
 
     @property
@@ -131,7 +131,8 @@ class FencedPool:
             self._release(block_ids, after)  # rule: postponed-release-is-executed
 
     def take(self, count: int) -> Lease:
-        """Lease `count` blocks for writing: free ones first, then the least recently used cached ones, which it evicts.
+        """Lease `count` blocks for writing: free blocks first, then cached blocks, which it evicts, least recently used
+        first.
 
         Raises PoolExhausted, with nothing taken, when fewer are available.
         """
@@ -161,7 +162,7 @@ class FencedPool:
         if idle := [block_id for block_id in block_ids if not references[block_id]]:
             if not self._cached.holds_all(idle):
                 nothing = next(block_id for block_id in idle if block_id not in self._cached)
-                raise InvariantError(f"{self.name} {nothing} holds nothing: it cannot be shared")
+                raise InvariantError(f"{self.name} {nothing} is free: it cannot be shared")
             self._cached.discard_all(idle)  # rule: shared-block-is-not-evictable
         for block_id in block_ids:
             references[block_id] += 1  # rule: share-counts-its-reference
@@ -170,7 +171,7 @@ class FencedPool:
         return Lease(self, list(block_ids), ())
 
     def publish(self, block_id: int, key: Key) -> bool:
-        """Make a used block findable under `key`. Call it when the block's bytes are complete (H7).
+        """Make a used block findable under `key`. Call it when the block's bytes are complete (hazard H7).
 
         Returns False, and changes nothing, when the block has another key or another block has this key.
         """
@@ -182,7 +183,7 @@ class FencedPool:
         return added
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[Key]) -> None:
-        """`publish` each block under its key; faster than one call each."""
+        """`publish` each block under its key; faster than one call per block."""
         if 0 in map(self._references.__getitem__, block_ids):
             raise InvariantError(f"of {self.name} {list(block_ids)}, not all are in use: they cannot be published")
         if self._tracer is not None or not self._index.add_all(keys, block_ids):
@@ -202,7 +203,8 @@ class FencedPool:
         return block_id in self._cached
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Mark the blocks of `keys`, a run from a sequence's start, as just used; the first becomes the last to evict.
+        """Mark the blocks of `keys` as just used. The keys are a run from a sequence's start; the first block will be
+        evicted last.
 
         Skips absent keys and blocks that are in use.
         """
@@ -216,7 +218,7 @@ class FencedPool:
         self._not_findable(self._index.clear())
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Remove the keys of these blocks, where they have one. Leases stay valid."""
+        """Remove the keys of these blocks, if they have keys. Leases stay valid."""
         findable = [block_id for block_id in block_ids if self._index.holds_key(block_id)]
         self._index.remove_all(findable)
         self._not_findable(findable)
@@ -263,7 +265,8 @@ class FencedPool:
         if self._tracer is not None:
             self._tracer.released(self.name, block_ids, after)
         after = merge_fences(after)
-        merged: dict[tuple[Fence, ...], tuple[Fence, ...]] = {}  # most blocks of a lease have the same earlier fences
+        # By earlier fences, because most blocks of a lease have the same ones.
+        merged: dict[tuple[Fence, ...], tuple[Fence, ...]] = {}
         idle: list[int] = []
         # Reversed: a sequence's end is evicted before its start, which more sequences share.
         for block_id in reversed(block_ids):  # rule: end-of-a-sequence-is-evicted-first
@@ -281,7 +284,7 @@ class FencedPool:
 
 
 def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
-    """The last unfinished one of `fences` on each stream."""
+    """The last unfinished fence of each stream in `fences`."""
     last: dict[str, Fence] = {}
     for fence in fences:
         # rule: merged-fences

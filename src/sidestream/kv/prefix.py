@@ -36,7 +36,7 @@ class PrefixIndex:
         ]
 
     def match(self, keys: Sequence[Key]) -> list[int]:
-        """Blocks of the longest run of leading `keys` that are all held."""
+        """The blocks of the longest run of leading `keys` that are all in the index."""
         block_ids: list[int] = []
         for key in keys:
             block_id = self._id_of.get(key)
@@ -46,7 +46,7 @@ class PrefixIndex:
         return block_ids
 
     def add(self, key: Key, block_id: int) -> bool:
-        """Give the block this key. False, and no change, when the block or the key is taken."""
+        """Give the block this key. Returns False, and changes nothing, if block or key is in the index already."""
         if key in self._id_of or block_id in self._key_of:  # rule: key-refers-to-one-block
             return False
         self._id_of[key] = block_id
@@ -54,7 +54,7 @@ class PrefixIndex:
         return True
 
     def add_all(self, keys: Sequence[Key], block_ids: Sequence[int]) -> bool:
-        """Add all pairs. False, and no change, when one of them cannot be added."""
+        """Add all pairs. Returns False, and changes nothing, if one of them cannot be added."""
         if (
             len({*keys}) < len(keys)
             or not self._id_of.keys().isdisjoint(keys)

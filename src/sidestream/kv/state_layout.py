@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sidestream.kv.layout import DTYPE_BYTES
 
 RESERVED_STATES = 2
-"""States of a memory that belong to no sequence: one of zeros, and one that padding writes."""
+"""Number of states that belong to no sequence: a state of zeros, and a scratch state that padding writes."""
 
 _ALIGNMENT = 256
 _ELEMENT_ALIGNMENT = 16
@@ -22,10 +22,10 @@ _ELEMENT_ALIGNMENT = 16
 class StateTensor:
     """One tensor of a state.
 
-    layer   the model's number of the layer that keeps it
+    layer   number of its layer in the model
     kind    `"conv"` (the last inputs of a convolution) or `"recurrent"`
-    index   tells apart several tensors of one kind in a layer
-    shape   of one sequence
+    index   number of the tensor among those of the same kind in the layer
+    shape   shape for one sequence
     dtype   `"float32"`, `"float16"` or `"bfloat16"`
     """
 
@@ -43,14 +43,14 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The tensors of one state, in the order of their bytes; each begins at a multiple of 256 bytes. Behind them is the
-    number of tokens that the state covers, an int64.
+    """The tensors of one state, in the order of their bytes; each begins at a multiple of 256 bytes. After them comes
+    the number of tokens that the state covers, an int64.
 
-    input_size       elements of the input that a layer gets for one token
-    input_dtype      of these inputs
+    input_size       number of elements of a layer's input for one token
+    input_dtype      dtype of a layer's input
     offsets          first byte of each tensor
     covered_offset   first byte of the number of tokens
-    state_bytes      of a whole state
+    state_bytes      bytes of a whole state
     """
 
     tensors: tuple[StateTensor, ...]
@@ -71,11 +71,11 @@ class StateLayout:
 
     @property
     def layers(self) -> Sequence[int]:
-        """The layers that keep state, in order."""
+        """The layers with recurrent state, in order."""
         return sorted({tensor.layer for tensor in self.tensors})
 
     def draft_bytes(self, num_slots: int, max_drafts: int) -> int:
-        """Bytes of the inputs that are kept of drafts."""
+        """Bytes of the memory for the inputs of drafts, which the next step replays."""
         return len(self.layers) * num_slots * max_drafts * self.input_size * DTYPE_BYTES[self.input_dtype]
 
     def describe(self) -> dict[str, str]:
@@ -88,13 +88,13 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateRegion:
-    """The states in the memory of the block pool, behind its blocks. A state takes whole blocks, so stores, loads and
-    tiers move it like any other block; its last block may have bytes to spare.
+    """The states in the memory of the block pool, after its blocks. A state takes whole blocks, so that stores, loads
+    and tiers copy it like other blocks; the end of its last block may be unused.
 
-    num_blocks         blocks in front of the region: those of the pool, and a scratch block if there is one; a block
-                       may be left out for alignment
-    num_states         leased to requests; `RESERVED_STATES` follow
-    blocks_per_state   blocks that one state takes
+    num_blocks         number of blocks before the region: the blocks of the pool, and a scratch block if there is one.
+                       Some blocks after them may be left out for alignment
+    num_states         number of states that requests can lease; `RESERVED_STATES` more follow
+    blocks_per_state   number of blocks that one state takes
     first_block        number of the first block of state 0
     """
 
@@ -112,7 +112,7 @@ class StateRegion:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes from one state to the next."""
+        """Bytes from the start of one state to the start of the next."""
         return self.blocks_per_state * self.block_bytes
 
     @property
@@ -148,5 +148,5 @@ def blocks_per_state(layout: StateLayout, block_bytes: int) -> int:
 
 
 def _blocks_of_alignment(block_bytes: int) -> int:
-    """Fewest blocks whose bytes are a multiple of what every element type needs."""
+    """The smallest number of blocks whose bytes are a multiple of the alignment of every element type."""
     return _ELEMENT_ALIGNMENT // math.gcd(_ELEMENT_ALIGNMENT, block_bytes)

@@ -1,9 +1,9 @@
-"""Layers that keep recurrent state: which modules of a transformers model they are, what they keep, and how they
-compute a packed batch whose states lie in a pool.
+"""Layers with recurrent state: finds them in a transformers model, determines the layout of their states, and runs them
+on a packed batch with states in a pool.
 
-Nothing here depends on the family of the model. transformers' recurrent layers keep their state through one interface
-(`Cache.update_conv_state`, `Cache.update_recurrent_state`), so they are found by their use of it, the shapes come from
-a run without memory, and each call gets a cache that holds the states of its rows.
+This does not depend on the model family, because all recurrent layers of transformers use one interface to keep state
+(`Cache.update_conv_state`, `Cache.update_recurrent_state`). A module that uses it is found by its code, a run on the
+meta device gives the shapes, and each call of a layer gets a cache object with the states of its rows.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from sidestream.kv.state_layout import StateLayout, StateTensor
 _KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state"})
 _ATTENDS = frozenset({"ALL_ATTENTION_FUNCTIONS"})
 Compute = Callable[[torch.Tensor, StateBatch | None], torch.Tensor]
-"""A layer's output for hidden states `[1, T, hidden_size]`, with the states of a batch, or as one whole sequence."""
+"""Computes a layer's output for hidden states `[1, T, hidden_size]`, with the states of a batch. None: the tokens are
+one whole sequence.
+"""
 Observer = Callable[[int, torch.Tensor, StateBatch | None, Compute], torch.Tensor]
-"""Gets the model's number of a layer, its input, its batch, and the layer itself."""
+"""Called in place of a layer, with its number in the model, its input, its batch, and a function that computes it."""
 
-# Names by which layers take the cache.
+# Names of the parameter by which layers take the cache.
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
@@ -42,20 +44,20 @@ def keeps_state(module_class: type) -> bool:
 
 
 def attention_layers(module: nn.Module) -> list[int]:
-    """The model's numbers of the layers that attend through transformers' attention interface, in order."""
+    """The numbers, in the model, of the layers that use transformers' attention interface, in order."""
     return sorted(part.layer_idx for part in _attending(module))
 
 
 def number_attention_layers(module: nn.Module, *, first: int = 0) -> None:
-    """Number the layers that attend by their place in the block pool, from `first` on: the pool has no room for the
-    other layers.
+    """Renumber the attention layers consecutively from `first` on, as in the block pool, which has no KV of other
+    layers.
     """
     for layer, part in enumerate(sorted(_attending(module), key=lambda part: part.layer_idx), first):
         part.layer_idx = layer
 
 
 def stateful_modules(module: nn.Module) -> dict[int, nn.Module]:
-    """The modules that keep recurrent state, by the model's number of their layer."""
+    """The modules with recurrent state, by the number of their layer in the model."""
     found: dict[int, nn.Module] = {}
     for name, part in module.named_modules():
         if not keeps_state(type(part)):
@@ -77,9 +79,9 @@ def skeleton(config: PreTrainedConfig, dtype: str) -> nn.Module:
 
 
 def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout | None:
-    """The states that the model's layers keep, by a run of each layer over two tokens; None: it keeps none.
+    """The layout of the model's recurrent states, from a run of each layer over two tokens; None: it has none.
 
-    module   of `config`; on the meta device this computes nothing
+    module   model of `config`; on the meta device, the run computes nothing
     """
     tensors: list[StateTensor] = []
     for layer, part in stateful_modules(module).items():
@@ -107,11 +109,11 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
 
 
 class StatefulLayers:
-    """The stateful modules of one model, with forwards that take the states of a packed batch.
+    """The modules of one model with recurrent state. Replaces their `forward`, so that they use the states of a batch.
 
     Outside `run`, they compute one sequence without a cache, as transformers does.
 
-    needs_chunk_lengths   some module needs the lengths of chunks on the host
+    needs_chunk_lengths   whether some module needs the lengths of chunks on the host
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -122,7 +124,7 @@ class StatefulLayers:
             self._replace_forward(layer, part)
 
     def run(self, batch: StateBatch, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call `forward`, whose stateful layers use the states of `batch`. One call at a time."""
+        """Call `forward`; during the call, the modules use the states of `batch`. One call at a time."""
         self._batch = batch
         try:
             return forward()
@@ -131,7 +133,7 @@ class StatefulLayers:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Inside the context, the output of each stateful layer is what `observer` returns for it."""
+        """Inside the context, `observer` is called in place of each module, and returns the module's output."""
         self._observe = observer
         try:
             yield
@@ -158,10 +160,10 @@ class StatefulLayers:
 
 
 def _kernels(part: nn.Module, layer: int) -> Kernels | None:
-    """Our own kernels for the module; None: it is computed by transformers' code."""
+    """Our kernels for the module; None: transformers' code computes it."""
     if not on_gpu(next(part.parameters()).device):
         return None
-    from sidestream.models.gated_delta import GatedDelta  # needs triton
+    from sidestream.models.gated_delta import GatedDelta  # imported here, because it imports triton
 
     return GatedDelta(part, layer) if GatedDelta.fits(part) else None
 
@@ -174,7 +176,7 @@ def _packed(
     batch: StateBatch,
     kernels: Kernels | None,
 ) -> torch.Tensor:
-    """A layer's output `[1, T, hidden_size]`; that of padding behind the batch is of no use."""
+    """A layer's output, `[1, T, hidden_size]`. Padding may follow the batch; its output has no meaning."""
 
     def advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
         return own(inputs, **{argument: _RowStates(layer, states)})
@@ -183,7 +185,7 @@ def _packed(
 
 
 class _RowStates:
-    """The cache that a layer gets: the states of its rows, which it changes in place."""
+    """The cache object that a layer gets. Holds the states of its rows; the layer changes them in place."""
 
     def __init__(self, layer: int, states: Mapping[Part, torch.Tensor]) -> None:
         kept = LinearAttentionLayer(number_of_states=1 + max(index for _, index in states))

@@ -18,7 +18,7 @@ _WARNING_PERIOD_S = 1.0
 class Switches:
     """Switches that the engine thread, or the thread that closes the engine, sets and that the worker reads.
 
-    generation   number of resets so far; transfers of an earlier generation publish nothing (H8)
+    generation   number of resets so far; transfers of an earlier generation publish nothing (hazard H8)
     abandoned    the engine is closing, so no more transfers begin. Never set back to False
     """
 

@@ -195,7 +195,7 @@ class OffloadConnector:
     # ------------------------------------------------------------------ submission: never blocks
 
     def submit(self, plans: Sequence[TransferPlan]) -> None:
-        """Submit plans. Their device blocks must stay in use until `transfers_fence()` is done (H2, H10)."""
+        """Submit plans. Their device blocks must stay in use until `transfers_fence()` is done (hazards H2, H10)."""
         if not plans:
             return
         jobs = []
@@ -214,7 +214,7 @@ class OffloadConnector:
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
-        """For each layer, the fences of the loads for the requests of `batch`. The batch's step waits for them (H5)."""
+        """For each layer, the fences of the loads for the requests of `batch`. The step waits for them (H5)."""
         if not self._loads:
             return LayerGates()
         members: set[tuple[RequestId, int]] = set()

@@ -1,4 +1,4 @@
-"""Loads copy host slots to device blocks, after the last use of the blocks (H3). Worker thread only.
+"""Loads copy host slots to device blocks, after the last use of the blocks (hazard H3). Worker thread only.
 
 A load job is executed in pieces. All pieces except the last copy whole blocks. The last piece is split by groups of
 layers, so that a step can follow it layer by layer. A recurrent state has no layers in this sense, and the first layers

@@ -55,12 +55,13 @@ class Pace:
     streams: int
 
 
-# To the host, two streams take slices in turn: each slice waits for the previous slice, on the other stream. Resolving
-# that wait takes the device a moment, in which the copy engine can start a copy of another stream. So the copy of
-# another library waits for one slice; with one stream, it would wait for all slices in flight (docs/decisions/0014).
+# To the host, two streams take slices in turn: each slice waits for the previous slice, on the other stream. During the
+# short time that the device takes to resolve this wait, the copy engine can start a copy of a third stream. So a copy
+# of another library waits for one slice; with one stream, it would wait for all slices in flight (docs/decisions/0014).
 TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
-# To the device, there are no other copies: kernels fetch the inputs of a step (docs/decisions/0018). A step can be
-# launched when its load was submitted completely. With these limits, this is more than one step before the load ends.
+# To the device, there are no other copies, because kernels fetch the inputs of a step (docs/decisions/0018). A step can
+# be launched when its load was submitted completely. With these limits, all of a load is submitted more than one step
+# before the load ends.
 TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
 
 
@@ -253,7 +254,8 @@ class Lane:
         )
 
     def _next_copy(self) -> Copy | None:
-        """The most urgent copy that is ready, and the oldest of these. It is moved to the head of its queue.
+        """The most urgent copy that is ready; among equally urgent copies, the oldest. Moves it to the head of its
+        queue.
 
         A copy that is not ready is not submitted (H1, H3), because on the device all later copies would wait for it.
         """

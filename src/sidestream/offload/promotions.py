@@ -67,7 +67,9 @@ class Promotions:
         return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
-        """Join the reads of blocks that are in flight, and begin the other reads. If there is no room, cut the run."""
+        """Join the reads of blocks that are in flight, and begin the other reads. If there are too few host slots, read
+        only the beginning of the run.
+        """
         reads: dict[Key, ReadTicket] = {}
         complete = True
         for key in plan.keys:

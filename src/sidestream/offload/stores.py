@@ -1,4 +1,4 @@
-"""Stores copy device blocks to host slots, after the step that filled the blocks (H1). Worker thread only.
+"""Stores copy device blocks to host slots, after the step that filled the blocks (hazard H1). Worker thread only.
 
 A store job is executed in pieces. While host memory is still being pinned, the host tier grows, and no block is evicted
 from it: blocks without a slot are deferred, and reported when the tier has grown.

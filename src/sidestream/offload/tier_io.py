@@ -161,7 +161,7 @@ class TierIO:
     # ------------------------------------------------------------------ both
 
     def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
-        """Whether no reset came after the ticket's command (H8)."""
+        """Whether no reset came after the ticket's command (hazard H8)."""
         return ticket.generation == self._switches.generation  # rule: transfers-check-the-generation
 
     def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:

@@ -3,7 +3,7 @@ persistent tiers.
 
 It takes commands from one channel and puts events into another; neither side ever waits for the other:
 
-    store        device blocks → host slots     after the step that filled the blocks (H1)
+    store        device blocks → host slots     after the step that filled the blocks (hazard H1)
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each layer group
     TIER-write   host slots → persistent tier   after the fence of the store
     TIER-read    persistent tier → host slots   for requests that wait
@@ -40,8 +40,8 @@ from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 # up, and must then find the lock free. While the link has little work, the pause is the system's shortest sleep.
 _PAUSE_S = 100e-6
 _SHORT_PAUSE_S = 20e-6
-# If a lane holds this many copies, no more pieces are begun before the link needs them, and the rest of the work stays
-# in plans. A plan has far fewer Python objects than its tickets; with hundreds of thousands of objects, a garbage
+# While a lane holds this many copies, the worker begins a piece only when the link needs it; all other work stays in
+# plans. A plan has far fewer Python objects than its tickets; with hundreds of thousands of objects, a garbage
 # collection stops the engine thread for hundreds of milliseconds.
 _CROWDED_LANE = 64
 # Polling interval for host memory that is being pinned.
@@ -170,9 +170,9 @@ class OffloadWorker:
         if self.switches.abandoned:
             self._drop()  # rule: transfers-are-dropped
             self._take_in_copies()
-        # One slow task per turn: begin pieces that the link needs next, else handle ended copies, else begin pieces
-        # that the link needs later. If blocks are so small that the link always needs pieces, ended copies are handled
-        # when there are too many of them.
+        # One slow task per turn: begin pieces that the link needs now, else handle ended copies, else begin pieces that
+        # the link needs later. If blocks are so small that the link always needs pieces, ended copies are handled as
+        # soon as there are too many of them.
         elif not (
             (len(self._ended_copies) <= _CROWDED_LANE and self._begin_pieces(ahead=False)) or self._take_in_copies()
         ):

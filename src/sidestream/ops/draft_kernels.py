@@ -42,8 +42,8 @@ def argmax_of_maxima(maxima, indices, tokens, finite, parts):
 
 @triton.jit(do_not_specialize=["width", "stride", "longest", "shortest", "count"])
 def match_ngram(history, rows, lengths, drafts, width, stride, longest, shortest, count):
-    """The tokens after the longest earlier occurrence of a row's last tokens; among equally long ones, after the
-    latest. Grid (rows,).
+    """The tokens after the longest earlier occurrence of a row's last tokens; if several are equally long, after the
+    latest one. Grid (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     own = history + tl.load(rows + row) * stride

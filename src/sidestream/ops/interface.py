@@ -88,7 +88,7 @@ class SlotTensors(NamedTuple):
 
 
 class Ops(Protocol):
-    """The operations. A method that overwrites an argument says so."""
+    """The operations. The docstring of a method names the arguments that it overwrites, if any."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Id of each row's largest logit, `[N]` (the lowest id among equal logits); and whether the row is finite, bool
@@ -132,7 +132,7 @@ class Ops(Protocol):
         token_slots   `[T]`
         kv_lens       `[B]`; -k: k tokens more than the slot's length
         slots         `[B]`
-        drafts        `[S, K]` by slot; None: nothing is drafted
+        drafts        `[S, K]` by slot; None: the step has no drafts
         width         number of columns of the returned block tables
         """
         ...
@@ -177,8 +177,8 @@ class Ops(Protocol):
         slots           `[N]`
         output_counts   int32 `[S, V]`
         in_prompt       bool `[S, V]`
-        drafted         `[N, K]`: drafts between the slot's last token and each row of logits, else -1. They count as
-                        output tokens
+        drafted         `[N, K]`: drafts between the slot's last token and each row of logits, padded with -1. They
+                        count as output tokens
         """
         ...
 
@@ -208,11 +208,11 @@ class Ops(Protocol):
     ) -> Tensor:
         """Accept drafts, and advance the slots of sampling rows by the drawn tokens; `state` is overwritten. Returns
         the accept lengths, `[B]`: the number of tokens by which each sampling row advances (H19). Padding rows change
-        nothing that is read.
+        only the padding slot.
 
         tokens          `[N]`: the drawn tokens
         positions       `[N]`: position of the packed token before each drawn token
-        drafts          `[decodes or fewer, K]`: drafts of the first rows; None: nothing was drafted
+        drafts          `[decodes or fewer, K]`: drafts of the first rows; None: the step has no drafts
         hidden          `[N, hidden_size]`: hidden states at the logits; None: they are not kept
         sampling_rows   `[B]`: indices of the rows that sample, then -1
         first_logits    `[B]`: index of the first logits of each of these rows

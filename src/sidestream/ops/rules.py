@@ -17,7 +17,7 @@ from sidestream.types import SamplingSpec
 COLUMNS: Mapping[str, int] = {
     name: column for column, name in enumerate((*SAMPLING_OPTIONS, "penalised", "seed", "prompt_len"))
 }
-"""Column of each sampling option in `SamplingTensors.numbers`, and of three more numbers that a draw needs."""
+"""Column of each sampling option in `SamplingTensors.numbers`, and of three other numbers that a draw needs."""
 
 _MASK = (1 << 64) - 1
 # The constants of splitmix64.
@@ -29,14 +29,14 @@ class SamplingTensors:
     """One row of numbers for each request slot, one column for each name of `COLUMNS`.
 
     numbers   int64 `[rows, len(COLUMNS)]`. An option that takes whole numbers is stored as an int64, any other option
-              as the bits of a float64. Temperature is 0 for every request that takes the likeliest token
+              as the bits of a float64. Temperature is 0 for every greedy request
     """
 
     numbers: Tensor
 
     @classmethod
     def greedy(cls, rows: int, device: torch.device) -> SamplingTensors:
-        """Rows that all take the likeliest token."""
+        """Rows with the options of greedy sampling."""
         spec = SamplingParams(temperature=0).spec(seed=0, eos_ids=())
         return cls(torch.tensor([sampling_row(spec, prompt_len=0)] * rows).to(device))
 

@@ -32,8 +32,8 @@ _NUMBERS = [
 WIDE = tl.constexpr(4096)
 # See `ops/torch_sampling.py` and `ops/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
-# A floor is found digit by digit, with two bits per digit. For each digit, one pass over all logits measures the mass
-# above three candidates.
+# The floor of a filter (see `search`) is found digit by digit, with two bits per digit. For each digit, one pass over
+# all logits measures the mass above three candidates.
 BITS, DIGITS = tl.constexpr(2), tl.constexpr(4)
 # Maximum number of parts of a row's logits. One program processes one part, tile by tile.
 PARTS = tl.constexpr(64)
@@ -219,7 +219,7 @@ def _place_in_order(value, SPARE: tl.constexpr):
 
 @triton.jit
 def _power_at(place, top, cold, SPARE: tl.constexpr):
-    """The power (see `_power`) of the value with this place in the order."""
+    """The power (see `_power`) of the value that `_place_in_order` maps to `place`."""
     whole = (place << SPARE).to(tl.uint32)
     bits = tl.where((whole >> 31) != 0, whole & 0x7FFFFFFF, (whole | ((1 << SPARE) - 1)) ^ 0xFFFFFFFF)
     return _power(bits.to(tl.float32, bitcast=True), top, cold)
@@ -277,8 +277,7 @@ def search(
 
     A filter drops all values below its floor. The floor is the smallest value (by its place in the order of floats)
     for which the mass of all larger values is below the filter's limit. The mass is a number of tokens if COUNTED, else
-    a sum of weights. Each launch finds one digit, the highest first, from the masses that the launch before has
-    written.
+    a sum of weights. Each launch finds one digit, the highest first, from the masses that the previous launch wrote.
 
     span     number of logits of a part
     masses   int64 `[2, rows of logits, PARTS, DIGITS]`, initially zero: masses of even turns and of odd turns
@@ -330,8 +329,8 @@ def weigh(
     logits, rows, finite, numbers, reals, tokens, sums, masses_k, found_k, masses_p, found_p, to, floors, width, stride,
     span, places, turns, FINAL: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the weights in one part of a row of logits that remain after the filter top-k or, if FINAL, after all
-    filters. Grid (rows of logits, parts).
+    """Sum up the weights, in one part of a row of logits, of the tokens that top-k keeps or, if FINAL, that all filters
+    keep. Grid (rows of logits, parts).
 
     floors   float32 `[rows of logits]`, written if FINAL: lower powers are dropped
     """
@@ -366,8 +365,8 @@ def _shifted(value, bits: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=[*_NUMBERS, "indices"])
 def pick(logits, rows, indices, finite, numbers, reals, tokens, sums, floors, width, stride, span):
-    """Draws the token for one row of logits with its random number, in the order of ids: finds first the part, then the
-    tile, then the token. Grid (rows of logits,).
+    """Draws the token for one row of logits with the row's random number. The cumulative weights are in the order of
+    ids: the kernel finds first the part, then the tile, then the token. Grid (rows of logits,).
     """
     place = tl.program_id(0).to(tl.int64)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
@@ -427,7 +426,7 @@ def advance(
     HIDDEN: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """Accepts drafts of one row that samples, and updates the state of its slot. Padding changes nothing. Grid
+    """Accepts the drafts of one sampling row, and updates the state of its slot. Does nothing for padding. Grid
     (rows,).
     """
     program = tl.program_id(0)

@@ -1,9 +1,9 @@
 """The sampler in torch: applies penalties and filters, and draws one token for each row of logits, with the options of
 the row's request slot.
 
-**The same seed gives the same tokens, whatever else runs.** Probabilities are whole numbers (weights), so their sums
-are exact in any order and with any tiling. A filter is a lower bound of the weight, which is found without sorting. No
-token depends on the number, the positions or the options of the other rows in the batch.
+**The same seed gives the same tokens, whatever else is in the batch.** Probabilities are represented by whole numbers
+(weights), so their sums are exact in any order and with any tiling. A filter is a lower bound of the weight, which is
+found without sorting. No token depends on the number, the positions or the options of the other rows in the batch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def penalise(
 
 def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
     """For each row, the smallest power for which the total measure of all larger powers is below `limit`; 0 if there is
-    none. float32 `[R, 1]`.
+    no such power. float32 `[R, 1]`.
 
     powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. This is a radix select: it makes
     three histograms over the bits of the powers, each inside the bucket that the previous histogram found. It does not

@@ -1,5 +1,5 @@
-"""The executor: turns a batch plan into device work. One submission to the compute stream runs the whole step, eagerly
-or by CUDA graphs that were captured for its size.
+"""The executor: runs batch plans on the device. One submission to the compute stream runs the whole step, eagerly or by
+CUDA graphs that were captured for its size.
 
 `launch` returns at once: the last token of a decode row is on the device, and the host need not know it yet. On a GPU,
 `launch` never waits for the device: kernels read a step's inputs from mapped host memory (`runner/upload.py`). Called
@@ -47,7 +47,7 @@ _STEPS = 3
 
 
 def _asking(**params: Any) -> SamplingSpec:
-    """The options of a request with these parameters; without a temperature it is greedy."""
+    """The options of a request with these parameters; greedy if no temperature is given."""
     return SamplingParams(**{"temperature": 0.0, **params}).spec(seed=0, eos_ids=())
 
 
@@ -63,8 +63,9 @@ _VARIANTS = (
     _asking(logit_bias={0: 1.0}, min_tokens=4, stop_token_ids=(0,)),
     _asking(logprobs=1),
 )
-# Warmed up in steps of one row. A logit bias in a step promotes the logits of all its rows to float32. So the first two
-# run the kernels for logits in the model's dtype, and the last one runs the penalties' kernel for float32 logits.
+# Options that are warmed up in steps of one row each. A row with a logit bias promotes the logits of all rows of its
+# step to float32. So the first two options run the kernels for logits in the model's dtype, and the last option runs
+# the penalties' kernel for float32 logits.
 _ALONE = (
     _asking(temperature=1.0),
     _asking(repetition_penalty=1.1),
@@ -78,7 +79,7 @@ class PreparedStep(NamedTuple):
     """The host's part of a step, complete when the step is enqueued.
 
     numbers    content of the input buffer, in the order of `StepInputs`
-    changes    changes of the block tables that do not fit into `numbers`
+    changes    changes of the block tables that have no place in `numbers`
     captured   the step's graphs; None: the step runs eagerly
     """
 
@@ -95,8 +96,8 @@ class PreparedStep(NamedTuple):
 class LaunchedStep:
     """A launched batch; its fence covers the forward pass, the sampling, and the delivery of the results.
 
-    gated          the step waits for loads
-    top_logprobs   of each sampling row, see `Sampler.top_logprobs_of`
+    gated          whether the step waits for loads
+    top_logprobs   for each sampling row, see `Sampler.top_logprobs_of`
     launched_s     time of the launch, by the device's clock
     """
 
@@ -110,7 +111,7 @@ class LaunchedStep:
 
     @property
     def drafts(self) -> Sequence[int]:
-        """Drafts of each sampling row."""
+        """Number of drafts of each sampling row."""
         return tuple(compress(self.batch.columns.drafts, self.batch.columns.samples))
 
     def drop(self) -> None:
@@ -128,14 +129,14 @@ class Executor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
     memory      the block pool, `num_blocks * layout.block_bytes` bytes
-    num_slots   requests that run at once
+    num_slots   largest number of requests that run at once
     attention   backend that makes the attention metadata of each step, created for `num_slots` decode rows and a short
                 chunk
-    ops         the device operations besides the model; None: operations in torch, for a CPU
-    states      the part of `memory` for recurrent states; None: the model keeps none
-    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nothing is drafted. If the
-                proposer reads hidden states, the pool has one block more than requests can hold, and the last layers of
-                each block hold hidden states
+    ops         device operations other than the model's; None: operations in torch, for a CPU
+    states      the part of `memory` for recurrent states; None: the model has no recurrent state
+    proposer    drafts up to `max_drafts` tokens for rows of up to `max_len` tokens; None: no drafts. If the proposer
+                reads hidden states, the pool has one block more than requests can hold, and the last layers of each
+                block hold hidden states
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class Executor:
         self._graphs: Graphs | None = None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
-        """Enqueue one step, which waits for `after`, and in each layer for its fences in `gates`. Returns at once."""
+        """Enqueue one step. It waits for `after` and, before each layer, for the layer's `gates`. Returns at once."""
         launched_s = self._clock()
         gated, columns = bool(gates.by_layer), batch.columns
         for slot, begin in batch.begins:
@@ -228,8 +229,8 @@ class Executor:
         return LaunchedStep(batch, fence, step.entry, gated, top_logprobs, launched_s, self._mailbox)
 
     def _prepare(self, batch: BatchPlan, gates: LayerGates) -> PreparedStep:
-        """Choose the step's graphs and pack its inputs. If a captured step has loads, records the gates that its graph
-        waits for.
+        """Choose the step's graphs and pack its inputs. For a captured step that waits for loads, record the events
+        that its graph waits for.
         """
         captured, gated = None, bool(gates.by_layer)
         if self._graphs is not None:
@@ -252,7 +253,7 @@ class Executor:
         return PreparedStep(sizes, numbers, left_over, captured, self._sampler.mode_of(batch.columns), gates, entry)
 
     def _run(self, batch: BatchPlan, step: PreparedStep) -> None:
-        """The step itself. On the compute stream.
+        """Run the step: the work that `launch` submits to the compute stream.
 
         If it fails, `_tables` forgets the block tables on the device, so that the next step writes them again. On a GPU
         this method runs on the engine thread, before the next step is packed.
@@ -277,7 +278,7 @@ class Executor:
             raise
 
     def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
-        """The forward pass, launched kernel by kernel."""
+        """Run the forward pass eagerly."""
         (buffer,) = self._uploads.together([torch.from_numpy(step.numbers)])
         chunks = batch.rows[batch.num_decodes :] if step.sizes.has_states else ()
         inputs = StepInputs.of(
@@ -295,8 +296,8 @@ class Executor:
         return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
     def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
-        """Replay the graph of the forward pass, and the graph of sampling if it is captured for this mode. Then the
-        output is None: nothing is left to sample.
+        """Replay the graph of the forward pass and, if sampling is captured for this mode, its graph. In the latter
+        case the output is None, because nothing is left to sample.
         """
         captured = step.captured
         assert self._graphs is not None and captured is not None
@@ -312,11 +313,11 @@ class Executor:
         return captured.inputs, None
 
     def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
-        """Run small steps without requests through all kernels that a real step can launch, and wait for them. The
-        first launch of a kernel waits for the device, and a step of a request must not wait.
+        """Run small steps without requests, which launch all kernels that a real step can launch, and wait for them.
+        The first launch of a kernel waits for the device, and a step of a request must not wait.
 
-        Before the first real step. `block_ids` are leased by the caller and get overwritten: one for each row of a
-        step, all together for a chunk of up to `chunk_tokens`. Raises the error of a step.
+        Call it before the first real step. The caller leases `block_ids`, whose content is overwritten: one block for
+        each row of a step, or all blocks for a chunk of up to `chunk_tokens`. Raises the error of a step.
         """
         size = self._model.layout.block_tokens
         count = min(self._num_slots, len(block_ids))
@@ -346,8 +347,8 @@ class Executor:
         gate_layers: int = 0,
         tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Capture the steps of each key. After `warm_up`, before the first real step. Blocks; touches no KV. See
-        `Graphs`.
+        """Capture the steps of each key. Call it after `warm_up`, before the first real step. Blocks; reads and writes
+        no KV. See `Graphs`.
         """
         self._graphs = None
         self._gate_stream = self._gate_stream or self._device.stream("gates")
@@ -379,8 +380,8 @@ class Executor:
             raise step.fence.failure
 
     def _accesses(self, batch: BatchPlan, entry: MailboxEntry, *, later: bool) -> list[Access]:
-        """The memory that a step touches, for the tracer. `later`: without the KV, whose accesses are reported later:
-        layer by layer, or once the positions of the rows were read from the device state.
+        """The memory that a step reads and writes, for the tracer. `later`: without the KV, whose accesses are reported
+        later: layer by layer, or once the positions of the rows were read from the device state.
         """
         layout = self._model.layout
         kv = [] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))
@@ -394,8 +395,8 @@ class Executor:
             self._stream.touch(lambda: state_accesses(rows, states))
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
-        """The rows with exact positions from the device state if the host can read it (on a CPU), and without
-        checkpoints that they do not reach; else unchanged, with bounds `[min_start, stop)`.
+        """On a CPU, where the host can read the device state: the rows with exact positions, and without checkpoints
+        that they do not reach. On a GPU: the rows unchanged, whose positions are bounds, `[min_start, stop)`.
         """
         if not batch.speculates or not on_host(self._state.lengths.device):
             return batch.rows
@@ -411,8 +412,8 @@ class Executor:
         return exact
 
     def _layer_hook(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
-        """The hook that attention calls before it touches a layer's KV: it makes the stream wait for that layer's loads
-        (H5).
+        """The callback that attention calls before it reads or writes a layer's KV. It makes the stream wait for that
+        layer's loads (hazard H5).
         """
         if not gates.by_layer:
             return lambda layer: None
@@ -426,8 +427,8 @@ class Executor:
         return before_layer
 
     def _states_hook(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[], None]:
-        """The hook that is called once before a step touches recurrent states. States arrive before all layers, so the
-        stream waits for the same fences as the first layer.
+        """The callback that is called once, before a step reads or writes recurrent states. A load copies states before
+        all layers, so the stream waits for the same fences as the first layer.
         """
         if not gates.by_layer or self._states is None:
             return lambda: None
@@ -477,7 +478,7 @@ def _label_of(batch: BatchPlan) -> str:
 
 
 def _row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec) -> RowPlan:
-    """A row of a warm-up step: it belongs to no request, and samples."""
+    """A sampling row of a warm-up step. It belongs to no request."""
     return RowPlan(
         request_id=-1 - slot,
         slot=slot,

@@ -1,5 +1,5 @@
-"""The forward pass of a step, the same for eager and for captured steps: drafts, inputs from device state, the model,
-and the proposer that follows it. On the compute stream.
+"""The forward pass of a step, the same for eager and for captured steps: drafting, inputs from device state, the model,
+and the proposer's KV (`Proposer.follow`). On the compute stream.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ForwardModel(Protocol):
 
     @property
     def state_layout(self) -> StateLayout | None:
-        """The layout of its recurrent states; None: it keeps none."""
+        """The layout of its recurrent states; None: it has none."""
         ...
 
     def forward(
@@ -55,8 +55,8 @@ class ForwardModel(Protocol):
         *,
         states: StateBatch | None = None,
     ) -> Tensor:
-        """Logits `[N, vocab_size]` at the packed positions `logits_indices`; on the compute stream. `states`: of a
-        model with recurrent state.
+        """Logits `[N, vocab_size]` at the packed positions `logits_indices`; on the compute stream. `states`: None for
+        a model without recurrent state.
         """
         ...
 
@@ -80,8 +80,8 @@ class ForwardModel(Protocol):
 class Proposed(NamedTuple):
     """The drafts of a step.
 
-    tokens   int64 `[decode rows, K]`; only those of rows with drafts count
-    times    int64 `[3]`: begin of drafting, end of drafting, end of the forward pass; ns of the device's clock
+    tokens   int64 `[decode rows, K]`; undefined in rows without drafts
+    times    int64 `[3]`: begin of drafting, end of drafting, end of the forward pass; in ns of the device's clock
     """
 
     tokens: Tensor
@@ -89,12 +89,12 @@ class Proposed(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """The output of a forward pass, by logit.
+    """The output of a forward pass, for N packed positions.
 
     logits      `[N, vocab_size]`, in the model's dtype
-    positions   int64 `[N]`
-    hidden      `[N, hidden_size]`; None: the slots' hidden states are kept already
-    proposed    None: nothing was drafted
+    positions   int64 `[N]`: positions in their sequences
+    hidden      `[N, hidden_size]`; None: the pass has kept the hidden states of the slots already
+    proposed    the step's drafts; None: it has none
     """
 
     logits: Tensor
@@ -106,11 +106,11 @@ class ForwardOutput(NamedTuple):
 class Forward:
     """Computes a step's logits from its inputs.
 
-    kv           the pool by layer; with one block more than requests can hold for a proposer that reads hidden states
+    kv           the block pool. If a proposer reads hidden states, it has one block more than requests can hold
     attention    makes the attention batch of each pass. If it reads lengths on the host, passes have no padding
-    proposer     drafts, and follows every pass if it keeps KV; None: nothing is drafted
-    max_drafts   of a row in any step
-    states       of a model with recurrent state
+    proposer     makes drafts and, if it has its own KV, computes it after every pass; None: no drafts
+    max_drafts   largest number of drafts of a row
+    states       recurrent states; None: the model has none
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class Forward:
         gated: bool,
         before_states: Callable[[], None] = lambda: None,
     ) -> ForwardOutput:
-        """Run the whole pass. `gated`: `before_layer` waits for loads."""
+        """Run the whole pass. `gated`: whether `before_layer` waits for loads."""
         state, ops = self._state, self._ops
         ops.update_block_tables(inputs.table_indices, inputs.table_block_ids, state.block_tables)
         continues = not gated and not inputs.sizes.chunks and not inputs.sizes.draft_len
         if self._attention.reads_lengths_on_host:
             inputs = inputs.without_padding()
         sizes = inputs.sizes
-        if not sizes.num_tokens:  # all of it was padding
+        if not sizes.num_tokens:  # the whole buffer was padding
             empty = torch.zeros(0, device=self._device)
             return ForwardOutput(empty, empty.to(torch.int64))
         proposed = self._propose(inputs)
@@ -228,12 +228,12 @@ class Forward:
         continues: bool = False,
         states: StateBatch | None = None,
     ) -> ForwardOutput:
-        """The model over packed tokens, int64 `[T]`, at positions, int64 `[T]`; and the proposer that follows.
+        """Run the model over packed tokens, int64 `[T]`, at positions, int64 `[T]`; and compute the proposer's KV.
 
-        logits_indices int64 `[N]` · rows: None if no proposer follows · before_layer: called with each layer of the
-        proposer, in order, before any of them is read or written · proposed: the drafts among the tokens · continues:
-        each row has one token and continues its last step, and `before_layer` waits for nothing, so the proposer's
-        inputs are known before the model runs
+        logits_indices int64 `[N]` · rows: None if no proposer has its own KV · before_layer: called with each layer of
+        the proposer, in order, before the first of them is read or written · proposed: the drafts among the tokens ·
+        continues: each row has one token and continues its last step, and `before_layer` waits for nothing, so the
+        proposer's inputs are known before the model runs
         """
         hidden, proposer, at_logits = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:
@@ -273,7 +273,7 @@ class Forward:
                 )
                 logits = states.finish(logits, logits_indices)
             self._stream.join()  # rule: proposer-branch-is-joined
-            # Without drafts, each row continues after its slot's last token, whose hidden state the slot has kept.
+            # Without drafts, each row continues after its slot's last token, whose hidden state is kept for the slot.
             if proposed is not None:
                 at_logits = outputs[0][logits_indices]
         if proposed is not None:
@@ -281,7 +281,7 @@ class Forward:
         return ForwardOutput(logits, positions[logits_indices], at_logits, proposed)
 
     def _propose(self, inputs: StepInputs) -> Proposed | None:
-        """Draft for the decode rows that may have drafts; None: there are none."""
+        """Draft for the decode rows that may have drafts; None: there are no such rows."""
         sizes, state, proposer = inputs.sizes, self._state, self._proposer
         drafting = slice(sizes.first_drafting, sizes.decodes)
         if proposer is None or not sizes.draft_len or drafting.start == drafting.stop:

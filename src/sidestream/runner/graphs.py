@@ -1,8 +1,9 @@
 """CUDA graphs of forward passes and of sampling, captured once for each `GraphKey`: the host launches a step by one
 call, for any number of layers.
 
-Each key has two graphs of the pass: one for batches without running loads, and one in which each group of layers waits
-for its loads (H5). Both read the key's inputs (`StepInputs`) and leave their output in the same place. Engine thread.
+Each key has two graphs of the pass: the plain graph, and a gated graph for batches with running loads, in which each
+group of layers waits for its loads (H5). Both read the key's inputs (`StepInputs`) and write the same output tensors.
+Called from the engine thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class GateEvent(Protocol):
-    """An event that captured waits wait for, as of its last record before the replay."""
+    """An event for which captured graphs wait: a replay waits for the last record before it."""
 
     def record(self, stream: Any) -> object:
         """Record all work enqueued on the stream so far."""
@@ -48,8 +49,8 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedStep:
-    """The graphs of one key. `fetches`: for each region of the uploads, the graph that fills the inputs from it; empty
-    if filling is not captured.
+    """The graphs of one key. `fetches`: for each region of `Uploads`, the graph that copies the region to the inputs;
+    empty if that copy is not captured.
     """
 
     key: GraphKey
@@ -59,8 +60,9 @@ class CapturedStep:
     fetches: list[Graph] = field(default_factory=list)
 
     def modes(self, *, gated: bool) -> Sequence[SamplingMode]:
-        """The modes for which sampling is captured. With drafts, PENALISED is not: its penalties also count the drafts
-        before each token, which the host must list. With loads, only ARGMAX is, since few steps have loads.
+        """The modes for which sampling is captured. PENALISED is not captured with drafts, because its penalties also
+        count the drafts before each token, which the host must list. With loads, only ARGMAX is captured, because few
+        steps have loads.
         """
         if gated:
             return (SamplingMode.ARGMAX,)
@@ -72,10 +74,11 @@ class CapturedStep:
 class Graphs:
     """Owner of the inputs and graphs of one executor.
 
-    gates         the stream on which gates are recorded, and nothing else runs
-    num_layers    layers of the pool
-    gate_layers   layers of a group in the gated graphs; 0: no gated graphs, and batches with loads run eagerly
-    table_width   columns of the block tables
+    gates         the stream on which the gates' events are recorded; nothing else runs on it
+    num_layers    number of layers of the pool
+    gate_layers   number of layers in a group of the gated graphs; 0: there are no gated graphs, and batches with loads
+                  run eagerly
+    table_width   number of columns of the block tables
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Graphs:
             ]
             self._events = [device.event(f"gate {group.start}") for group in self._groups]
             for event in self._events:
-                event.record(gates)  # a wait for an event that was never recorded would not wait
+                event.record(gates)  # because a wait for an event that was never recorded returns at once
 
     @property
     def keys(self) -> Sequence[GraphKey]:
@@ -120,7 +123,7 @@ class Graphs:
         return list(self._captured)
 
     def capture(self, keys: Iterable[GraphKey], *, tell: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture the keys in their order, and replay each once, on padding. Blocks; before serving only.
+        """Capture the keys in order, and replay each once, on padding. Blocks; call it only before serving.
 
         If memory runs out, the graphs captured so far are kept, and a warning is logged. Raises other errors of a
         forward pass. `tell` is called with the number of captured keys and the number of all keys.
@@ -142,7 +145,7 @@ class Graphs:
         tell(len(keys), len(keys))
 
     def find(self, batch: BatchPlan, demand: tuple[int, int, int, int], *, gated: bool) -> CapturedStep | None:
-        """The graphs of the key with the least padding that fits the batch; None if no key fits. `demand`:
+        """The graphs of the key that fits the batch with the least padding; None if no key fits. `demand`: result of
         `demand_of(batch)`.
         """
         if gated and not self._groups:
@@ -160,14 +163,14 @@ class Graphs:
             event.record(self._gates)  # rule: gate-is-recorded-for-each-step
 
     def fill(self, captured: CapturedStep, numbers: Numbers) -> None:
-        """Overwrite a key's inputs. Inside work of the compute stream."""
+        """Overwrite a key's inputs. Called inside work of the compute stream."""
         if captured.fetches:
             self._stream.enqueue(captured.fetches[self._uploads.write(numbers)])
         else:
             self._uploads.into(captured.inputs.buffer, numbers)
 
     def replay(self, captured: CapturedStep, *, gated: bool) -> ForwardOutput:
-        """Enqueue the graph of a pass whose inputs were filled. Inside work of the compute stream."""
+        """Enqueue the graph of a pass whose inputs were filled. Called inside work of the compute stream."""
         chosen = captured.gated if gated else captured.plain  # rule: batch-with-loads-replays-the-gated-graph
         self._stream.enqueue(chosen.graph)
         if chosen.output is None:
@@ -190,7 +193,7 @@ class Graphs:
             gated = into is captured.gated
 
             def before_states() -> None:
-                if gated:  # states arrive before all layers
+                if gated:  # a load copies states before all layers
                     self._stream.wait_external(self._events[0])  # rule: captured-states-wait-for-their-load
 
             with torch.inference_mode():
@@ -255,8 +258,8 @@ class Graphs:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Free the memory that the frames of an error and of its cause hold. Not in `capture`, whose own local variables
-    would be cleared, too.
+    """Free the memory that the frames of an error and of its cause hold. Not part of `capture`, because that would
+    clear the local variables of `capture`, too.
     """
     for raised in (error, error.__cause__):
         if raised is not None:

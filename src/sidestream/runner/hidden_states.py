@@ -1,9 +1,9 @@
-"""Hidden states from one step to the next: by request slot on the device, and by block in the pool's last layers, so
-that they come back with the KV.
+"""Keeps hidden states from one step to the next: by request slot on the device, and by block in the pool's last layers,
+so that they are stored and loaded with the KV.
 
-A proposer that reads hidden states uses, at each token, the hidden state of the position before it. At a row's first
-token of a step, this is the state that the slot's last step left. At the first token of an epoch, it is the state in
-the block before the token (H15), and at the start of a sequence it is zero. On the compute stream.
+A proposer that reads hidden states uses, at each token, the hidden state of the position before it. For a row's first
+token of a step, the slot's last step has kept this state. For the first token of an epoch, the block before the token
+holds it (hazard H15). At the start of a sequence it is zero. On the compute stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def origin_of(row: RowPlan, block_tokens: int) -> int:
 
 
 class HiddenStates:
-    """Owner of the pool's last layers, which hold in each complete block the hidden state of its last token.
+    """Owner of the pool's last layers. In each complete block, they hold the hidden state of the block's last token.
 
     kv   the pool, with one block more than requests can hold, for writes whose result is not used
     """
@@ -40,17 +40,19 @@ class HiddenStates:
         self._by_block = kv.view(kv.shape[0], -1)[:, start : start + hidden_size]
 
     def previous_by_slot(self, rows: PackedRows) -> Tensor:
-        """The hidden states before rows of one token each that continue their last step, `[B, hidden_size]`. They are
-        known before this step runs.
+        """The hidden state before each row, `[B, hidden_size]`, if every row has one token and continues its last step:
+        then these states are known before this step runs.
         """
         return self._state.hidden[rows.slots]
 
     def previous(self, hidden: Tensor, rows: PackedRows) -> Tensor:
-        """The hidden state before each packed token, `[T, hidden_size]`, from those of this step, `hidden`."""
+        """The hidden state before each packed token, `[T, hidden_size]`. `hidden`: this step's hidden states."""
         return self._ops.previous_hidden(hidden, rows, self._state.hidden, self._by_block)
 
     def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Store the hidden states of this step, `[T, hidden_size]`, in the blocks and slots that hold some."""
+        """Keep the hidden states of this step, `[T, hidden_size]`: each row's last one in its slot, and each complete
+        block's last one in the block.
+        """
         self._ops.keep_hidden(
             hidden,
             rows,

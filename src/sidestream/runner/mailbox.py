@@ -1,7 +1,7 @@
 """The mailbox: host memory to which steps deliver their results. Each step leases one entry.
 
-The compute stream writes an entry, the engine thread reads it after the step's fence. Nothing goes through the copy
-engine's queue, in which a bulk transfer would delay it.
+Kernels on the compute stream write an entry, and the engine thread reads it after the step's fence. The copy engine is
+not used, because results would wait there behind bulk transfers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One array of an entry, `start` bytes into it: `count` times `width` values, for each row of logits or for each
-    sampling row.
+    """One array of an entry, at byte `start` of it: `count` times `width` values. `count` is the largest number of
+    logits or of sampling rows.
     """
 
     start: int
@@ -57,8 +57,8 @@ class Delivered(NamedTuple):
     """The results of a step.
 
     rows       one result for each sampling row, in order
-    draft_s    duration of drafting; None: nothing was drafted
-    verify_s   duration of the forward pass that verified the drafts; None: nothing was drafted
+    draft_s    duration of drafting; None: the step had no drafts
+    verify_s   duration of the forward pass that verified the drafts; None: the step had no drafts
     """
 
     rows: tuple[RowResult, ...]
@@ -111,8 +111,8 @@ class Mailbox:
         times: Tensor | None = None,
     ) -> None:
         """Deliver a step's sampled tokens and, with drafts, the accept lengths of its sampling rows and
-        `Proposed.times`. Inside work of `stream`, the compute stream. `start`: first byte of the step's entry, or int64
-        `[1]` on the device for captured work. Tokens sampled at padding are cut off, or not read.
+        `Proposed.times`. Called inside work of `stream`, the compute stream. `start`: first byte of the step's entry;
+        for captured work, int64 `[1]` on the device. Tokens sampled at padding are not delivered, or not read.
         """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}  # rule: non-finite-logits-are-reported
         if counts is not None:
@@ -126,10 +126,11 @@ class Mailbox:
             stream.deliver(tensor[: field.count], self._memory, start, further=field.start)
 
     def read(self, entry: MailboxEntry, drafts: Sequence[int], top_logprobs: Sequence[int], fence: Fence) -> Delivered:
-        """The results of a step. On the engine thread, after the step's fence; ends the lease.
+        """Read the results of a step, and end the lease. Called on the engine thread, after the step's fence.
 
         drafts         number of drafts of each sampling row; accept lengths are read only if there are drafts
-        top_logprobs   requested log-probabilities of each sampling row, -1: none; empty: no row asked for any
+        top_logprobs   requested number of log-probabilities of each sampling row (-1: none); empty: no row requested
+                       any
         """
         if not fence.poll():  # rule: mailbox-is-read-after-its-step
             raise InvariantError(f"the mailbox was read before {fence!r}")
@@ -167,7 +168,7 @@ class Mailbox:
         tokens: Sequence[int],
         finite: Sequence[bool],
     ) -> Iterator[RowResult]:
-        """The result of each row, up to its first token from logits that are not finite, with log-probabilities."""
+        """The result of each row: its tokens before the first non-finite logits, with log-probabilities."""
         at, places = 0, len(tokens)
         for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
             whole = all(finite[at : at + length])

@@ -3,18 +3,19 @@ in eager and in captured steps. `Sampler.sample` runs on the compute stream, eve
 
 One row is sampled in this order:
 
-1. Logit bias is added; the repetition penalty divides the positive and multiplies the negative logits of tokens in
-   prompt or output; frequency (per occurrence) and presence (once) penalties of tokens in the output are subtracted;
-   before `min_tokens` outputs the ending ids are forbidden. Penalties are defined as in transformers and vLLM.
+1. Add the logit bias. For tokens in the prompt or the output, divide positive logits by the repetition penalty and
+   multiply negative logits by it. For tokens in the output, subtract the frequency penalty (per occurrence) and the
+   presence penalty (once). Before `min_tokens` outputs, forbid the ids that end the answer. Penalties are defined as in
+   transformers and vLLM.
 2. Temperature 0 or `top_k` 1: argmax, the lowest id among equals.
-3. Else temperature, softmax, then top-k, top-p and min-p, each applied to the tokens that the previous one kept (the
+3. Else temperature, softmax, then top-k, top-p and min-p, each applied to the tokens that the previous filter kept (the
    order of transformers). A filter keeps or drops equally likely tokens together, so it may keep more than k.
-4. One uniform number, a hash of (seed, output index), picks a token from the rest, in the order of ids.
+4. One uniform number, a hash of (seed, output index), picks one of the remaining tokens, in the order of ids.
 
 Log-probabilities are those of the raw logits, before step 1 (vLLM's `raw_logprobs`).
 
-A row with k drafts has 1 + k rows of logits. Its output is the sampled tokens up to the first one that differs from
-its draft, this one included: see `Ops.advance`.
+A row with k drafts has 1 + k rows of logits, and a token is sampled at each. The row's output ends with the first
+sampled token that differs from the draft at its position, see `Ops.advance`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class SamplingMode(IntEnum):
     """The operations of sampling. A step has the highest mode of its rows; a row gets the same token in its own mode
-    and in every higher one.
+    and in every higher mode.
 
     ARGMAX      argmax of the raw logits
     RANDOM      temperature and filters
@@ -60,7 +61,7 @@ class SamplingMode(IntEnum):
 
     @classmethod
     def of(cls, spec: SamplingSpec, *, outputs: int) -> SamplingMode:
-        """The mode of a row with these options after so many outputs."""
+        """The mode of a row with the options `spec` after `outputs` output tokens."""
         banned = outputs < spec.min_tokens and spec.forbidden_until_min  # rule: ban-is-needed
         if spec.logit_bias or banned or spec.top_logprobs >= 0:
             return cls.HOST
@@ -71,12 +72,12 @@ class SamplingMode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of a step's sampled tokens; zeros for rows that asked for none.
+    """Log-probabilities of a step's sampled tokens; zeros for rows that did not request any.
 
-    drawn     float32 `[N]`, of the sampled tokens
-    top_ids   int64 `[N, k]`, most likely first, the lowest id first among equals; a row that asked for fewer takes its
-              first ones
-    top       float32 `[N, k]`
+    drawn     float32 `[N]`: log-probabilities of the sampled tokens
+    top_ids   int64 `[N, k]`: ids of the k most likely tokens, most likely first, the lowest id first among equals. If a
+              row requested fewer than k, its first columns count
+    top       float32 `[N, k]`: log-probabilities of `top_ids`
     """
 
     drawn: Tensor
@@ -90,7 +91,7 @@ class SamplerOutput:
 
     tokens     int64 `[N]`
     finite     bool `[N]`; False: the logits held NaN or +inf, or every token was forbidden, and the token is 0
-    logprobs   None when no row asked for any
+    logprobs   None if no row requested log-probabilities
     """
 
     tokens: Tensor
@@ -99,14 +100,14 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Owner of the sampling options that the host needs of each slot, as of the last launched step."""
+    """Owner of the sampling options that the host must know of each slot, up to date with the last launched step."""
 
     def __init__(self, state: DecodeState, ops: Ops) -> None:
         self._state = state
         self._ops = ops
-        self._top_logprobs: dict[int, int] = {}  # of slots that asked for some
-        self._modes: dict[int, SamplingMode] = {}  # of slots above ARGMAX
-        self._bans: dict[int, SamplingSpec] = {}  # of slots whose mode gets lower after `min_tokens` outputs
+        self._top_logprobs: dict[int, int] = {}  # requested numbers, for slots that requested any
+        self._modes: dict[int, SamplingMode] = {}  # for slots whose mode is above ARGMAX
+        self._bans: dict[int, SamplingSpec] = {}  # for slots whose mode gets lower after `min_tokens` outputs
 
     def begin(self, slot: int, spec: SamplingSpec) -> None:
         """Record that the slot has a new request from the next launched step on."""
@@ -132,7 +133,7 @@ class Sampler:
         return max(modes, default=SamplingMode.ARGMAX)  # rule: captured-sampling-suits-every-row
 
     def top_logprobs_of(self, columns: RowColumns) -> tuple[int, ...]:
-        """The number of log-probabilities that each sampling row asked for, -1: none; empty: no row asked for any."""
+        """The number of log-probabilities that each sampling row requested (-1: none); empty: no row requested any."""
         if not self._top_logprobs:
             return ()
         return tuple(self._top_logprobs.get(slot, -1) for slot in compress(columns.slot, columns.samples))
@@ -145,10 +146,10 @@ class Sampler:
         rows: Sequence[RowPlan] | None = None,
     ) -> tuple[SamplerOutput, Tensor | None]:
         """Sample at all logits and update the slots. Returns the sampled tokens, and the accept lengths of the sampling
-        rows, int64 `[B]`, or None if nothing was drafted.
+        rows, int64 `[B]`, or None if the step has no drafts.
 
-        rows   the rows that sample; needed by mode HOST, and by PENALISED with drafts. None: may be captured, and also
-               samples at padding
+        rows   the rows that sample. Required by mode HOST, and by PENALISED with drafts. None: the call may be
+               captured, and also samples at padding
         """
         state, proposed = self._state, output.proposed
         count = len(output.logits) if rows is None else sum(1 + row.drafts for row in rows)
@@ -186,8 +187,8 @@ class Sampler:
         return drawn, None if proposed is None else accepted
 
     def _drafted_before(self, rows: Sequence[RowPlan], drafts: Tensor) -> Tensor:
-        """The drafts between a slot's last token and each row of logits: int64 `[N, K]`, filled up with -1."""
-        decodes = len(drafts)  # they come first, and all of them sample
+        """The drafts between a slot's last token and each row of logits: int64 `[N, K]`, padded with -1."""
+        decodes = len(drafts)  # decode rows come first, and all of them sample
         of_row = [min(at, decodes - 1) for at, row in enumerate(rows) for _ in range(1 + row.drafts)]
         number = self._state.index([number for row in rows for number in range(1 + row.drafts)])
         before = torch.arange(drafts.shape[1], device=drafts.device) < number[:, None]
@@ -213,9 +214,9 @@ def draw_tokens(
 ) -> SamplerOutput:
     """Draw one token at each row of logits; `state` is read, not changed.
 
-    logits `[N, vocab_size]`, float32, bfloat16 or float16; float32 may be overwritten · slots int64 `[N]` ·
-    output_indices int64 `[N]`: outputs of the slot before this one · options: of each row of logits, for mode HOST ·
-    drafted: see `Ops.penalise`. Raises InvariantError on a wrong shape or type.
+    logits `[N, vocab_size]`, float32, bfloat16 or float16; float32 logits may be overwritten · slots int64 `[N]` ·
+    output_indices int64 `[N]`: number of the slot's earlier outputs · options: one for each row of logits, for mode
+    HOST · drafted: see `Ops.penalise`. Raises InvariantError on a wrong shape or type.
     """
     if (
         logits.shape != (len(slots), state.vocab_size)
@@ -258,7 +259,7 @@ def _forbid(logits: Tensor, options: Sequence[SlotSampling], output_indices: Ten
 
 
 def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each id: the index of its list, and its flat index in logits of that width."""
+    """For each id: the index of its list, and its flat index in logits `[len(ids), width]`."""
     of = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     return of, np.concatenate(ids) + of * width
 

@@ -1,8 +1,8 @@
-"""Decode state on the device, by request slot: the last token, the blocks, the sampling options, the counts of
-penalties and, where tokens are drafted, all tokens and their number, which the host learns one step later.
+"""Decode state on the device, by request slot: the last token, the blocks, the sampling options and the token counts of
+penalties. With drafts, also all tokens and their number, which the host learns only one step later.
 
-Knows slots and tokens, never requests or logits. Only work on the compute stream touches it, so that a slot's reset,
-its sampling and its next reset are ordered without a lock; the host never reads it back.
+Knows slots and tokens, never requests or logits. Only work on the compute stream uses it, so a slot's reset, its
+sampling and its next reset are ordered without a lock. The host never reads it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sidestream.types import RowStart, SamplingSpec
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """The sampling options of a slot that the host applies; `SamplingTensors` are the others, on the device.
+    """The sampling options of a slot that the host applies; `SamplingTensors` holds the other options, on the device.
 
-    bias_ids    int64 `[n]`, distinct, each inside the vocabulary; `bias` float32 `[n]`
+    bias_ids    int64 `[n]`, distinct ids inside the vocabulary; `bias`: float32 `[n]`
     forbidden   int64 `[m]`, ids inside the vocabulary that may not be drawn before `spec.min_tokens` outputs; empty if
-                that is 0
+                `min_tokens` is 0
     """
 
     spec: SamplingSpec
@@ -42,17 +42,18 @@ class SlotSampling:
 class DecodeState:
     """Owner of the slots' device tensors; their single writer is the compute stream.
 
-    last_tokens    int64 `[num_slots + 1]`, the last token drawn for each slot, or given when it began
+    last_tokens    int64 `[num_slots + 1]`: the last token of each slot, drawn or given by `begin`
     block_tables   int32 `[num_slots + 1, table_width]`
     rules          the sampling options of each slot
-    lengths        int64 `[num_slots + 1]`: tokens of each slot that have KV, which is the position of its last token
+    lengths        int64 `[num_slots + 1]`: number of tokens of each slot that have KV; also the position of its last
+                   token, which has none yet
     history        int32 `[num_slots + 1, max_len + 1]`, all tokens of each slot; empty without `max_len`. The last
                    column receives writes whose result is not used
     hidden         `[num_slots + 1, hidden_size]`: the model's hidden state at the last position that has KV
     padding_slot   number of an additional slot for padding, which no request reads
 
-    `lengths`, `history` and `hidden` are kept where tokens are drafted. The `[num_slots + 1, vocab_size]` tables of
-    penalties (5 bytes an entry) are allocated when the first slot needs them, on a GPU before serving.
+    `lengths`, `history` and `hidden` are used only with drafts. The `[num_slots + 1, vocab_size]` tables of penalties
+    (5 bytes an entry) are allocated when the first slot needs them; on a GPU, before serving.
     """
 
     def __init__(
@@ -67,19 +68,19 @@ class DecodeState:
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`uploads` brings the host's numbers to the device; None: on a CPU. `max_len`: tokens of a slot, at most, if
-        they are kept; `dtype`: of hidden states.
+        """`uploads`: copies the host's numbers to the device; None: on a CPU. `max_len`: largest number of tokens of a
+        slot; 0: there is no `history`. `dtype`: dtype of hidden states.
         """
         self.num_slots = self.padding_slot = num_slots
         self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._uploads = uploads or Uploads(device)
         self._sampling: list[SlotSampling | None] = [None] * num_slots
-        # Filled by blocking copies: a fill on the device would run on a stream that no fence orders. From zeros of
-        # numpy: a fill by several threads would leave this thread with a team of its own, and torch's threads of the
-        # forward pass wake late ever after where there are more of them than cores (a step of SmolLM2-135M took 85 ms
-        # instead of 45). Last tokens are ids of the vocabulary from the start: on a GPU, a step whose row could not
-        # begin looks up whatever lies here, and a wrong index ends the device.
+        # Blocking copies, because a fill on the device would run on a stream without fences. Zeros of numpy, because
+        # torch would fill with several threads and so create a second team of OpenMP threads, for this thread; with
+        # more threads than cores, the threads of the forward pass would then wake late (a step of SmolLM2-135M took 85
+        # ms instead of 45). Last tokens must be valid ids from the start: on a GPU, a step whose `begin` failed still
+        # looks them up, and an index outside the vocabulary ends the device.
         self.last_tokens = self._zeros((num_slots + 1,), np.int64)
         self.block_tables = self._zeros((num_slots + 1, table_width), np.int32)
         self.rules = SamplingTensors.greedy(num_slots + 1, self._device)
@@ -92,15 +93,15 @@ class DecodeState:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether tokens are drafted."""
+        """Whether `history` and `lengths` are used: drafts need them."""
         return self.history.shape[1] > 0
 
     def begin(self, begins: Sequence[tuple[int, RowStart]]) -> None:
-        """Initialise slots for new requests, or for preempted requests that resume: nothing of the earlier content is
-        kept (H16, H18).
+        """Initialise slots for new requests and for preempted requests that resume. Overwrites all earlier content
+        (hazards H16, H18).
 
-        Runs before each slot's first chunk of an epoch, for all rows of a step at once: one by one, a hundred requests
-        that arrive together would need hundreds of launches. Ids outside the vocabulary are ignored.
+        Runs before each slot's first chunk of an epoch, for all rows of a step at once, because a hundred requests that
+        arrive together would need hundreds of launches otherwise. Ignores ids outside the vocabulary.
         """
         for slot, start in begins:
             spec = start.sampling
@@ -135,20 +136,20 @@ class DecodeState:
                 self._fill_tables(slot, start)  # tables of other slots are never read, so they need no wiping
 
     def sampling_of(self, slot: int) -> SlotSampling:
-        """The host's sampling options of a slot. Raises InvariantError when it never began."""
+        """The host's sampling options of a slot. Raises InvariantError if `begin` was never called for it."""
         found = self._sampling[slot]
         if found is None:
             raise InvariantError(f"slot {slot} draws, but it never began: its first chunk must carry RowStart")
         return found
 
     def slot_tensors(self, *, counted: bool) -> SlotTensors:
-        """The tensors that sampling updates. `counted`: some row of the step is penalised."""
+        """The tensors that sampling updates. `counted`: some row of the step has penalties."""
         counts = self.seen_tables()[0] if counted else None
         return SlotTensors(self.last_tokens, self.lengths, self.history, self.hidden, counts, self.rules.numbers)
 
     def seen_tables(self) -> tuple[Tensor, Tensor]:
-        """Output counts int32 and presence in the prompt bool, both `[num_slots + 1, vocab_size]`; only those of
-        penalised slots count.
+        """Counts in the output, int32, and presence in the prompt, bool; both `[num_slots + 1, vocab_size]`. Undefined
+        for slots without penalties.
         """
         if self._output_counts is None or self._in_prompt is None:
             shape = (self.num_slots + 1, self.vocab_size)

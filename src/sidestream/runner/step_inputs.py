@@ -1,9 +1,9 @@
 """The inputs of one step as a single buffer of int64 numbers, packed by the host for eager and for captured steps
 alike.
 
-A captured step (CUDA graph) has fixed sizes and addresses: each batch overwrites the whole buffer of its `GraphKey`,
-and padding computes in the padding slot, writes no KV and draws nothing (H18). An eager step has the exact sizes of its
-batch, so nothing of it is padding.
+A captured step (CUDA graph) has fixed sizes and addresses: each batch overwrites the whole buffer of its `GraphKey`.
+Rows of padding use the padding slot, write no KV, and their sampled tokens are not read (H18). An eager step has the
+exact sizes of its batch, so it has no padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sidestream.types import BatchPlan, RowColumns
 
 Numbers = npt.NDArray[np.int64]
 
-# Chunks of prefill that a graph key has room for: at least, and at most.
+# Smallest and largest number of prefill chunks in the sizes of a graph key.
 _CHUNKS, _MOST_CHUNKS = 8, 64
 _CHUNK_TOKENS = 16
 # Steps of at least _MANY_ROWS decode rows also have keys for few drafts. Steps with drafts and prefill also have keys
@@ -41,16 +41,16 @@ Short chunks often have a long context: after a prefix-cache hit, few tokens are
 
 @dataclass(frozen=True, slots=True)
 class InputSizes:
-    """The sizes of a step's inputs: exact for an eager step, upper bounds for a captured one.
+    """The sizes of a step's inputs: exact for an eager step, upper bounds for a captured step.
 
-    decodes          decode rows, which come first
-    chunks           rows of prefill
-    prefill_tokens   tokens of all chunks
-    draft_len        drafts of one row, at most
-    num_drafts       drafts of all rows
+    decodes          number of decode rows, which come first
+    chunks           number of prefill rows
+    prefill_tokens   tokens of all chunks together
+    draft_len        largest number of drafts of one row
+    num_drafts       number of drafts of all rows together
     logits           rows of logits: one for each sampling row and one for each draft
-    first_drafting   index of the first decode row that may have drafts; `decodes`: there is none
-    has_states       the model keeps recurrent state
+    first_drafting   index of the first decode row that may have drafts; equal to `decodes` if there is none
+    has_states       whether the model has recurrent state
     """
 
     decodes: int
@@ -78,17 +78,17 @@ class InputSizes:
 
     @property
     def rows(self) -> int:
-        """All rows."""
+        """Number of all rows."""
         return self.decodes + self.chunks
 
     @property
     def num_tokens(self) -> int:
-        """All packed tokens."""
+        """Number of all packed tokens."""
         return self.decodes + self.num_drafts + self.prefill_tokens
 
     @property
     def split_chunks(self) -> int:
-        """Chunks whose KV attention splits, as it does for decode rows."""
+        """Number of chunks whose KV attention splits, as it does for decode rows."""
         return min(_CHUNKS, self.chunks) if self.prefill_tokens <= SHORT_TOKENS else 0
 
     @property
@@ -100,13 +100,13 @@ class InputSizes:
 
 @dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
-    """The room of one captured step.
+    """The largest batch that one captured step can run.
 
-    decodes       decode rows
-    tokens        prefill tokens, all chunks together
-    drafts        drafts of each decode row, at most
-    total_drafts  drafts of all rows together, at most; 0: `drafts` for each row
-    has_states    the model keeps recurrent state
+    decodes       number of decode rows
+    tokens        number of prefill tokens, all chunks together
+    drafts        number of drafts of each decode row
+    total_drafts  number of drafts of all rows together; 0: `drafts` for each row
+    has_states    whether the model has recurrent state
     """
 
     decodes: int
@@ -117,12 +117,12 @@ class GraphKey:
 
     @property
     def all_drafts(self) -> int:
-        """Drafts of all rows together."""
+        """Number of drafts of all rows together."""
         return self.total_drafts or self.decodes * self.drafts
 
     @property
     def chunks(self) -> int:
-        """Rows of prefill."""
+        """Number of prefill rows."""
         return min(max(_CHUNKS, self.tokens // _CHUNK_TOKENS), _MOST_CHUNKS) if self.tokens else 0
 
     @property
@@ -142,7 +142,7 @@ class GraphKey:
         )
 
     def fits(self, decodes: int, chunks: int, tokens: int, drafts: int = 0) -> bool:
-        """Whether it has room for such a batch."""
+        """Whether a batch with these numbers fits; `drafts`: the largest number of drafts of a row."""
         return decodes <= self.decodes and chunks <= self.chunks and tokens <= self.tokens and drafts <= self.drafts
 
     @classmethod
@@ -156,11 +156,11 @@ class GraphKey:
         has_states: bool = False,
         chunks: bool = True,
     ) -> list[GraphKey]:
-        """The keys worth a graph each, for up to `max_rows` rows and `max_tokens` prefill tokens; the most used first.
+        """The keys to capture, for up to `max_rows` rows and `max_tokens` prefill tokens; the most used keys first.
 
         A key for `chunk_tokens` lets the largest chunk run without padding. If `drafts` > 0, each number of decode rows
         has a key without drafts and a key with `drafts` drafts for each row. Large numbers of rows have a third key,
-        with room for a quarter of these drafts: if few rows have drafts, the full key would compute mostly padding. For
+        for a quarter of these drafts, because with drafts in few rows, the second key would compute mostly padding. For
         the same reason, steps with prefill and drafts have a key for at most `_FEW_ROWS` decode rows. Without `chunks`
         there are only keys without prefill.
         """
@@ -200,26 +200,27 @@ class GraphKey:
 class StepInputs:
     """The input buffer of a step, int64 on the device, and its parts. T packed tokens, B rows, N rows of logits.
 
-    table_width       columns of the step's block tables
+    table_width       number of columns of the step's block tables
     padded            the buffer has the sizes of a graph key, so parts of it may be padding
     tokens            [T] ids; -1: the slot's last token; -2 - k: its draft k
-    positions         [T]; -1 - k: k tokens after the slot's last one, where only the device knows the length
-    token_slots       [T] request slot of each token; the padding slot of padding
+    positions         [T]; -1 - k: k tokens after the slot's last token, if only the device knows the length
+    token_slots       [T] request slot of each token; for padding, the padding slot
     cu_seqlens_q      [B + 1] decode rows first, then chunks; rows of padding have no tokens
-    kv_lens           [B]; 0 of padding; -k: k tokens more than the slot's length on the device
-    slots             [B] request slots; the padding slot of padding
+    kv_lens           [B]; 0 for padding; -k: k tokens more than the slot's length on the device
+    slots             [B] request slots; for padding, the padding slot
     origins           [B] source of the hidden state before the row's first token, see `origin_of`
-    logits_indices    [N] packed positions of the tokens whose logits are computed; -1 of padding
+    logits_indices    [N] packed positions of the tokens whose logits are computed; -1 for padding
     sampling_rows     [B] indices of the rows that sample, then -1
     first_logits      [B] for each entry of `sampling_rows`, the index in `logits_indices` of the row's first logit
-    table_indices     [B] flat indices of the block tables that get another block; -1 of padding
+    table_indices     [B] flat indices of the entries of the block tables to overwrite; -1 for padding
     table_block_ids   [B] the block id for each entry of `table_indices`
     mailbox_offset    [1] first byte of the step's mailbox entry
-    state_reads       [B] state that the row continues from; negative: none. Empty if the model keeps none
-    state_writes      [B] state that the row leaves; negative: padding
-    state_checkpoints [B] state that is written at the end of a block; negative: none
+    state_reads       [B] state that the row reads; negative: the sequence begins. Empty for models without recurrent
+                      state, like the next two
+    state_writes      [B] state that the row writes; negative: padding
+    state_checkpoints [B] additional state that the row writes at the end of a block; negative: none
 
-    chunk_lens        tokens of each chunk, for a model with recurrent state; in an eager step only
+    chunk_lens        number of tokens of each chunk, for a model with recurrent state; only in an eager step
     """
 
     sizes: InputSizes
@@ -254,12 +255,12 @@ class StepInputs:
         padded: bool = False,
         chunk_lens: tuple[int, ...] = (),
     ) -> StepInputs:
-        """The parts of a buffer that `pack` filled."""
+        """View a buffer that `pack` filled as its parts."""
         return cls(sizes, table_width, padded, chunk_lens, buffer, *torch.split(buffer, sizes.parts))
 
     @classmethod
     def allocate(cls, key: GraphKey, device: torch.device, *, padding_slot: int, table_width: int) -> StepInputs:
-        """The inputs of a graph, all padding."""
+        """Allocate the inputs of a graph, filled with padding."""
         numbers = pack(BatchPlan(()), key.sizes, padding_slot=padding_slot, block_tokens=1)
         return cls.of(torch.from_numpy(numbers).to(device), key.sizes, table_width=table_width, padded=True)
 
@@ -269,7 +270,9 @@ class StepInputs:
         return torch.where(indices < 0, padding_slot, self.token_slots[indices.clamp(min=0)])
 
     def without_padding(self) -> StepInputs:
-        """The same inputs without padding, for the torch backend of attention. Reads the buffer, so on a CPU only."""
+        """The same inputs without padding, for the torch backend of attention. Reads the buffer on the host, so it
+        works only on a CPU.
+        """
         if not self.padded:
             return self
         starts, decodes = self.cu_seqlens_q.tolist(), self.sizes.decodes
@@ -314,7 +317,9 @@ class TableChanges(NamedTuple):
 
 
 def demand_of(batch: BatchPlan) -> tuple[int, int, int, int]:
-    """The arguments of `GraphKey.fits`: decode rows, chunks, prefill tokens, and the most drafts of a row."""
+    """The arguments of `GraphKey.fits`: numbers of decode rows, chunks and prefill tokens, and the largest number of
+    drafts of a row.
+    """
     decodes = batch.num_decodes
     longest = max(batch.columns.drafts, default=0) if batch.speculates else 0
     return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, longest
@@ -329,9 +334,9 @@ def pack(
     mailbox_offset: int = 0,
     changes: TableChanges | None = None,
 ) -> Numbers:
-    """The content of a step's input buffer. `sizes` must have room for the batch; decode rows come first.
+    """The content of a step's input buffer. The batch must fit into `sizes`; decode rows come first.
 
-    changes   changes of the device's block tables, at most as many as `sizes` has rows
+    changes   changes of the device's block tables, at most one per row of `sizes`
     """
     columns, decodes = batch.columns, batch.num_decodes
     plain = not batch.speculates
@@ -380,7 +385,7 @@ class _Parts(NamedTuple):
 
 
 def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, starts: Numbers, parts: _Parts) -> int:
-    """Pack decode rows of a step with drafts, or of a step after one with drafts. Returns the number of tokens."""
+    """Pack the decode rows of a step with drafts, or of the step after it. Returns the number of tokens."""
     stops = np.array(columns.stop[:decodes], np.int64)
     parts.sampling_rows[:decodes] = np.arange(decodes)
     counts = 1 + np.array(columns.drafts[:decodes], np.int64)
@@ -388,7 +393,7 @@ def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, sta
     count = int(ends[-1]) if decodes else 0
     number = np.arange(count) - np.repeat(ends - counts, counts)  # index of each token within its row
     # rule: row-positions-come-from-the-device
-    lost = starts + counts != stops  # the host does not know where the row starts: the device does
+    lost = starts + counts != stops  # rows whose start only the device knows
     parts.tokens[:count] = -1 - number
     parts.token_slots[:count] = np.repeat(decode_slots, counts)
     parts.positions[:count] = np.where(np.repeat(lost, counts), -1 - number, number + np.repeat(starts, counts))
@@ -428,7 +433,7 @@ def _slices(sizes: InputSizes) -> list[slice]:
 
 @functools.lru_cache(maxsize=256)
 def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
-    """The content of a buffer without a batch."""
+    """The content of a buffer that is all padding."""
     numbers = np.zeros(sum(sizes.parts), np.int64)
     parts = _Parts(*(numbers[part] for part in _slices(sizes)))
     parts.token_slots[:] = parts.slots[:] = padding_slot
@@ -440,7 +445,7 @@ def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
 
 @functools.lru_cache(maxsize=64)
 def _of_decodes(sizes: InputSizes, padding_slot: int, decodes: int) -> Numbers:
-    """The part of the content that is the same for all batches of this many decode rows without drafts."""
+    """The part of the content that all batches with `decodes` decode rows and no drafts have in common."""
     numbers = _padding(sizes, padding_slot).copy()
     parts = _Parts(*(numbers[part] for part in _slices(sizes)))
     parts.tokens[:decodes] = -1
@@ -460,8 +465,8 @@ class BlockTableMirror:
         self._held: list[tuple[int, ...]] = [()] * num_slots
 
     def changes(self, step: RowColumns) -> TableChanges:
-        """The changes for a step's rows, mostly none. The copy assumes that they will be made: call `forget` if they
-        were not.
+        """The changes for a step's rows; usually none. Updates the host's copy as if they were made: call `forget` if
+        they were not.
         """
         indices: list[int] = []
         block_ids: list[int] = []
@@ -469,7 +474,7 @@ class BlockTableMirror:
         for slot, wanted in compress(zip(step.slot, step.block_ids, strict=True), others):
             held = self._held[slot]
             # rule: block-table-belongs-to-its-slots-owner
-            kept = len(held) if wanted[: len(held)] == held else 0  # else the slot has another owner now
+            kept = len(held) if wanted[: len(held)] == held else 0  # 0: the slot has a new owner
             base = slot * self._width
             indices.extend(range(base + kept, base + len(wanted)))
             block_ids.extend(wanted[kept:])
@@ -477,13 +482,13 @@ class BlockTableMirror:
         return TableChanges(indices, block_ids)
 
     def forget(self) -> None:
-        """Assume nothing about the device's block tables: the next steps write them completely."""
+        """Discard the copy, so that the next steps write the device's block tables completely."""
         self._held = [()] * len(self._held)
 
 
 def keys_that_fit(keys: Sequence[GraphKey], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> list[GraphKey]:
-    """The keys that fit such a batch, the one with the least padding first. Does not check the total number of drafts:
-    see `GraphKey.all_drafts`.
+    """The keys that fit a batch with these numbers, the key with the least padding first. Does not check the total
+    number of drafts, see `GraphKey.all_drafts`.
     """
     return sorted(
         (key for key in keys if key.fits(decodes, chunks, tokens, drafts)),

@@ -1,9 +1,9 @@
 """Uploads a step's integers from the host without the copy engine: the host writes them to mapped memory, from which
 kernels read them.
 
-A copy to the device, however small, waits for as long as loads keep the copy engine busy: 40 ms, measured, for the 2 KB
-of a step beside a load of 2 GiB. So on a GPU the integers are in mapped pinned memory, in a region that the step holds
-as long as its mailbox entry (H17), and a kernel copies them to device memory. On a CPU nothing needs to be copied.
+Even a small copy to the device waits while loads keep the copy engine busy: the 2 KB of a step took 40 ms during a load
+of 2 GiB. So on a GPU the integers are in mapped pinned memory, and a kernel copies them to device memory. Each step has
+its own region of this memory, as long as it holds its mailbox entry (hazard H17). On a CPU there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _INPUT_BYTES = 1 << 19
 
 
 class Uploads:
-    """The uploads of the step that is being enqueued. Single writer: the thread that enqueues it.
+    """The uploads of the step that is being enqueued. Single writer: the thread that enqueues the step.
 
-    staging       uint8 `[regions, bytes]` on the host · mapped: the same memory as the device's kernels see it. Both
-                  None: kernels read the host's memory as it is
-    input_bytes   of each region, for `write`
+    staging       uint8 `[regions, bytes]` on the host
+    mapped        the same memory under its device address. None, like `staging`: on a CPU
+    input_bytes   number of bytes of each region for `write`
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Uploads:
         self._device = torch.device(device)
         self._staging = staging
         self._mapped = mapped
-        # Each region's inputs as int64: as the host writes them, and as kernels read them.
+        # For each region, its inputs as int64 under the host address and under the device address.
         self._numbers: list[tuple[npt.NDArray[np.int64], Tensor]] = []
         if staging is not None and mapped is not None:
             pairs = zip(staging, mapped, strict=True)
@@ -57,7 +57,7 @@ class Uploads:
 
     @classmethod
     def of(cls, device: Device, *, num_regions: int) -> Uploads:
-        """On a GPU, a region for each step that may be launched and unread."""
+        """Make the uploads of a device. `num_regions`: steps that may be launched with unread results at one time."""
         if on_host(device.torch_device):
             return cls()
         memory = device.allocate_host(MEMORY, num_regions * _REGION_BYTES)
@@ -69,12 +69,12 @@ class Uploads:
         )
 
     def open(self, region: int) -> None:
-        """Use this region for the step to be enqueued next. The results of the region's last step were read."""
+        """Use this region for the next step. The results of the region's last step must have been read."""
         self._region, self._used = region, self._input_bytes
 
     def numbers(self, values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
-        """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the step. Empty lists share one
-        tensor, since each row that begins needs three of them.
+        """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the step. All empty lists share
+        one tensor, because they are frequent.
         """
         if not len(values):
             if dtype not in self._empty:
@@ -94,8 +94,8 @@ class Uploads:
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def fetches(self, target: Tensor) -> list[Callable[[], None]]:
-        """For each region, the work to capture: it overwrites `target`, int64 on the device, with the numbers that
-        `write` put into the region. Empty if a region is too small for them.
+        """For each region, a function to capture in a graph: it overwrites `target`, int64 on the device, with the
+        numbers that `write` put into the region. Empty if `target` is larger than a region.
         """
         count = len(target)
         if count * _NUMBER_BYTES > self._input_bytes:
@@ -103,12 +103,12 @@ class Uploads:
         return [functools.partial(_fetch, read[:count], target) for _, read in self._numbers]
 
     def write(self, numbers: npt.NDArray[np.int64]) -> int:
-        """Write numbers to the step's region, for its captured fetch. Returns the number of the region."""
+        """Write numbers to the step's region, for a captured function of `fetches`. Returns the region's index."""
         self._numbers[self._region][0][: len(numbers)] = numbers
         return self._region
 
     def into(self, target: Tensor, numbers: npt.NDArray[np.int64]) -> None:
-        """Overwrite `target`, int64 on the device, without a region: by the copy engine, which may be busy."""
+        """Overwrite `target`, int64 on the device, by the copy engine, which may be busy. Uses no region."""
         target.copy_(self._pinned(torch.from_numpy(numbers)), non_blocking=True)
 
     def _fetch(self, values: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Uploads:
         return self._pinned(values).to(self._device, non_blocking=True) if staged is None else staged + 0
 
     def _stage(self, values: Tensor) -> Tensor | None:
-        """The values in the step's region; None if there is no region, or too little room in it."""
+        """Copy the values to the step's region. Returns None if there is no region, or if they do not fit."""
         if self._staging is None or self._mapped is None:
             return None
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
@@ -133,4 +133,4 @@ class Uploads:
 
 
 def _fetch(read: Tensor, target: Tensor) -> None:
-    torch.add(read, 0, out=target)  # not `copy_`, for which the driver would use the copy engine
+    torch.add(read, 0, out=target)  # `copy_` would use the copy engine

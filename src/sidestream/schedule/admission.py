@@ -1,4 +1,4 @@
-"""Admission: waiting requests get a slot and blocks, reuse the blocks that the device or a tier holds, and start."""
+"""Admission: starts waiting requests. Each gets a slot, blocks to reuse (from the device or tiers), and new blocks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Admission:
     """Starts waiting requests in order of rank.
 
     Invariants:
-    - No request overtakes a request of higher rank that lacks room (H26). A request may overtake one that waits for the
-      disk, or for blocks that a running request is about to complete.
-    - Reused blocks are leased before new blocks are allocated, so the request cannot evict its own prefix (H11).
-    - While admission of new requests is paused, only requests that have begun before are admitted (H8).
+    - While a request waits for a slot or for free blocks, no request of lower rank starts (H26). While a request waits
+      for the disk, or for blocks that a running request is about to complete, others may start.
+    - Reused blocks are leased before new blocks are allocated, so the request cannot evict its own prefix (hazard H11).
+    - While admission is paused, only preempted requests are admitted (H8).
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Admission:
         prefill: PrefillPlanner,
     ) -> None:
         self.paused = False
-        """True: requests that have not begun stay in the queue."""
+        """True: requests that were never admitted stay in the queue."""
         self._limits = limits
         self._queues = queues
         self._prefix_cache = prefix_cache
@@ -62,7 +62,7 @@ class Admission:
         return [request for request in self._queues.waiting.values() if self._may_start(request)]
 
     def has_room(self, request: Request, reuse: Reuse, *, preempted: Sequence[Request] = ()) -> bool:
-        """Whether blocks for the request are available, or would be if these running requests were preempted."""
+        """Whether blocks for the request are available, or would be if the requests `preempted` were preempted."""
         return self._allocator.fits(request, reuse, num_running=len(self._queues.running), preempted=preempted)
 
     def _may_start(self, request: Request) -> bool:

@@ -16,13 +16,13 @@ from sidestream.types import BlockId, Fence, Key, StateIds
 
 
 class Allocator:
-    """The only part of the scheduler that takes and releases leases of requests.
+    """Takes and releases the leases of requests; no other part of the scheduler does.
 
     Invariants:
     - A request has a slot and blocks exactly while it runs.
-    - A request is admitted with blocks for all its tokens or with none (H26).
-    - Release never waits: slot and blocks are reused after the fence of the request's last step, blocks also after the
-      transfers in flight (H3, H10, H16).
+    - A request is admitted with blocks for all its tokens or with none (hazard H26).
+    - Release never waits. The slot and the blocks are reused only after the fence of the request's last step, and the
+      blocks also only after the transfers in flight (H3, H10, H16).
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Allocator:
         return self._blocks.is_settling
 
     def has_blocks(self, count: int) -> bool:
-        """Whether so many blocks are free or may be evicted."""
+        """Whether `count` blocks are free or may be evicted."""
         return self._blocks.num_available >= count
 
     def fits(self, request: Request, reuse: Reuse, *, num_running: int, preempted: Sequence[Request] = ()) -> bool:
-        """Whether a waiting request's tokens and one more fit beside the blocks that it reuses, with one more block for
-        each running request.
+        """Whether the available blocks hold the tokens that the waiting request does not reuse, one more token, and one
+        more block for each running request.
 
-        preempted  running requests to treat as already preempted. All their blocks count as free, which is too many
-                   if other requests share some of them
+        preempted  running requests to treat as already preempted. All their blocks count as free, although other
+                   requests may share some of them
         """
         hits = reuse.hits
         needed = self._limits.num_blocks(len(request.tokens) + 1) - len(hits)
@@ -83,7 +83,7 @@ class Allocator:
         hits = reuse.hits
         states: RequestStates | None = None
         after: tuple[Fence, ...] = ()
-        if self._states is not None:  # before blocks are evicted, and their checkpoints with them
+        if self._states is not None:  # before blocks are taken, because an evicted block's checkpoint is evicted too
             stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_state_parts > 0
             states, after = self._states.start(_last_key(request, reuse.num_blocks), stop=stop, loads=loads)
         blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted
@@ -100,9 +100,9 @@ class Allocator:
     def plan_states(
         self, request: Request, start: int, stop: int, step: StepBuilder, *, checkpoint: bool
     ) -> StateIds | None:
-        """The states that a row over `[start, stop)` reads and writes; None: the model keeps none.
+        """The states that a row over `[start, stop)` reads and writes; None: the model has no recurrent state.
 
-        checkpoint   the row ends at a block's end from which a later request may continue
+        checkpoint   write a checkpoint at `stop`, which is the end of a block
         """
         if self._states is None or request.states is None:
             return None
@@ -113,7 +113,7 @@ class Allocator:
         return ids
 
     def plan_decode_states(self, request: Request, step: StepBuilder) -> StateIds | None:
-        """The states of the request's next decode row; None: the model keeps none."""
+        """The states of the request's next decode row; None: the model has no recurrent state."""
         if self._states is None or request.states is None:
             return None
         ids, after = self._states.plan_decode(
@@ -126,12 +126,14 @@ class Allocator:
         return ids
 
     def missing_blocks(self, request: Request, length: int) -> int:
-        """Blocks that the request lacks to hold `length` tokens; 0 or less: none."""
+        """Number of blocks to add until the request's blocks hold `length` tokens; 0 or less: they do already."""
         assert request.blocks is not None
         return self._limits.num_blocks(length) - len(request.blocks.ids)
 
     def grow(self, request: Request, count: int) -> Sequence[Fence]:
-        """Add `count` blocks to a running request. Returns their last uses, which the next step waits for."""
+        """Add `count` blocks to a running request. Returns the fences of their last uses; the next step waits for
+        them.
+        """
         assert request.blocks is not None
         fresh = self._blocks.take(count)
         request.blocks.extend(fresh)
@@ -144,9 +146,7 @@ class Allocator:
             request.table = tuple(request.blocks.ids[:count])
 
     def release(self, request: Request) -> None:
-        """Take the slot and the blocks back at once; do nothing if the request does not run. Published blocks stay
-        findable.
-        """
+        """Release the slot and the blocks at once, if the request is running. Published blocks stay findable."""
         if request.slot is None or request.blocks is None:
             return
         after = () if request.last_fence is None else (request.last_fence,)
@@ -161,5 +161,5 @@ class Allocator:
 
 
 def _last_key(request: Request, num_blocks: int) -> Key | None:
-    """The key of the last of the request's reused blocks; None: there is none."""
+    """The key of the request's last reused block; None: no block is reused."""
     return request.keys[num_blocks - 1] if num_blocks else None

@@ -1,12 +1,12 @@
 """Chunked prefill: where a prompt is cut into chunks. Pure arithmetic.
 
-Results repeat to the bit only if shapes repeat, so the same tokens are always cut at the same places, whatever a cache
-supplied. A prompt of `known` tokens is cut at multiples of `chunk_tokens`, and once more at the last block border
-before its end, so that its tail is a chunk of its own. A run that finds everything up to that border in a tier computes
-the same tail as the run that computed all of it: equal shapes, equal bits, equal tokens. A run that finds only a part
-continues from there with a first chunk that may be shorter: equal up to rounding (docs/identity.md).
+Outputs are bitwise equal only if shapes are equal, so the same tokens are always cut at the same positions, whether or
+not a cache supplied some of them. A prompt of `known` tokens is cut at multiples of `chunk_tokens`, and at the last
+block border before its end, so that its tail is a separate chunk. If a cache supplies all tokens up to that border, the
+same tail is computed as without a cache: equal shapes, equal bits, equal tokens. If a cache supplies fewer tokens, the
+first chunk after them may be shorter, and the output is equal up to rounding (docs/identity.md).
 
-On a GPU a separate tail costs one more pass over all weights, so there it is off by default.
+On a GPU the separate tail is off by default, because it costs one more pass over all weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def reusable_tokens(known: int, block_tokens: int) -> int:
 
 
 def chunk_stop(start: int, known: int, *, chunk_tokens: int, block_tokens: int, tail_apart: bool = True) -> int:
-    """End of the chunk that begins at `start < known`; `tail_apart`: the tail is a chunk of its own."""
+    """End of the chunk that begins at `start < known`; `tail_apart`: the tail is a separate chunk."""
     tail = reusable_tokens(known, block_tokens)
     border = (start // chunk_tokens + 1) * chunk_tokens
     if not tail_apart:

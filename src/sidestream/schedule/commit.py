@@ -1,4 +1,4 @@
-"""Commit: what a finished step adds to its requests, and which of their blocks become findable."""
+"""Commit: add the tokens of a finished step to its requests, and make their complete blocks findable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from sidestream.schedule.states import StateCache
 from sidestream.types import BatchPlan, BlockId, Fence, Key, RowResult, StorePlan
 
 RowOutput = tuple[Request, RowResult, int, str | None]
-"""A request, its result, how many leading tokens of it were committed, and why the request ends (None: it goes on)."""
+"""A request, its result, the number of the result's tokens that were committed, and the finish reason (None: the
+request continues).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Committed:
     """The effects of one commit.
 
     outputs      one for each row that sampled and was not dropped, in the order of the batch
-    completed    requests that completed blocks, and how many complete blocks they have now
+    completed    requests that completed blocks, each with its number of complete blocks
     fence        the step's fence
     invalidated  keys to remove from all tiers: their KV may be broken, because logits after it were not finite
     """
@@ -34,10 +36,10 @@ class Committed:
 
 
 class Committer:
-    """Takes in the results of steps whose fences were observed. `commit` runs for every row of every step.
+    """Applies the results of steps whose fences were observed. `commit` runs for every row of every step.
 
     Invariants:
-    - Rows of finished or preempted requests are dropped (H10).
+    - Rows of finished or preempted requests are dropped (hazard H10).
     - `committed_len` grows by accepted tokens only, never by rejected drafts (H12).
     - Blocks computed before logits that were not finite are not published (H9).
     """
@@ -92,7 +94,7 @@ class Committer:
                 else:
                     if drafts:
                         request.settle_drafts(drafts, len(result.token_ids))
-                        if result.token_ids:  # none: its logits are not finite, which says nothing of its drafts
+                        if result.token_ids:  # without tokens, the logits were not finite, and no draft was verified
                             drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
                     request.committed_len += count  # rule: only-accepted-tokens-are-committed
                 if not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
@@ -108,10 +110,10 @@ class Committer:
         return Committed(tuple(outputs), tuple(completed), fence, tuple(invalidated))
 
     def publish(self, committed: Committed) -> StorePlan | None:
-        """Make completed blocks findable, and plan to store those that came from no tier.
+        """Make completed blocks findable, and plan to store the blocks that were not loaded from a tier.
 
-        Before any request of the commit is finished. Apart from `commit`, because publishing a thousand loaded blocks
-        takes half a millisecond, and clients of running requests get their tokens first.
+        Call it before any request of the commit is finished. It is separate from `commit`, because publishing a
+        thousand loaded blocks takes half a millisecond, and clients of running requests get their tokens first.
         """
         stored: list[tuple[Key, BlockId]] = []
         prefix: list[Key] = []

@@ -1,4 +1,4 @@
-"""Decode rows: one token for each running request behind its prompt, and drafts behind the token."""
+"""Decode rows: one token for each running request whose prompt is computed, and drafts after the token."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class DecodePlanner:
     """Adds the decode rows of a step. `plan` runs for every running request in every step.
 
     Invariants:
-    - A row is planned only if the request's blocks cover every token that it may write (H11).
-    - A missing block for the token may preempt a request of lower rank; blocks for drafts never do.
-    - With drafts in flight, `launched_len` and `launched_outputs` are upper bounds, so a row's lower bounds are
-      `drafts_in_flight` less (H19).
+    - A row is planned only if the request's blocks cover every token that it may write (hazard H11).
+    - A request may be preempted to get a block for a token of a request of higher rank, but never for drafts.
+    - While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds; minus `drafts_in_flight` they
+      are lower bounds (H19).
     """
 
     def __init__(self, limits: Limits, *, policy: SpecPolicy, allocator: Allocator, preemption: Preemption) -> None:
@@ -30,7 +30,9 @@ class DecodePlanner:
         self._preemption = preemption
 
     def plan(self, requests: Sequence[Request], step: StepBuilder) -> None:
-        """Add a row for each request that has room. Nearly always it is one token, in a block of the last table."""
+        """Add a row for each request for which there are blocks. Nearly always, a row is one token, and the request's
+        block table already covers it.
+        """
         size, running, new = self._limits.block_tokens, State.RUNNING, tuple.__new__
         plain, drafting = step.plain, step.drafting
         for request, wanted in zip(requests, self._choose_drafts(requests, step), strict=True):
@@ -47,7 +49,7 @@ class DecodePlanner:
             assert request.slot is not None
             states = None if request.states is None else self._allocator.plan_decode_states(request, step)
             outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
-            # RowPlan(...) without the call of its __new__: half the time.
+            # As RowPlan(...), without a call of its __new__: takes half the time.
             # rule: decode-row
             row = new(
                 RowPlan,
@@ -85,8 +87,8 @@ class DecodePlanner:
         return chosen.counts
 
     def _make_room(self, request: Request, wanted: int, step: StepBuilder) -> int | None:
-        """Extend the block table by one token and `wanted` drafts; without the drafts if there are no blocks for all of
-        them. Returns the number of drafts; None: there is no block for the token either.
+        """Extend the block table by one token and `wanted` drafts, or only by the token if there are too few blocks.
+        Returns the number of drafts; None: there is not even a block for the token.
         """
         drafts = wanted
         # rule: drafts-reserve-their-blocks
@@ -102,7 +104,7 @@ class DecodePlanner:
         return drafts
 
     def _reserve(self, request: Request, length: int, step: StepBuilder, *, preempting: bool) -> bool:
-        """Make the request's blocks cover `length` tokens; False: not in this step."""
+        """Make the request's blocks cover `length` tokens. Returns False if that is impossible in this step."""
         missing = self._allocator.missing_blocks(request, length)
         if missing <= 0:
             return True

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class Limits:
     """Bounds that all parts of the scheduler share.
 
-    token_budget    tokens of one step, drafts not counted
-    tail_apart      whether the tail of a prompt is a chunk of its own, see `chunk_stop`
-    aging_steps     steps of waiting that improve a request's priority by one
-    max_promotions  times that a request waits for the disk before it is recomputed
-    max_probes      waiting requests that one step considers for admission
-    state_interval  blocks between checkpoints of recurrent state inside a prompt; 0: none but at its end
+    token_budget    largest number of tokens in one step, without drafts
+    tail_apart      compute the tail of a prompt as a separate chunk, see `chunk_stop`
+    aging_steps     number of steps without a request after which its priority improves by one
+    max_promotions  largest number of waits for the disk; after them, the request recomputes its blocks
+    max_probes      largest number of waiting requests that one step considers for admission
+    state_interval  blocks between checkpoints of recurrent state inside a prompt; 0: no checkpoints at intervals
     """
 
     block_tokens: int
@@ -28,5 +28,5 @@ class Limits:
     state_interval: int = 0
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)

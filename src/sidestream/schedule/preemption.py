@@ -14,11 +14,12 @@ from sidestream.schedule.tiers import TierLoads
 class Preemption:
     """Chooses victims and preempts them.
 
-    Invariants (H26):
-    - A victim ranks below the request that takes its room, so the first in rank is never preempted and ends.
-    - A request that has not run a step since its admission is preempted only for the first in rank, so every admission
-      makes progress.
-    - Aging alone improves the rank of a waiting request and never takes room: otherwise two requests of one priority
+    Invariants (hazard H26):
+    - A victim ranks below the request that takes its blocks. So the request of the highest rank is never preempted, and
+      it ends.
+    - A request that has not run a step since its admission is preempted only for the request of the highest rank. So
+      every admission makes progress.
+    - Aging improves the rank of a waiting request, but causes no preemption: otherwise two requests of one priority
       would preempt each other in turn.
     """
 
@@ -44,15 +45,19 @@ class Preemption:
         self._reuse = reuse
 
     def preempt(self, request: Request) -> None:
-        """Take slot and blocks back at once. Published blocks stay findable; tokens in flight are drawn again later."""
+        """Release the request's slot and blocks at once. Published blocks stay findable; tokens in flight are dropped,
+        and sampled again later.
+        """
         self._allocator.release(request)
         self._queues.requeue(request)
 
     def make_room(self, request: Request, num_blocks: int) -> bool:
-        """Preempt requests below `request` until so many blocks are available; False: not in this step."""
+        """Preempt requests of lower rank than `request` until `num_blocks` blocks are available. Returns False if that
+        is impossible in this step.
+        """
         while not self._allocator.has_blocks(num_blocks):
             if self._allocator.is_settling:
-                return False  # released blocks come back when a transfer ends: no victim is needed
+                return False  # blocks that are released already become available when a transfer ends
             victim = self.victim_for(request)
             if victim is None:
                 return False
@@ -60,8 +65,8 @@ class Preemption:
         return True
 
     def make_room_for_priority(self) -> None:
-        """Make room for the first waiting request by preempting requests of lower priority that rank below it; none if
-        that would not be enough.
+        """Preempt requests of lower priority and lower rank than the first waiting request, so that it can start. If
+        that would not free enough, preempt none.
         """
         if (
             not self._queues.waiting
@@ -74,7 +79,7 @@ class Preemption:
         wanted = self._prefix_cache.wanted_keys(first)
         reuse = self._reuse.find(first, wanted)
         if self._tiers.may_promote(first, reuse.sources):
-            return  # it will wait for the disk and needs no room yet
+            return  # the request will wait for the disk first, without blocks
         if self._prefix_cache.is_pending(wanted[len(reuse.hits) : len(reuse.hits) + 1]):
             return
         if not self._admission.has_room(first, reuse, preempted=victims):
@@ -92,7 +97,7 @@ class Preemption:
         ]
 
     def victim_for(self, request: Request) -> Request | None:
-        """The last in rank below `request` that has run a step since its admission."""
+        """The request of the lowest rank, below `request`, that has run a step since its admission."""
         ranked = self._queues.running_by_rank()
         below = ranked[ranked.index(request) + 1 :]  # rule: older-requests-are-not-preempted
         stepped = [other for other in below if other.stepped]  # rule: request-steps-before-it-is-preempted

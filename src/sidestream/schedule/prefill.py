@@ -15,9 +15,10 @@ class PrefillPlanner:
     """Adds a request's next chunk to a step.
 
     Invariants:
-    - A chunk is never cut to fit the budget: its shape is part of the result. If it does not fit, it waits.
-    - No chunk is planned before the request's load has fences that the step can wait for (H5).
-    - Only the chunk that ends at the last known token samples (H25).
+    - A chunk is never cut to fit the budget, because its shape affects the rounding of the result. A chunk that does
+      not fit waits.
+    - No chunk is planned before the request's load has fences that the step can wait for (hazard H5).
+    - A token is sampled only after the chunk that ends at the last known token (H25).
     """
 
     def __init__(self, limits: Limits, *, tiers: TierView, allocator: Allocator) -> None:
@@ -37,7 +38,9 @@ class PrefillPlanner:
         self._add_chunk(request, step)
 
     def plan_arriving(self, step: StepBuilder) -> None:
-        """If the step is empty because all loads take long, plan the first of their requests: no other row waits."""
+        """If the step is empty because all its requests wait for long loads, add the first of them: it delays no other
+        row.
+        """
         if step.arriving and step.is_empty:
             request = step.arriving[0]
             request.arriving = False
@@ -64,7 +67,7 @@ class PrefillPlanner:
         step.prefills.append(self._row(request, start, stop, states, samples=stop == known))
 
     def _cut_for_state(self, request: Request, start: int, stop: int) -> int:
-        """The end of a chunk `[start, stop)`, cut where a checkpoint of recurrent state is wanted."""
+        """The end of the chunk `[start, stop)`: `stop`, or earlier if a checkpoint of recurrent state is to be made."""
         size = self._limits.block_tokens
         branch, interval = request.branch_blocks * size, self._limits.state_interval * size
         wanted = [branch] if start < branch else []
@@ -73,8 +76,8 @@ class PrefillPlanner:
         return min([stop, *wanted])
 
     def _wants_checkpoint(self, request: Request, stop: int) -> bool:
-        """Whether a later request may continue from `stop`: at the end of the prompt, where prompts branched, and at
-        the configured interval.
+        """Whether to make a checkpoint at `stop`: at the last block border of the prompt, where prompts were seen to
+        branch, and at the configured interval.
         """
         size = self._limits.block_tokens
         interval = self._limits.state_interval * size

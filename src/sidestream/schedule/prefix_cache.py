@@ -1,4 +1,4 @@
-"""The prefix cache on the device: keys of requests, which blocks are found by them, and which are about to be."""
+"""The prefix cache on the device: keys of requests, blocks that are findable under them, and blocks in progress."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class PrefixCache:
     """Makes complete blocks findable under their keys, and finds them.
 
     Invariants:
-    - Only blocks of committed tokens are published, never those of a step in flight (H12).
-    - A key is pending from the start of the running request that will load or compute its block until the block is
-      published or the request gives its blocks up. Other requests wait for a pending block instead of computing it too.
+    - Only blocks of committed tokens are published, never those of a step in flight (hazard H12).
+    - A key is pending while a running request loads or computes its block: from the start of the request until it
+      publishes the block or releases its blocks. Other requests wait for a pending block instead of computing it too.
     """
 
     def __init__(self, limits: Limits, blocks: FencedPool, keys: BlockKeys, states: StateCache | None = None) -> None:
         self.keys_version = 0
-        """Grows when the model changes, and its keys with it."""
+        """Grows when the weights, and with them all keys, change."""
         self._limits = limits
         self._blocks = blocks
         self._keys = keys
@@ -40,7 +40,9 @@ class PrefixCache:
 
     @property
     def key_root(self) -> Key:
-        """Root from which another process derives the same keys (`BlockKeys.from_root`); empty without prefix cache."""
+        """Root from which another process derives the same keys (`BlockKeys.from_root`); empty if the prefix cache is
+        off.
+        """
         return self._keys.root if self._limits.prefix_cache else b""
 
     def keys_of(self, tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> list[Key]:
@@ -57,7 +59,7 @@ class PrefixCache:
             request.keys_version = self.keys_version
 
     def rekey(self, keys: BlockKeys) -> None:
-        """Name blocks by other keys from now on. Blocks published before stay in the pool until `forget_all`."""
+        """Use `keys` for all blocks from now on. Blocks published before keep their old keys until `forget_all`."""
         self._keys = keys
         self.keys_version += 1
 
@@ -85,12 +87,12 @@ class PrefixCache:
         return not self._pending.keys().isdisjoint(keys)
 
     def add_pending(self, request: Request, keys: Iterable[Key]) -> None:
-        """The request has started and will load or compute these blocks, unless another one does."""
+        """Call it when the request starts. It will load or compute these blocks, except pending ones."""
         for key in keys:
             self._pending.setdefault(key, request.id)
 
     def drop_pending(self, request: Request, keys: Iterable[Key]) -> None:
-        """The request has published these blocks, or will not complete them."""
+        """Call it when the request has published these blocks, or will not complete them."""
         pending, own = self._pending, request.id
         for key in keys:
             if pending.get(key) == own:
@@ -99,8 +101,8 @@ class PrefixCache:
     # ------------------------------------------------------------------ publishing and forgetting
 
     def publish(self, request: Request, complete: int) -> Sequence[tuple[Key, BlockId]]:
-        """Make the first `complete` blocks findable, more than before, and the checkpoints at their ends. Returns those
-        that came from no tier; a checkpoint is several blocks.
+        """Make the first `complete` blocks findable, and the checkpoints at their ends. `complete` must grow with every
+        call. Returns the newly published blocks that were not loaded from a tier, including the parts of checkpoints.
         """
         assert request.blocks is not None
         if not self._limits.prefix_cache or not request.shares:  # rule: blocks-from-before-a-reset-stay-private
@@ -148,7 +150,7 @@ class PrefixCache:
             request.shares = False
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
-        """Plan to store those of these blocks that are still on the device. The caller submits the plan, then releases
+        """Plan to store the blocks of `keys` that are still on the device. The caller submits the plan, then releases
         the lease.
         """
         found = {key: block for key in keys if (block := self._blocks.get(key)) is not None}

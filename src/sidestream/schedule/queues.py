@@ -1,4 +1,4 @@
-"""The requests that have not finished: which of them wait, which run, and in what order they are served."""
+"""The queues of waiting and running requests, and their rank: the order in which they are served."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sidestream.types import BatchPlan, RequestId
 class RequestQueues:
     """Unfinished requests by id. Other parts of the scheduler read the three mappings; only this class changes them.
 
-    unfinished  all of them
-    waiting     those that are WAITING or LOADING
-    running     those that are RUNNING, with a request slot and blocks
+    unfinished  all requests that have not finished
+    waiting     requests in the states WAITING and LOADING
+    running     requests in the state RUNNING; they have a request slot and blocks
 
-    Invariants: `waiting` and `running` are disjoint and together hold `unfinished`. Rank orders requests by level
+    Invariants: `waiting` and `running` are disjoint, and `unfinished` is their union. Requests are ranked by level
     (priority improved by aging), then by arrival; ids grow with arrival.
     """
 
@@ -32,14 +32,16 @@ class RequestQueues:
         self.waiting[request.id] = request
 
     def start(self, request: Request) -> None:
-        """Move a waiting request to the running ones."""
+        """Move a request from `waiting` to `running`."""
         request.state = State.RUNNING
         del self.waiting[request.id]
         self.running[request.id] = request
         self._ranked = None
 
     def requeue(self, request: Request) -> None:
-        """Move a running request back to the waiting ones. A new epoch begins: results of older steps are dropped."""
+        """Move a request from `running` back to `waiting`, and begin its next epoch: results of steps that were
+        launched before are dropped.
+        """
         self._stop(request)
         request.state = State.WAITING
         request.epoch += 1  # rule: preemption-begins-an-epoch
@@ -47,7 +49,7 @@ class RequestQueues:
         self.waiting[request.id] = request
 
     def remove(self, request: Request) -> None:
-        """Take a finished request out."""
+        """Remove a finished request."""
         self._stop(request)
         self.waiting.pop(request.id, None)  # rule: finish-leaves-the-queue
         self.unfinished.pop(request.id, None)
@@ -58,19 +60,21 @@ class RequestQueues:
             self._ranked = None
 
     def by_rank(self, requests: Iterable[Request]) -> list[Request]:
-        """These requests, the one to be served first in front."""
+        """These requests by rank, highest first."""
         aging = self._aging_steps
-        # `Request.level` written out: a call for each of hundreds of requests costs more than the sum.
+        # The inlined code of `Request.level`: hundreds of calls would cost more than the computation.
         return sorted(requests, key=lambda request: (request.priority - request.waited_steps // aging, request.id))
 
     def running_by_rank(self) -> Sequence[Request]:
-        """The running requests, the one to be served first in front."""
+        """The running requests by rank, highest first."""
         if self._ranked is None:
             self._ranked = self.by_rank(self.running.values())
         return self._ranked
 
     def age(self, batch: BatchPlan) -> None:
-        """Count a planned step for every request with work that is not in it. A plan without rows does not count."""
+        """Count the planned step as waited for every request that has work but no row in it. Ignores a plan without
+        rows.
+        """
         if not batch.rows:
             return
         for request in self.waiting.values():

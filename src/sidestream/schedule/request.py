@@ -4,7 +4,7 @@
      ▲  │ ▲               │
      │  └─promote─▶ LOADING   (blocks are read from disk into the host tier)
      │         ◀──done────┘
-     └────────preempt─────┘   epoch + 1: results of steps launched before are dropped
+     └────────preempt─────┘   epoch + 1: results of steps that were launched before are dropped
 
 A finish (stop, length, abort, error) is possible from every state.
 
@@ -13,8 +13,8 @@ Positions of one running request:
     [committed_len, launched_len)  computed by a step in flight, or copied by a load in flight
     [launched_len, len(blocks) * block_tokens)   allocated
 
-With drafts in flight `launched_len` and `launched_outputs` are upper bounds: they count every draft as accepted. The
-lower bounds are `drafts_in_flight` less. Commit brings the upper bounds down to the accepted tokens.
+While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds: they count every draft as accepted.
+Minus `drafts_in_flight`, they are lower bounds. Commit reduces the upper bounds by the rejected drafts.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Complete at birth; fields below the line change later."""
+    """One sample of one request. The caller sets the first fields; the scheduler changes the others."""
 
     id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingSpec
     max_outputs: int
-    """Upper bound of emitted tokens: the least of the limits of user, model and pool."""
+    """Upper bound of emitted tokens: the smallest of the limits of the user, the model and the pool."""
     stop_ids: frozenset[int]
     min_tokens: int
     priority: int = 0
-    """Lower runs earlier."""
+    """Requests with smaller numbers run first."""
     max_drafts: int = 0
     """Upper bound of drafts in a step."""
     keys: list[Key] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Request:
     cache_salt: str = ""
     """Part of every key: KV is shared only between requests with the same salt."""
     keys_version: int = 0
-    """Version of the scheduler's keys that `keys` were made with."""
+    """The scheduler's `keys_version` when `keys` were made."""
 
     # written by the scheduler only
     tokens: list[int] = field(init=False)
@@ -69,11 +69,13 @@ class Request:
     """Its request slot in device state, while it runs."""
     blocks: Lease | None = field(init=False, default=None)
     table: tuple[BlockId, ...] = field(init=False, default=())
-    """Block table of its last row: a prefix of `blocks`, and the same object as long as it is long enough."""
+    """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
     states: RequestStates | None = field(init=False, default=None)
-    """Its recurrent states, while it runs; None: the model keeps none."""
+    """Its recurrent states, while it runs; None: the model has no recurrent state."""
     branch_blocks: int = field(init=False, default=0)
-    """Blocks that its last admission found on the device without a state at their end: other prompts branch there."""
+    """Number of leading blocks that its last admission found, even without a checkpoint at their end. The prompt
+    branches there from an earlier one, so prefill makes a checkpoint there.
+    """
     launched_len: int = field(init=False, default=0)
     launched_outputs: int = field(init=False, default=0)
     drafts_in_flight: int = field(init=False, default=0)
@@ -85,30 +87,31 @@ class Request:
     found_blocks: int = field(init=False, default=0)
     """Blocks that its last admission found on the device or in a tier."""
     own_blocks: int | None = field(init=False, default=None)
-    """Index of the first block that it computed itself: the fewest blocks that any of its admissions found. None: it
-    was never admitted.
+    """Index of the first block that it computed itself: the smallest `found_blocks` of its admissions. None: it was
+    never admitted.
     """
     prefill_end: int = field(init=False, default=0)
-    """Tokens known at admission: computed in chunks up to here, one token a step from here on."""
+    """Number of tokens known at admission. They are computed in chunks, and later tokens one at a time."""
     shares: bool = field(init=False, default=True)
     """Its blocks may be published. False from a reset of the cache until its next admission."""
     loading: bool = field(init=False, default=False)
-    """A load into its blocks was planned and has no fences yet: no step can wait for it."""
+    """A load into its blocks was planned and has no fences yet, so no step can wait for it."""
     arriving: bool = field(init=False, default=False)
     """A load into its blocks was planned, and no row was planned since: its first step may have to wait."""
     begun: bool = field(init=False, default=False)
     """Its slot's device state was set in this epoch."""
     stepped: bool = field(init=False, default=False)
-    """A step of this epoch was committed. Until then only the first in rank may preempt it (H26)."""
+    """A step of this epoch was committed. Until then, only the request of the highest rank may preempt it (hazard H26).
+    """
     waited_steps: int = field(init=False, default=0)
-    """Steps without it while it had work."""
+    """Number of steps that had no row of it although it had work."""
     last_fence: Fence | None = field(init=False, default=None)
-    """Fence of the last step that computed a row of it."""
+    """Fence of the last step with a row of it."""
     cached: CachedTokens | None = field(init=False, default=None)
-    """Tokens that its first admission found; None before."""
+    """Cached tokens that its first admission found; None before that admission."""
     promotions: int = field(init=False, default=0)
     promoted_from: dict[Key, str] = field(init=False, default_factory=dict)
-    """Keys of blocks that were on disk when their promotion was planned."""
+    """Tier of each block that was promoted, by key, when the promotion was planned."""
     avoid_disk: bool = field(init=False, default=False)
     avoid_tiers: bool = field(init=False, default=False)
 
@@ -127,16 +130,16 @@ class Request:
 
     @property
     def in_prefill(self) -> bool:
-        """Whether known tokens are still to be computed."""
+        """Whether some known tokens are not computed yet, nor in flight."""
         return self.launched_len < self.prefill_end
 
     @property
     def can_decode(self) -> bool:
-        """Whether one more token may be drawn, counting those in flight."""
+        """Whether the request may have one more token, after all tokens in flight."""
         return self.prefill_end <= self.launched_len and self.launched_outputs < self.max_outputs
 
     def level(self, aging_steps: int) -> int:
-        """Priority, improved by one for every `aging_steps` steps without it, so that no request starves."""
+        """Its priority, improved by one for every `aging_steps` waited steps, so that no request starves."""
         return self.priority - self.waited_steps // aging_steps
 
     def start(self, *, num_hits: int, num_found: int, block_tokens: int) -> None:
@@ -151,13 +154,15 @@ class Request:
         self.shares = True  # rule: fresh-start-shares-again
 
     def settle_drafts(self, drafts: int, drawn: int) -> None:
-        """Bring the upper bounds down to the `drawn` tokens of a row with `drafts`."""
+        """Reduce the upper bounds after the commit of a row with `drafts` drafts, which sampled `drawn` tokens."""
         self.drafts_in_flight -= drafts
         self.launched_len -= 1 + drafts - drawn  # rule: bounds-come-down-at-commit
         self.launched_outputs -= 1 + drafts - drawn
 
     def append_outputs(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Append tokens up to the first that ends the request. Returns their number and the finish reason, if any."""
+        """Append tokens up to the first one that ends the request. Returns the number of appended tokens, and the
+        finish reason or None.
+        """
         tokens, count, outputs = self.tokens, len(token_ids), len(self.tokens) - len(self.prompt)
         if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(token_ids):  # nearly always
             tokens.extend(token_ids)

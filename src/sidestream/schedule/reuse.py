@@ -1,7 +1,7 @@
-"""Reuse: which blocks a waiting request need not compute, and where they are.
+"""Reuse: finds the blocks that a waiting request need not compute, on the device and in tiers.
 
-A request continues from the end of a run of leading blocks. A model with recurrent state also needs a checkpoint at
-that end: the run is shortened to the last block that has one, on the device or in a tier (H15).
+The reused blocks are the first blocks of the request, without a gap. A model with recurrent state also needs a
+checkpoint at their end, on the device or in a tier; so blocks after the last checkpoint are not reused (hazard H15).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from sidestream.types import HOST, BlockId, Key
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What a request may reuse. Its first blocks are on the device, the rest is in tiers.
+    """The blocks that a request may reuse. The first blocks are on the device, the others in tiers.
 
     hits         blocks on the device
-    num_blocks   all reused blocks
-    keys         of what is in tiers: the parts of the checkpoint, if it is not on the device, then blocks
+    num_blocks   number of all reused blocks
+    keys         keys of the blocks to load from tiers: the parts of the checkpoint, if it is not on the device, then
+                 blocks of KV
     sources      the tier of each of `keys`
-    num_joinable length of the run behind which a running request may compute the same: for a model with recurrent state
-                 it may be longer than `num_blocks`, because blocks were found without a checkpoint at their end
+    num_joinable number of leading blocks that were found, even without a checkpoint at their end; a running request may
+                 be computing the block after them. Larger than `num_blocks` if blocks follow the last checkpoint
     """
 
     hits: Sequence[BlockId]
@@ -36,12 +37,12 @@ class Reuse:
 
     @property
     def num_loads(self) -> int:
-        """Reused blocks that are in tiers."""
+        """Number of reused blocks in tiers."""
         return self.num_blocks - len(self.hits)
 
     @property
     def num_state_parts(self) -> int:
-        """Parts of the checkpoint that are in tiers; 0: it is on the device."""
+        """Number of parts of the checkpoint to load from tiers; 0: the checkpoint is on the device."""
         return len(self.keys) - self.num_loads
 
 
@@ -54,13 +55,13 @@ class ReuseFinder:
         self._states = states
 
     def find(self, request: Request, wanted: Sequence[Key]) -> Reuse:
-        """The most that the request could reuse, also from tiers that are slower than host memory."""
+        """All blocks that the request could reuse, also from tiers that are slower than host memory."""
         hits = self._prefix_cache.on_device(wanted)
         return self._within(request, wanted, hits, self._tiers.locate(request, wanted[len(hits) :]), host_only=False)
 
     def loadable(self, request: Request, wanted: Sequence[Key], reuse: Reuse) -> Reuse:
-        """The part of `reuse` that can start now: from host memory, if loading is expected to be worth it; else what is
-        on the device.
+        """The part of `reuse` that needs no promotion: blocks on the device, and blocks in host memory if loading them
+        is expected to be faster than computing them.
         """
         hits, count = reuse.hits, self._tiers.num_in_host(reuse.sources)
         if self._states is None:
@@ -90,7 +91,7 @@ class ReuseFinder:
         *,
         host_only: bool,
     ) -> Reuse:
-        """What can be reused of a run of blocks on the device and in tiers."""
+        """The part of a run of found blocks, on the device and in tiers, that can be reused."""
         known = count = len(hits) + len(sources)
         state_keys: Sequence[Key] = ()
         state_sources: Sequence[Source] = ()

@@ -1,15 +1,15 @@
 """The scheduler: continuous batching with chunked prefill, admission, preemption and priorities. Pure: no tensors, no
 clock.
 
-`plan` says what the next step does, `commit` takes in its results. Steps and transfers are in flight between the two:
-requests count them (`launched_*`), but only committed tokens and blocks are trusted (H12). Called from the engine
-thread only.
+`plan` plans the next step, and `commit` applies its results. Between the two, steps and transfers are in flight:
+requests count their tokens (`launched_*`), but only committed tokens and blocks are relied on (H12). Called from the
+engine thread only.
 
-    plan ──▶ preemption.py   room for a request of higher priority
-             decoding.py     one row for each request behind its prompt
-             prefill.py      one chunk for each request in its prompt
-             admission.py    waiting requests start
-    commit ─▶ commit.py      tokens, complete blocks
+    plan ──▶ preemption.py   takes blocks for a waiting request of higher priority
+             decoding.py     adds a row for each request whose prompt is computed
+             prefill.py      adds a chunk for each request whose prompt is not
+             admission.py    starts waiting requests
+    commit ─▶ commit.py      appends tokens, publishes complete blocks
 
 They share the queues (queues.py), the prefix cache (prefix_cache.py), leases (allocation.py), tiers (tiers.py),
 recurrent states (states.py), and the search for blocks to reuse (reuse.py).
@@ -47,8 +47,8 @@ from sidestream.types import BatchPlan, Fence, Key, RequestId, RowResult, StepPl
 class Scheduler:
     """Owner of all requests and of the leases of device blocks and request slots.
 
-    Invariant: fences of blocks that were allocated since the last step with rows are owed to the next one, which waits
-    for them (H2).
+    Invariant: the next step with rows waits for the last uses of all blocks that were allocated since the step with
+    rows before it (hazard H2).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Scheduler:
         policy: SpecPolicy | None = None,
         states: tuple[FencedPool, StateRegion] | None = None,
     ) -> None:
-        """`policy` None: nothing is drafted. `states`: of a model with recurrent state."""
+        """`policy` None: rows have no drafts. `states` None: the model has no recurrent state."""
         view: TierView = tiers or NoTiers()
         self.limits = limits
         self.slots = slots
@@ -133,7 +133,7 @@ class Scheduler:
         return sorted(self._queues.unfinished.values(), key=lambda request: request.id)
 
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of everything that is kept by request; all 0 without requests. For tests and the checker."""
+        """Number of objects that are kept for requests, by kind; all 0 without requests. For tests and the checker."""
         return {
             "requests": len(self._queues.unfinished),
             "queued requests": len(self._queues.waiting),
@@ -157,11 +157,11 @@ class Scheduler:
         self._policy.remove_request(request.spec_record)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's slot and blocks, and queue it again."""
+        """Release a running request's slot and blocks, and queue it again."""
         self._preemption.preempt(request)
 
     def pause_admission(self) -> None:
-        """Admit no request that was not admitted before; those go on to their end."""
+        """Admit no new requests. Requests that were admitted before continue to their end, even after a preemption."""
         self._admission.paused = True
 
     def resume_admission(self) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
 
     @property
     def keys_version(self) -> int:
-        """Grows when the model changes, and all keys with it."""
+        """Grows when the weights, and with them all keys, change."""
         return self._prefix_cache.keys_version
 
     @property
@@ -189,8 +189,8 @@ class Scheduler:
         self._prefix_cache.forget_all(self._queues.running.values())
 
     def rekey(self, keys: BlockKeys) -> None:
-        """Name blocks by other keys from now on, because the model changed (H14), and forget every block. Only while no
-        request runs.
+        """Use `keys` for all blocks from now on, because the weights changed (H14), and forget every block. Call it
+        only while no request runs.
         """
         if self._queues.running:
             raise InvariantError(f"{self.num_running} requests run: their KV belongs to the keys of the old model")
@@ -210,15 +210,17 @@ class Scheduler:
     # ------------------------------------------------------------------ events of tiers
 
     def promoted(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
-        """A promotion ended or ran out of time. The request waits for admission, and avoids the disk unless `again`."""
+        """Call it when a promotion has ended or passed its deadline. The request waits for admission, and waits for
+        slower tiers once more only if `again`.
+        """
         self._tiers.end_promotion(request_id, epoch, again=again)
 
     def load_ready(self, request_id: RequestId, epoch: int) -> None:
-        """A load has fences for all its layers: steps of its request may be launched, gated by those fences."""
+        """Call it when a load has fences for all layers: steps with its request may now be launched, gated by them."""
         self._tiers.mark_load_ready(request_id, epoch)
 
     def load_failed(self, request_id: RequestId, epoch: int) -> None:
-        """A load failed, which is a miss: the request is preempted and computes the blocks."""
+        """Call it when a load has failed. That is a miss: the request is preempted, and computes the blocks."""
         request = self._tiers.mark_load_failed(request_id, epoch)
         if request is not None:
             self._preemption.preempt(request)  # rule: failed-load-is-computed
@@ -226,15 +228,15 @@ class Scheduler:
     # ------------------------------------------------------------------ steps
 
     def plan(self, *, lead_s: float = 0.0, step_s: float = 0.0) -> StepPlan:
-        """Plan the next step: decode before prefill, then admission, each in order of rank. A plan without rows: there
-        is nothing to compute.
+        """Plan the next step: decode rows first, then prefill, then admission, each in order of rank. A plan without
+        rows means that there is nothing to compute.
 
         lead_s   seconds that the device is expected to be busy before the step begins
         step_s   seconds that the step is expected to take
         """
         self._preemption.make_room_for_priority()
         ranked = self._queues.running_by_rank()
-        # `Request.can_decode` written out: a property call for each of hundreds of requests costs more than the look.
+        # The inlined code of `Request.can_decode`: hundreds of property calls would cost more than the comparison.
         decoding = [
             request
             for request in ranked
@@ -257,12 +259,12 @@ class Scheduler:
         return plan
 
     def plan_loads(self) -> Sequence[TransferPlan]:
-        """Admit requests that came after the last plan and have blocks to load or to promote. Returns their transfers,
-        to be submitted at once.
+        """Admit requests that arrived after the last plan and have blocks to load or to promote. Returns their
+        transfers, which the caller submits at once.
 
-        The rules and the order are those of `plan`, which goes on where this ends: at the first request in rank that
-        lacks room, or that has something to compute at once. Steps may be in flight; the loads wait for the last uses
-        of their blocks.
+        Follows the rules and the order of `plan`. Ends at the first request, by rank, that lacks a slot or blocks, or
+        that needs no load; the next `plan` continues there. Steps may be in flight; the loads wait for the last uses of
+        their blocks.
         """
         # rule: blocks-taken-during-a-wait-wait-for-their-last-use
         step = StepBuilder(0, 0.0, 0.0, loads_only=True, after=self._owed)
@@ -270,7 +272,7 @@ class Scheduler:
         return step.transfers
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
-        """A step was launched. Its fence covers every use that its requests make of blocks and slots."""
+        """Call it when a step was launched. Its fence covers all its uses of blocks and slots."""
         requests, columns = self._queues.unfinished, batch.columns
         for request_id, epoch in zip(columns.request_id, columns.epoch, strict=True):
             request = requests.get(request_id)
@@ -278,18 +280,21 @@ class Scheduler:
                 request.last_fence = fence  # rule: step-leaves-its-fence
 
     def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
-        """Take in a step whose fence was observed; `publish` follows. `results`: one for each row that samples.
+        """Apply a step whose fence was observed; the caller then calls `publish`. `results`: one for each row that
+        samples.
 
-        Rows of finished or preempted requests are dropped. Finishes no request: the caller does.
+        Rows of finished or preempted requests are dropped. The caller must `finish` the requests that end.
         """
         return self._committer.commit(batch, results, fence)
 
     def publish(self, committed: Committed) -> StorePlan | None:
-        """Make the blocks that a commit completed findable. Returns the plan to store them, if any is new."""
+        """Make the blocks that a commit completed findable. Returns a plan to store the blocks that were not loaded
+        from a tier; None: there are none.
+        """
         return self._committer.publish(committed)
 
     def measured(self, batch: BatchPlan, seconds: float) -> None:
-        """A step in which every row decodes took this long."""
+        """Record the duration of a step that has only decode rows."""
         if self._policy.max_drafts:
             rows, columns = len(batch.rows), batch.columns
             self._policy.record_step(rows, max(columns.drafts), seconds, sum(columns.stop) / rows)

@@ -1,12 +1,13 @@
-"""How many tokens to draft for each row: as many as gain more time than they cost. Pure: no clock; engine thread only.
+"""Chooses the number of drafts of each row, so that drafts gain more time than they cost. Pure: no clock; engine thread
+only.
 
-The time of a step with drafts depends mostly on its depth, the largest number of drafts of any row: a captured forward
-pass computes that many positions for every row, and drafting runs one pass after another. So a depth is chosen for the
-step: the one with the most tokens a second, or 0, from the measured time of steps of each depth and the measured accept
-rate of each row. Within it, each row gets drafts while they are likely enough to be accepted.
+The time of a step with drafts depends mostly on its depth: the largest number of drafts of any row. A captured forward
+pass computes that many positions for every row, and drafts are computed one after another. So the policy first chooses
+a depth for the step: the depth, 0 included, with the most tokens a second, by the measured time of steps of each depth
+and the measured accept rate of each row. Up to that depth, each row gets drafts that are likely enough to be accepted.
 
-A row whose own drafts fail waits for the drafts of other rows. Once that has cost it more than `max_slowdown` allows,
-no depth is chosen at which it loses more.
+A row whose own drafts are rejected still waits for the drafts of other rows. Once this has cost the row more than
+`max_slowdown` allows, no depth is chosen that costs it more.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# Weights of the newest observation in moving averages: of a row's accept rate; of the ratio of two step times, and of
-# that ratio if it was not measured for _LONG_STEPS; of the step time without drafts; of the accept rate of all rows.
+# Weights of the newest observation in moving averages: of a row's accept rate; of the ratio of two step times, normally
+# and after _LONG_STEPS without a measurement; of the step time without drafts; of the accept rate of all rows.
 _ACCEPT_WEIGHT = 0.1
 _RATIO_WEIGHT, _STALE_RATIO_WEIGHT, _PLAIN_WEIGHT = 0.2, 0.5, 0.5
 _USUAL_WEIGHT = 0.02
-# Accept rate assumed before anything was measured: optimistic, so that short answers get drafts too. One of so many new
-# requests starts with it whatever the usual rate is; otherwise a rate that improves would never be noticed.
+# Accept rate that is assumed without a measurement: optimistic, so that short answers get drafts too. One of this many
+# new requests starts with it even if the usual rate is known, because a rate that improves would never be noticed else.
 _OPTIMISTIC_RATE = 0.8
 _OPTIMISTIC_EVERY = 16
-# Assumed cost of one more draft for each row, as a share of a step without drafts, until it was measured. A row gets a
-# draft if its chance is above half of the measured cost, within bounds: not all of the cost is that row's.
+# Cost of one more draft for each row, as a share of a step without drafts; assumed until it was measured. A row gets a
+# draft if its chance exceeds half of the measured cost (within bounds), because the rows share this cost.
 _FIRST_COST = 0.05
 _SHARE = 0.5
 _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
-# Tokens that a row may always be in debt: outcomes of steps are known a step or two later.
+# Debt in tokens that is always allowed, because the outcome of a step is known only one or two steps later.
 _PATIENCE = 1.0
-# A row without drafts tries one after so many steps with drafts.
+# A row that got no draft in this many steps with drafts gets one, so that its accept rate is measured again.
 _PROBE_STEPS = 32
-# After so many steps with drafts, the next _MEASURING steps run without, to be timed; up to _MEASURING_AT_MOST, if too
-# few of them could be timed. The median of _SAMPLES successive steps counts: when the host is late, one step seems long
-# and the next one short.
+# After _MEASURE_STEPS steps with drafts, the next _MEASURING steps have none, so that such steps are timed again; up to
+# _MEASURING_AT_MOST, if too few of them could be timed. The result is the median of _SAMPLES successive steps, because
+# a delay of the host makes one step seem long and the next one short.
 _MEASURE_STEPS = 320
 _MEASURING, _MEASURING_AT_MOST = 5, 16
 _SAMPLES = 3
 # Bounds of one change of a measured ratio, as factors of its old value.
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 2.0
-# A choice of depth 0 holds for so many steps: choosing takes a tenth of the host's time for a step of many rows, and
-# steps without drafts leave the host the least time.
+# A choice of depth 0 is used for this many steps: with many rows, choosing takes a tenth of the host's time for a step,
+# and steps without drafts are the shortest.
 _REUSE_STEPS = 4
-# Steps below the largest depth after which one step has it, times the ratio of that depth, so that trying costs less
-# than a hundredth; fewer if that depth was never measured with so many rows.
+# After this many shallower steps, times the relative step time of the largest depth, one step gets the largest depth.
+# So these trials cost less than a hundredth. The first trial with a new number of rows comes earlier.
 _RETRY_STEPS = 128
 _FIRST_TRY_STEPS = 32
-# Steps after which the time of a depth counts as stale; tokens in a row, absolute and relative, by which two compared
-# steps may differ.
+# Number of steps after which the time of a depth is stale; and the largest difference in tokens per row, absolute and
+# relative, between two steps whose times are compared.
 _LONG_STEPS = 64
 _NEAR_TOKENS, _NEAR = 16, 0.05
-# Records allocated at first.
+# Number of records that are allocated first.
 _NUM_RECORDS = 64
 
 
@@ -68,9 +69,9 @@ class Chosen(NamedTuple):
     """Number of drafts for each row of a step.
 
     counts     in the order of the rows
-    undrafted  rows without drafts whose requests want some, by reason: `"end"` (the answer ends), `"measuring"` (steps
-               without drafts are timed), `"others"` (rows in debt would lose more), `"chance"` (too few would be
-               accepted)
+    undrafted  number of rows that got no drafts although their requests allow them, by reason: `"end"` (the answer
+               ends), `"measuring"` (steps without drafts are timed), `"others"` (other rows in debt would lose more),
+               `"chance"` (too few drafts would be accepted)
     """
 
     counts: list[int]
@@ -78,13 +79,13 @@ class Chosen(NamedTuple):
 
 
 class DraftRecords:
-    """Outcome of the drafts of each request, in columns; a request has a number.
+    """Outcomes of the drafts of each request, as arrays; the index is the request's number.
 
     wanted   upper bound of drafts in a step
-    chance   accept rate: of drafts that follow accepted ones, the share that is accepted
+    chance   accept rate: the share of accepted drafts among the drafts whose predecessors were all accepted
     idle     steps with drafts since the request had one, including steps that had none because of `"others"`
-    debt     tokens that the request would have more if no request had drafts, less the slowdown that each step allows;
-             below 0 it may lose some
+    debt     tokens that the time for drafts, of all requests, has cost this request so far, minus its accepted drafts
+             and the tokens that `max_slowdown` allows it to lose
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class DraftRecords:
         self._free = deque(range(_NUM_RECORDS))
 
     def assign(self, wanted: int, chance: float) -> int:
-        """Number for a new request."""
+        """Return the number of a new request."""
         if not self._free:
             size = len(self.wanted)
             self._free += range(size, 2 * size)
@@ -106,30 +107,30 @@ class DraftRecords:
         return number
 
     def __len__(self) -> int:
-        """Requests with a record."""
+        """Number of requests with a record."""
         return len(self.wanted) - len(self._free)
 
     def free(self, number: int) -> None:
-        """The request has ended: its number may be given to another one."""
+        """Call it when the request has ended: its number may be assigned again."""
         self._free.append(number)
 
 
 @dataclass(slots=True)
 class _StepTimes:
-    """Measured times of steps with about one number of rows.
+    """Measured times of steps with about the same number of rows.
 
-    Steps take longer as answers grow, so a step with drafts is compared with one without drafts over about as much KV,
-    not with one at the end of the last answers.
+    Steps take longer as answers grow. So the time of a step with drafts is compared only with a step without drafts
+    that had about as many tokens per row.
 
     measured   by depth: time of a step divided by the time without drafts; None: never measured
-    ratios     the same, with depths between measured ones interpolated
-    last       by depth: number of the last step of it, of `count` steps seen
+    ratios     the same; depths between measured depths are interpolated
+    last       by depth: number of its last step; `count` is the number of the last step of any depth
     samples    times of the last successive steps without drafts
-    plain_s    time of a step without drafts over `context` tokens a row: measured if `was_plain`, else implied by a
+    plain_s    time of a step without drafts over `context` tokens per row: measured if `was_plain`, else derived from a
                step with drafts; None: unknown
-    drafted    steps with drafts since the last measurement of steps without
-    measuring  number of the next step among the measured ones; 0: none is being measured
-    shallow    steps planned since the last one of the largest depth
+    drafted    number of steps with drafts since steps without drafts were measured
+    measuring  index of the next step in a measurement of steps without drafts; 0: no measurement is running
+    shallow    number of steps planned since the last step of the largest depth
     """
 
     measured: list[float | None]
@@ -145,7 +146,7 @@ class _StepTimes:
     shallow: int = 0
 
     def record(self, depth: int, seconds: float, context: float) -> None:
-        """A step of this depth took this long."""
+        """Record the duration of a step of this depth, with `context` tokens per row."""
         self.count += 1
         self.drafted += depth > 0
         is_stale = self.count - self.last[depth] > _LONG_STEPS
@@ -183,14 +184,14 @@ class _StepTimes:
 
 
 def _least_rates(chances: Sequence[float]) -> list[float]:
-    """Accept rates that a row must exceed to get its first, second, … draft, if that draft itself must be accepted with
-    more than these chances.
+    """Accept rates that a row must exceed to get its first, second, … draft. `chances`: lower bounds of the probability
+    that the first, second, … draft is accepted.
     """
     return [chance ** (1 / count) for count, chance in enumerate(chances, 1)]
 
 
 def _num_drafts(chance: float, most: int, least: Sequence[float]) -> int:
-    """Drafts for a row of this accept rate, `most` at most. `least`: see `_least_rates`."""
+    """Number of drafts for a row with accept rate `chance`, at most `most`. `least`: see `_least_rates`."""
     while most and chance <= least[most - 1]:
         most -= 1
     return most
@@ -205,11 +206,11 @@ def _num_drafts_each(chances: Floats, most: Ints, least: Sequence[float]) -> Int
 
 
 class SpecPolicy:
-    """Chooses how many drafts each row gets, between 0 and `max_drafts`.
+    """Chooses the number of drafts of each row, between 0 and `max_drafts`.
 
-    adaptive      False: always as many drafts as a row may have
-    max_slowdown  with `adaptive`: share by which drafts may slow down any row over its life
-    records       outcome of the drafts of each request
+    adaptive      False: every row always gets as many drafts as it may have
+    max_slowdown  with `adaptive`: share by which drafts may slow down a request from its start to its end
+    records       outcomes of the drafts of each request
     """
 
     def __init__(self, max_drafts: int, *, adaptive: bool = True, max_slowdown: float = 0.005) -> None:
@@ -222,10 +223,12 @@ class SpecPolicy:
         self._steps: dict[int, _StepTimes] = {}
         self._none: Chosen | None = None
         self._reused = 0
-        self._loss = 0.0  # tokens that a row without drafts loses by the last choice
+        self._loss = 0.0  # tokens that the time for the drafts of the last choice costs each row
 
     def add_request(self, wanted: int) -> int:
-        """Number of a new request until `remove_request`. Its accept rate starts from the usual one."""
+        """Return a number for a new request, valid until `remove_request`. Its accept rate starts at the average of all
+        rows, or sometimes at `_OPTIMISTIC_RATE`.
+        """
         if not wanted:
             return self.records.assign(0, 0.0)
         self._num_added += 1
@@ -235,16 +238,18 @@ class SpecPolicy:
         )
 
     def remove_request(self, number: int) -> None:
-        """The request has ended."""
+        """Call it when the request has ended."""
         self._none = None
         self.records.free(number)
 
     def charge(self, numbers: Sequence[int]) -> None:
-        """Prompts of these requests are computed in the step of the last choice: its drafts delay their first token."""
+        """Add the cost of the last choice to the debt of these requests: their prompts are computed in the same step,
+        so its drafts delay their first token.
+        """
         self.records.debt[np.array(numbers, np.int64)] += self._loss
 
     def record_accepted(self, numbers: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """For each of these requests, `accepted` of `drafted` drafts were accepted in a step."""
+        """Record the outcome of a step: for each request, the number of its drafts and the number of accepted ones."""
         records, rows, right = self.records, np.array(numbers, np.int64), np.array(accepted, np.int64)
         failed = right < np.array(drafted, np.int64)
         chances = 1 - (1 - records.chance[rows]) * (1 - _ACCEPT_WEIGHT) ** right
@@ -257,7 +262,7 @@ class SpecPolicy:
             self._usual += (1 - (1 - _USUAL_WEIGHT) ** tries) * (num_accepted / tries - self._usual)
 
     def reuse(self, num_rows: int) -> Chosen | None:
-        """The last choice, if it was depth 0 for the same rows and is recent; None: call `choose`."""
+        """The last choice, if it was depth 0 for the same number of rows and is recent; None: call `choose`."""
         none = self._none
         if none is None or self._reused == _REUSE_STEPS - 1 or len(none.counts) != num_rows:
             return None
@@ -267,7 +272,7 @@ class SpecPolicy:
     def choose(self, numbers: Sequence[int], room: Sequence[int]) -> Chosen:
         """Choose for all decode rows of a step, after `reuse` returned None.
 
-        room  upper bound of drafts after the next token of each row; 0 or less at the end of its answer
+        room  upper bound of drafts for each row; 0 or less at the end of its answer
         """
         rows, left = np.array(numbers, np.int64), np.array(room, np.int64)
         wanted = self.records.wanted[rows]
@@ -304,9 +309,9 @@ class SpecPolicy:
     def _counts(
         self, rows: Ints, most: Ints, steps: _StepTimes, ratios: Sequence[float], passed: int
     ) -> tuple[Ints, str | None]:
-        """Drafts for each row at the best depth, and the reason if that is 0.
+        """Number of drafts for each row at the best depth, and the reason if that depth is 0.
 
-        passed  steps since the last choice, this one included
+        passed  number of steps since the last choice, including this step
         """
         records = self.records
         chances = records.chance[rows]
@@ -337,13 +342,16 @@ class SpecPolicy:
         in_debt: npt.NDArray[np.bool_],
         least: Sequence[float],
     ) -> tuple[int, str]:
-        """The depth with the most tokens a second at which no row `in_debt` loses more, and the reason if that is 0."""
+        """The depth with the most tokens a second among the depths that cost no row `in_debt` more tokens; and the
+        reason if that depth is 0.
+        """
         accepted, powers = [float(chances.sum())], chances  # expected accepted first, second, … drafts over all rows
         while len(accepted) < self.max_drafts:
             powers = powers * chances
             accepted.append(float(powers.sum()))
         bounds = set(most[in_debt].tolist()) if in_debt.any() else ()
-        lowest = {bound: float(chances[in_debt & (most == bound)].min()) for bound in bounds}  # by upper bound
+        # The lowest accept rate of rows in debt, by their upper bound of drafts.
+        lowest = {bound: float(chances[in_debt & (most == bound)].min()) for bound in bounds}
 
         def speed(depth: int) -> float:
             return (len(chances) + sum(accepted[:depth])) / ratios[depth]
@@ -358,16 +366,16 @@ class SpecPolicy:
         return best, "others" if lowest and not best and max(depths, key=speed) else "chance"
 
     def record_step(self, num_rows: int, depth: int, seconds: float, context: float) -> None:
-        """A step of decode rows only took this long.
+        """Record the duration of a step that has only decode rows.
 
         depth    largest number of drafts of any row
-        context  mean tokens of a row
+        context  mean number of tokens per row
         """
         self._times(num_rows).record(depth, seconds, context)
 
     def _ratios(self, num_rows: int) -> list[float]:
-        """Step time of each depth, relative to depth 0: measured with about so many rows, else with the nearest number
-        of rows, else assumed to grow by `_FIRST_COST` a draft.
+        """Step time of each depth, relative to depth 0: measured with about `num_rows` rows; else measured with the
+        nearest number of rows; else assumed to grow by `_FIRST_COST` for each draft.
         """
         own = num_rows.bit_length()
         ratios: list[float | None] = [None] * (self.max_drafts + 1)

@@ -1,12 +1,12 @@
-"""Recurrent states of running requests, and checkpoints of them that later requests start from.
+"""Recurrent states of running requests, and their checkpoints, from which later requests start.
 
-A request owns one state, which each of its steps reads and overwrites. A step that ends where a checkpoint is wanted
-writes another state instead, and the step after it reads that one: a checkpoint costs no copy, and nothing ever writes
-to it again.
+A request owns one state. Each of its steps reads and overwrites this state, except a step that makes a checkpoint: that
+step writes its result to a new state, the checkpoint, and the next step reads the checkpoint and writes the own state
+again. So a checkpoint costs no copy, and no step overwrites it.
 
-    step ending at   25          32 (checkpoint)      33            34
-    reads            own         own                  checkpoint    own
-    writes           own         checkpoint           own           own
+    step ends at token   25     32 (checkpoint)   33            34
+    reads                own    own               checkpoint    own
+    writes               own    checkpoint        own           own
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from sidestream.kv.state_layout import StateRegion
 from sidestream.schedule.limits import Limits
 from sidestream.types import BlockId, Fence, Key, StateIds, StorePlan
 
-# Distinguishes the keys of a checkpoint's parts from those of blocks: any constant whose last bytes are zero.
+# Makes the keys of a checkpoint's parts differ from the keys of blocks. Its last bytes are zero, for the part's number.
 _PART = int.from_bytes(b"sidestream-st\0\0\0", "big")
 
 Source = str
 """Name of the tier that holds a block."""
 
 BEGINS = -1
-"""Read by the first row of a sequence: no state."""
+"""In place of the id of the state to read: the sequence begins, so there is no state yet."""
 
 
 def part_keys(key: Key, num_parts: int) -> list[Key]:
-    """Keys in the tiers of the parts of the checkpoint `key`."""
+    """Keys under which the tiers hold the parts of the checkpoint `key`."""
     number = int.from_bytes(key, "big") ^ _PART
     return [(number ^ part).to_bytes(len(key), "big") for part in range(num_parts)]
 
 
 class TierUses(Protocol):
-    """The questions about transfers of states."""
+    """The part of the tiers' interface that a StateCache calls."""
 
     def transfers_fence(self) -> Fence | None:
-        """Done when no transfer submitted so far uses device blocks; None: none does now."""
+        """A fence that is done when all transfers submitted so far have released their device blocks. None: all of them
+        have already.
+        """
         ...
 
 
@@ -50,15 +52,15 @@ class TierUses(Protocol):
 class RequestStates:
     """The states of one running request.
 
-    own          written by its steps
-    source       the checkpoint that its next step reads; None: that step reads `own`
-    unpublished  checkpoints of steps in flight, with the tokens that each covers
-    read         checkpoints that steps in flight read, with the end of each step
-    candidates   written by steps in flight, if they reach the end of a block: one for each such step, in order
-    covered      tokens that the state covers after the last planned step, at least
-    reached      tokens that it covers after the last committed step
-    latest       the last checkpoint that was made while decoding, with its key
-    loaded       tokens that the checkpoint covers which it started from, if it came from a tier
+    own          the request's own state, which its steps write
+    source       checkpoint that the next step reads; None: the next step reads `own`
+    unpublished  checkpoints that steps in flight write, each with the number of tokens that it covers
+    read         checkpoints that steps in flight read, each with the position at which its step ends
+    candidates   states that steps in flight write if they reach the end of a block, in order of the steps
+    covered      lower bound of the tokens that the state covers after the last planned step
+    reached      tokens that the state covers after the last committed step
+    latest       id and key of the last checkpoint that was made while decoding
+    loaded       tokens that the first checkpoint covers, if it was loaded from a tier; else -1
     """
 
     own: Lease
@@ -76,15 +78,15 @@ class StateCache:
     """Owner of the leases of states, and of the checkpoints' keys.
 
     Invariants:
-    - A checkpoint has the key of the block at whose end it was taken, and is published once the host has seen the fence
-      of the step that wrote it (H7, H12).
-    - A checkpoint is never written after the step that made it.
-    - A checkpoint is made only if a state remains for each request that may still start: it never delays an admission.
-    - The state of a row with drafts covers none of them. So after a step with drafts, only the device knows what the
-      next step's state covers: that step gets a state more, in which the device writes the checkpoint if its state
-      passes the end of a block. The host learns it at commit.
-    - While a request decodes, its newest checkpoint replaces the one before, and is stored in tiers when the request
-      leaves the device: only the end of a turn is worth keeping.
+    - A checkpoint has the key of the block at whose end it was taken. It is published once the host has seen the fence
+      of the step that wrote it (hazards H7 and H12 of docs/glossary.md).
+    - Only the step that makes a checkpoint writes to it.
+    - A checkpoint is made only if, for each free request slot, a state remains: checkpoints never delay an admission.
+    - A state never covers drafts. So after a step with drafts, only the device knows how many tokens the state of the
+      next step covers. That step gets a candidate: an additional state, to which the device writes the checkpoint if
+      the step reaches the end of a block. The host learns the outcome at commit.
+    - While a request decodes, each new checkpoint replaces its last one, because only the end of an answer is worth
+      keeping. The newest checkpoint is stored in tiers when the request leaves the device.
     """
 
     def __init__(
@@ -100,14 +102,14 @@ class StateCache:
     # ------------------------------------------------------------------ finding
 
     def part_keys(self, key: Key) -> list[Key]:
-        """Keys in the tiers of the parts of the checkpoint `key`: a state takes several blocks there."""
+        """Keys under which the tiers hold the parts of the checkpoint `key`; each part takes one block of a tier."""
         return part_keys(key, self._region.blocks_per_state)
 
     def reach(
         self, keys: Sequence[Key], num_blocks: int, locate: Callable[[Sequence[Key]], Sequence[Source]]
     ) -> tuple[int, Sequence[Source]]:
-        """The number of leading blocks, at most `num_blocks`, at whose end there is a checkpoint, and the tiers that
-        hold its parts; no tiers: it is on the device.
+        """The last checkpoint in the first `num_blocks` blocks: the number of blocks that it covers (0: there is no
+        checkpoint), and the tier of each of its parts (empty: it is on the device).
         """
         for count in range(num_blocks, 0, -1):
             if self._states.get(keys[count - 1]) is not None:  # rule: hit-needs-a-state-at-its-end
@@ -122,16 +124,16 @@ class StateCache:
     # ------------------------------------------------------------------ requests
 
     def has_room(self, key: Key | None, *, loads: bool) -> bool:
-        """Whether a request that starts from the checkpoint `key` gets a state of its own, and one to load the
-        checkpoint into if it `loads` it.
+        """Whether there are states for a request that starts from the checkpoint `key`: its own state and, if it
+        `loads` the checkpoint from a tier, a state for the checkpoint.
         """
         return self._states.num_available > loads + (not loads and self._is_unused(key))
 
     def start(self, key: Key | None, *, stop: int, loads: bool) -> tuple[RequestStates, tuple[Fence, ...]]:
-        """The states of a request that starts from the checkpoint `key`, which covers `stop` tokens, or from nothing.
-        `loads`: the checkpoint is loaded from a tier into a state that is taken for it.
+        """Take the states of a request that starts from the checkpoint `key`, which covers `stop` tokens. None: it
+        starts without a checkpoint. `loads`: the checkpoint is loaded from a tier, into a state that this call takes.
 
-        The fences are last uses of the states that the load and the first step write.
+        Returns the states, and the fences of their last uses: the load and the first step wait for them.
         """
         source = None
         if loads:
@@ -150,14 +152,16 @@ class StateCache:
         return states, own.after
 
     def block_ids(self, states: RequestStates) -> Sequence[BlockId]:
-        """The blocks into which the request's checkpoint is loaded."""
+        """The device blocks to which the request's checkpoint is loaded."""
         assert states.source is not None
         return self._region.block_ids(states.source.ids[0])
 
     def plan(
         self, states: RequestStates, start: int, stop: int, *, checkpoint: bool
     ) -> tuple[StateIds, tuple[Fence, ...]]:
-        """The states that a step over `[start, stop)` reads and writes; the fences are last uses of what it writes."""
+        """Choose the states that a step over `[start, stop)` reads and writes. Returns them, and the fences of earlier
+        uses of the written state, for which the step waits.
+        """
         states.covered = stop
         read = self._read(states, start, stop)
         if not checkpoint or not self._may_checkpoint():
@@ -170,10 +174,12 @@ class StateCache:
     def plan_decode(
         self, states: RequestStates, length: int, *, in_flight: int, checkpoint: bool
     ) -> tuple[StateIds, tuple[Fence, ...]]:
-        """The states of a decode row whose first token is at `length`, or up to `in_flight` tokens before it."""
+        """Choose the states of a decode row, as `plan` does. Its first token is at `length` or, if drafts in flight are
+        rejected, up to `in_flight` positions earlier.
+        """
         border = (length + 1) // self._limits.block_tokens * self._limits.block_tokens
         covered = states.covered
-        if covered == length:  # there were no drafts before, so the host knows what the new state covers
+        if covered == length:  # no drafts are in flight, so the host knows how many tokens the new state covers
             return self.plan(states, length, length + 1, checkpoint=checkpoint and border == length + 1)
         states.covered = length - in_flight + 1
         read = self._read(states, length, length + 1)
@@ -195,8 +201,8 @@ class StateCache:
         return self._states.num_available > self._slots.num_available
 
     def commit(self, states: RequestStates, ids: StateIds, covers: int, committed_len: int) -> None:
-        """Take in a step of the request with these states, whose new state covers `covers` tokens. Give back published
-        checkpoints that only committed steps read.
+        """Commit a step of the request that used the states `ids`; its new state covers `covers` tokens. Releases
+        published checkpoints that no step in flight reads.
         """
         if ids.checkpoint >= 0:
             candidate = states.candidates.pop(0)
@@ -235,8 +241,8 @@ class StateCache:
         return stored
 
     def release(self, states: RequestStates, after: tuple[Fence, ...]) -> None:
-        """Give everything back, after the request's last step. Published checkpoints stay findable; the newest is to be
-        stored.
+        """Release all states, with the fences of the request's last step. Published checkpoints stay findable;
+        `store_latest` will store the newest checkpoint of the answer.
         """
         # A checkpoint in `unpublished` is the request's `source`, or is in `read`.
         leases = [states.own, *(lease for _, lease in states.read)]
@@ -252,7 +258,7 @@ class StateCache:
     # ------------------------------------------------------------------ stores
 
     def store_latest(self) -> tuple[StorePlan, Lease] | None:
-        """Plan to store the newest checkpoints of requests that have left the device, where it still has them. The
+        """Plan to store the newest checkpoint of each request that has left the device, unless it was evicted. The
         caller submits the plan, then releases the lease.
         """
         if not self._to_store:

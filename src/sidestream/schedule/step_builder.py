@@ -1,4 +1,4 @@
-"""A step while it is planned: the parts of the scheduler add rows, transfers and fences, then `build` freezes it."""
+"""A step during planning. The parts of the scheduler add rows, transfers and fences; then `build` makes the plan."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sidestream.types import BatchPlan, Fence, RowPlan, StepPlan, TransferPlan
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Lives inside one call of `Scheduler.plan`, or of `Scheduler.plan_loads`, which launches no step (`loads_only`).
+    """Exists during one call of `Scheduler.plan`, or of `Scheduler.plan_loads` (`loads_only`: there is no step).
 
-    prefill_budget  prompt tokens that may still be added
+    prefill_budget  number of prompt tokens that may still be added
     lead_s, step_s  see `Scheduler.plan`
-    speculates      some row has drafts, or its first position depends on drafts of a step in flight
+    speculates      some row has drafts, or begins at a position that depends on drafts of a step in flight
     plain           decode rows without drafts
     drafting        decode rows with drafts
     prefills        rows that compute a chunk of a prompt
     after           fences that the step waits for: last uses of the blocks that were allocated for it
-    undrafted       rows without drafts by reason, see `StepPlan`
-    arriving        requests left out of the step because their loads take longer than the device is busy, by rank
+    undrafted       number of rows without drafts by reason, see `StepPlan`
+    arriving        requests without a row because their loads end later than the work before the step, by rank
     """
 
     prefill_budget: int
@@ -43,6 +43,6 @@ class StepBuilder:
         return not (self.plain or self.drafting or self.prefills)
 
     def build(self) -> StepPlan:
-        """The finished plan. Rows that decode come first, and of these the ones without drafts."""
+        """The finished plan. Its rows: decode rows without drafts, decode rows with drafts, prefill rows."""
         batch = BatchPlan((*self.plain, *self.drafting, *self.prefills), self.speculates)
         return StepPlan(tuple(self.transfers), batch, tuple(self.after), self.undrafted)

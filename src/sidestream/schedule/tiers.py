@@ -1,4 +1,4 @@
-"""Blocks in tiers besides the device: a request loads them, waits for a slower tier, or computes their tokens."""
+"""Blocks in tiers other than the device: a request loads them, waits for their promotion, or computes their tokens."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from sidestream.types import DEVICE, HOST, CachedTokens, Fence, Key, PromotePlan
 
 
 class TierView(Protocol):
-    """The questions that the scheduler asks about tiers and transfers. Read-only, never blocks."""
+    """The interface of tiers and transfers for the scheduler. Read-only; never blocks."""
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
-        """Tier of each block of the longest run of leading `keys` that some tier holds."""
+        """The tier of each block in the longest run of leading `keys` of which tiers hold every block."""
         ...
 
     def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
-        """Whether loading these blocks is expected to be faster than computing `num_blocks` of tokens; None: as many as
-        are loaded.
+        """Whether loading the blocks `sources` is expected to be faster than computing the tokens of `num_blocks`
+        blocks; None: of as many blocks as are loaded.
         """
         ...
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
-        """Seconds until a step of `step_s` may begin without waiting for the request's loads; 0: at once."""
+        """Seconds until a step of duration `step_s` can begin without waiting for the request's loads; 0: now."""
         ...
 
     def transfers_fence(self) -> Fence | None:
-        """A fence that is done when no transfer submitted so far uses device blocks; None: none does now."""
+        """A fence that is done when all transfers submitted so far have released their device blocks. None: all of them
+        have already.
+        """
         ...
 
 
 class NoTiers:
-    """No tier besides the device."""
+    """There is no tier other than the device."""
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
         """No block is in a tier."""
@@ -57,13 +59,14 @@ class NoTiers:
 
 
 class TierLoads:
-    """Decides between loading, promoting from disk and computing, and takes in how loads and promotions ended.
+    """Decides between loading, promoting from disk and computing, and handles the ends of loads and promotions.
 
     Invariants:
     - Only blocks in the host tier are loaded into the device. A run that continues in a slower tier is
       promoted first, while its request is LOADING; the request is admitted when the promotion ends.
-    - A promotion or load that ended badly is a miss. The request does not try that tier again, so it gets on (H9, H26).
-    - At most as many requests are LOADING as may run, so that their blocks do not crowd the host tier.
+    - A promotion or load that failed is a miss. The request does not try that tier again, so it makes progress (H9,
+      H26).
+    - At most as many requests are LOADING as may run, so that their blocks do not fill the host tier.
     """
 
     def __init__(self, limits: Limits, *, view: TierView, queues: RequestQueues, max_running: int) -> None:
@@ -75,7 +78,7 @@ class TierLoads:
     # ------------------------------------------------------------------ decisions
 
     def locate(self, request: Request, keys: Sequence[Key]) -> list[Source]:
-        """Tier of each block of the longest run of `keys` that the request may load."""
+        """The tier of each block in the longest run of leading `keys` that the request may load."""
         return [] if request.avoid_tiers else self._view.locate(keys)
 
     def may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
@@ -92,8 +95,8 @@ class TierLoads:
         )
 
     def promote(self, request: Request, keys: Sequence[Key], sources: Sequence[Source], step: StepBuilder) -> bool:
-        """Order a promotion of the run `sources` of `keys`, and have the request wait for it; False: not worth it, or
-        tried too often.
+        """Plan a promotion of the first `keys`, which are in the tiers `sources`, and make the request wait for it.
+        Returns False if that is not worth the time, or if the request has waited too often.
         """
         if not self.may_promote(request, sources):
             return False
@@ -110,11 +113,11 @@ class TierLoads:
         return next((index for index, source in enumerate(sources) if source != HOST), len(sources))
 
     def is_worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
-        """Whether there is something to load, faster than computing it. See `TierView.worth_loading`."""
+        """Whether there are blocks to load, and `TierView.worth_loading` advises it."""
         return bool(sources) and self._view.worth_loading(sources, num_blocks=num_blocks)
 
     def cached_tokens(self, request: Request, *, num_hits: int, loaded: Sequence[Key]) -> CachedTokens:
-        """Tokens that an admission found: in blocks on the device, and in `loaded` ones by the tier they came from."""
+        """Tokens that an admission found: in `num_hits` blocks on the device, and in `loaded` blocks by their tier."""
         tiers = Counter({DEVICE: num_hits, HOST: 0})
         tiers.update(request.promoted_from.get(key, HOST) for key in loaded)
         return CachedTokens(**{tier: count * self._limits.block_tokens for tier, count in tiers.items()})
@@ -122,7 +125,7 @@ class TierLoads:
     # ------------------------------------------------------------------ events
 
     def end_promotion(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
-        """A promotion ended or ran out of time. The request waits for admission, and avoids the disk unless `again`."""
+        """See `Scheduler.promoted`."""
         request = self._queues.unfinished.get(request_id)
         if request is None or request.state is not State.LOADING or request.epoch != epoch:  # rule: late-promotions
             return
@@ -131,14 +134,14 @@ class TierLoads:
             request.avoid_disk = True
 
     def mark_load_ready(self, request_id: RequestId, epoch: int) -> None:
-        """A load has fences for all its layers: steps of its request may be launched, gated by those fences."""
+        """See `Scheduler.load_ready`."""
         request = self._queues.unfinished.get(request_id)
         if request is not None and request.epoch == epoch:  # rule: load-is-ready-for-its-own-epoch
             request.loading = False
 
     def mark_load_failed(self, request_id: RequestId, epoch: int) -> Request | None:
-        """A load failed. Returns its request, which must be preempted and will compute the blocks; None: it runs no
-        longer.
+        """Handle a failed load. Returns its request, which the caller must preempt; None: the request does not run any
+        more.
         """
         request = self._queues.unfinished.get(request_id)
         # rule: failed-load-of-an-older-epoch-is-dropped

@@ -18,7 +18,9 @@ from sidestream.types import Key
 _PRIORITY_BOUND = 1 << 63
 
 KeysOf = Callable[[npt.NDArray[np.int64], str], tuple[list[Key], int]]
-"""From a prompt and its cache salt: keys of its complete blocks, and their version (`Scheduler.keys_version`)."""
+"""Function of a prompt and its cache salt. Returns the keys of the prompt's complete blocks, and the keys' version
+(`Scheduler.keys_version`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Bounds:
 
     max_model_len   tokens of prompt and output together
     pool_tokens     tokens that the block pool holds
-    max_unfinished  samples running and waiting
+    max_unfinished  samples that run or wait at the same time
     """
 
     max_model_len: int
@@ -44,10 +46,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A valid request, with everything that takes time to compute from its prompt.
+    """A valid request, with all values that take time to compute from its prompt.
 
-    keys         of the prompt's complete blocks, made with version `keys_version` of the keys
-    seed         of the first sample; each further sample adds 1
+    keys         keys of the prompt's complete blocks, made when the scheduler's version was `keys_version`
+    seed         seed of the first sample; each further sample adds 1
     max_outputs  tokens that each sample may emit
     """
 
@@ -84,8 +86,9 @@ class RequestChecker:
     def _check(
         self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str
     ) -> tuple[int, npt.NDArray[np.int64]]:
-        """Check everything but types. Returns the number of tokens that may be emitted, and the prompt as an array: to
-        check tens of thousands of numbers one by one would delay the first token by milliseconds.
+        """Check everything except types. Returns the number of tokens that may be emitted, and the prompt as an array.
+        An array is checked at once; one by one, tens of thousands of tokens would delay the first token by
+        milliseconds.
         """
         bounds = self.bounds
         if not prompt:
@@ -102,7 +105,7 @@ class RequestChecker:
         try:
             numbers = np.fromiter(prompt, np.int64, len(prompt))
             lowest, highest = int(numbers.min()), int(numbers.max())
-        except OverflowError:  # refused below
+        except OverflowError:  # too large for int64: rejected below
             lowest, highest = min(prompt), max(prompt)
         if lowest < 0 or highest >= bounds.vocab_size:
             bad = lowest if lowest < 0 else highest
@@ -123,7 +126,7 @@ class RequestChecker:
         room = bounds.longest - len(prompt)
         if params.min_tokens > room:
             raise RequestRejected(
-                f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens"
+                f"min_tokens is {params.min_tokens}: after this prompt, the limit is {room}", param="min_tokens"
             )
         return room if params.max_tokens is None else min(params.max_tokens, room), numbers
 

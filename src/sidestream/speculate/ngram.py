@@ -15,7 +15,7 @@ from sidestream.speculate.proposer import Context, StepTokens
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
     """Looks for an earlier occurrence of the row's last tokens, with at most `longest` and at least `shortest` tokens.
-    The longest match counts, and among equally long ones the latest (Saxena 2023).
+    Takes the longest match, and the latest one if several are equally long (Saxena 2023).
 
     Drafts the tokens after that occurrence, and repeats them if they are too few. Without an occurrence, repeats the
     last token.

@@ -2,7 +2,7 @@
 
 A proposer may have its own KV, in additional layers of the block pool, and may read the model's hidden states. A
 proposer with KV gets all tokens that the model computes (`follow`). So its KV covers the same positions as the model's
-KV, and is stored and loaded with the same blocks (H15).
+KV, and is stored and loaded with the same blocks (hazard H15).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Finds races and lease errors in the recorded submissions, waits and leases, also those that this order of execution
-did not show.
+"""Finds races and lease errors in the recorded submissions, waits and leases, even if they had no effect in this order
+of execution.
 
 A tracer (see `sidestream.types.Tracer`) that computes happens-before with vector clocks, one for each stream and one
-for the host, and keeps its own records of bytes and leases: it trusts no pool and no lease. Two unordered accesses are
-a race even if the result was right this time, in either order of execution. Called from any thread.
+for the host. It has its own records of bytes and leases, and does not rely on those of pools and leases. Two unordered
+accesses are a race even if the result was right in this run. Called from any thread.
 
     race             two unordered accesses to the same bytes, at least one of them a write
     unwritten        a read of bytes that were never written, or not since their id was taken
@@ -32,15 +32,15 @@ from sidestream.types import Access, Accesses, Fence, Key
 
 Poison = Callable[[str, int, int, Sequence[Fence]], None]
 
-# Submissions between two deletions of records that are no longer needed.
+# Number of submissions between two deletions of records that are no longer needed.
 _PRUNE_EVERY = 256
 _SWEEP_FROM = 4096
 
 
 class Checker:
-    """Reports races and lease errors. One checker for each device and its pools; attach it before their first work.
+    """Reports races and lease errors. Each device with its pools has its own checker, attached before their first work.
 
-    findings   the findings; each pair of call sites once for each kind and memory
+    findings   the findings; for each kind and memory, a pair of call sites is reported once
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class Checker:
         """See `Tracer.waited`."""
         with self._lock:
             waiting, op = self._order.stream(stream), self._order.op(fence)
-            # Forgotten already: it was done, and the host knew, before any unfinished work was submitted.
+            # None: the record was deleted, because the host knew that the work was done before it submitted any work
+            # that is still unfinished.
             if op is not None and op.final is not None:
                 learn(waiting.clock, op.final)
 
@@ -269,8 +270,8 @@ class Checker:
                 start = upto
 
     def _apply(self, op: Op, clock: Clock, writes: list[Written], reads: list[Read]) -> None:
-        """Compare accesses, which happen now, with earlier ones, and record them. Writes first: work may read its own
-        writes.
+        """Compare accesses, which happen now, with earlier accesses, and record them. Writes come first, because work
+        may read its own writes.
         """
         known = clock.get
         for shadow, start, stop in writes:
@@ -319,7 +320,7 @@ class Checker:
                 self._poison(memory, start, stop, after)
 
     def _prune(self) -> None:
-        """Delete records that no future work meets."""
+        """Delete records that cannot be involved in a future finding."""
         floor, oldest = self._order.prune()
         if self._size() >= self._sweep_at:
             self._leases.sweep(floor, oldest)

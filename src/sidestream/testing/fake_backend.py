@@ -59,7 +59,7 @@ class FakeTokenizer:
         return list(text.encode("utf-8"))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of these bytes; U+FFFD for invalid ones."""
+        """The text of these bytes, with U+FFFD for invalid bytes."""
         return bytes(token_ids).decode("utf-8", "replace")
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
@@ -123,7 +123,7 @@ class Script:
 
 
 class FakeBackend:
-    """Replies by scripts. `script` chooses one by the prompt's text; `health` returns `status`."""
+    """Replies by scripts. `script` chooses a script by the prompt's text; `health` returns `status`."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ def broken(proceed: Callable[[], None], block: Block) -> None:
 
 
 def torn(proceed: Callable[[], None], block: Block) -> None:
-    """A read that fills its buffer with wrong bytes and detects it."""
+    """A read that fills its buffer with wrong bytes, detects this, and fails."""
     proceed()
     data = np.frombuffer(block, np.uint8)
     data[: len(data) // 2] ^= 0xA5
@@ -48,8 +48,8 @@ def torn(proceed: Callable[[], None], block: Block) -> None:
 
 
 def lying(proceed: Callable[[], None], block: Block) -> None:
-    """A read that flips one bit and does not detect it, which no tier may do. It proves that a test's comparison
-    detects a single wrong bit.
+    """A read that flips one bit and does not detect this, which is forbidden for tiers. A test that uses this fault
+    proves that its own comparison detects a single wrong bit.
     """
     proceed()
     np.frombuffer(block, np.uint8)[0] ^= 1

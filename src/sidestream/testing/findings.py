@@ -57,8 +57,8 @@ class Report:
         self._known: dict[object, Finding] = {}
 
     def race(self, op: Op, writes: bool, other: Op, other_writes: bool, clock: Clock, where: Where) -> None:
-        """Report that `op` touches bytes that `other` has touched, but `op`'s `clock` does not order the two. The
-        message names them in the order of submission, not of execution.
+        """Report that `op` and `other` access the same bytes, but `op`'s `clock` does not order the two. The message
+        names them in the order of submission, not of execution.
         """
         if other.seq < op.seq:
             earlier, later, known = other, op, f" (it knows of {other.stream} up to {clock.get(other.stream, 0)})"
@@ -83,7 +83,7 @@ class Report:
         self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, accesses=("reads",))
 
     def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
-        """Report that `op` touches an id that was free when `op` was submitted."""
+        """Report that `op` accesses an id that was free when `op` was submitted."""
         self._add(
             "unleased",
             f"{op} touches {_id(pool, number, where)}, which had no open lease when it was submitted",

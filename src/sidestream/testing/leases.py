@@ -102,7 +102,7 @@ class Leases:
         return dying
 
     def use(self, op: Op, shadow: Shadow, number: int, where: tuple[str, int, int], *, write: bool) -> int:
-        """Record that `op` uses an id, and check this against the leases at the submission of `op`. Returns the `seq`
+        """Record that `op` uses an id, and check that the id was leased when `op` was submitted. Returns the `seq`
         after which the bytes of the id must have been written.
         """
         item = shadow.items.get(number)

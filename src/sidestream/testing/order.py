@@ -17,9 +17,9 @@ from sidestream.types import Fence
 class StreamClock:
     """The clock of one stream.
 
-    clock   everything that happens before the next work of the stream
+    clock   clock of all work that happens before the next work of the stream
     known   the host's clock that `clock` includes already
-    works   works of the stream, by tick, that some stream or host does not know to be done
+    works   works of the stream, by tick, as long as some stream or host does not know that they are done
     """
 
     __slots__ = ("clock", "known", "name", "running", "works")
@@ -129,8 +129,9 @@ class Order:
             self.unfinished.popleft()
 
     def prune(self) -> tuple[Clock, int]:
-        """Delete records of work that precedes all future work: every host knows it, and knew it when it submitted its
-        unfinished work. Returns the clock up to which this holds, and the number of the oldest unfinished work.
+        """Delete records of work that happens before all unfinished and all future work: every host knew that it was
+        done when it submitted its oldest unfinished work. Returns the clock of this work, and the number of the oldest
+        unfinished work.
         """
         oldest = self.unfinished[0].seq if self.unfinished else self.seq + 1
         floor, *others = {

@@ -20,7 +20,7 @@ from sidestream.models.config_checks import parts_of
 from sidestream.tokenizer import Tokenizer
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-# Name of the file that is written last: a directory without it is incomplete.
+# Name of the file that is written last, so that a directory without it is known to be incomplete.
 _MARK = "random-weights.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -99,8 +99,8 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
 
 
 def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, seed: int = 0) -> PagedModel:
-    """A model of one of `SHAPES` in bfloat16 on `device`, weights drawn from `seed`. Its outputs are meaningless, and
-    never end by themselves.
+    """A model with one of the `SHAPES` in bfloat16 on `device`, with random weights from `seed`. Its outputs are
+    meaningless, and have no end-of-sequence token.
 
     Raises ConfigError for an unknown shape.
     """
@@ -174,10 +174,10 @@ def _is_whole(text: str) -> bool:
 
 
 def _draw_only(weight: torch.Tensor, token_ids: list[int]) -> None:
-    """Replace the rows of all other tokens by halves of the rows of these tokens. Their logits are then halves of other
-    logits, so they are never the largest.
+    """Replace the weight rows of all other tokens by the rows of these tokens, divided by two. Then the logits of other
+    tokens are half of a logit of these tokens, so they are never the largest.
 
-    Rows of zeros would have the same effect, but a GPU multiplies zeros faster.
+    Rows of zeros would have the same effect, but a GPU multiplies zeros faster than other numbers.
     """
     allowed = torch.tensor(token_ids, device=weight.device)
     others = torch.ones(weight.shape[0], dtype=torch.bool, device=weight.device)

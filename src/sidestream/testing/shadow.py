@@ -1,5 +1,5 @@
-"""Records the last accesses to bytes and ids, and the leases that covered them. Used by the checker; contains no rules
-and knows no device and no pool.
+"""Records the last accesses to bytes and ids, and the leases that covered them. Contains no rules, and knows neither
+devices nor pools.
 
 A memory is a map of cells, which are split where accesses begin and end, so that overlapping accesses are compared byte
 by byte. Called by the checker only, under its lock.
@@ -20,8 +20,8 @@ from sidestream.types import Fence
 HOST = "host"
 
 Clock = dict[str, int]
-"""A vector clock: for each stream and for the host, the tick up to which everything is known to have happened. Never
-changed in place, because clocks are shared.
+"""A vector clock: for each stream and for the host, the tick up to which all work is known to be done. Never changed in
+place, because clocks are shared.
 """
 
 Site = tuple[CodeType, int]
@@ -68,7 +68,7 @@ class Op:
 
     seq            position among all submissions, accesses and lease events
     before         the host's clock at its submission; None once it is done
-    final          the clock of a host that waited for it; None before it is done, and again once every host knows it
+    final          the clock that a host gets by waiting for it; None before it is done, and after every host knows it
     failure        the exception of the work, for messages
     writes, reads  accesses declared at its start: memory, start, stop; for reads also the `seq` after which the bytes
                    must have been written
@@ -146,8 +146,8 @@ class Cell:
 
 
 class Lease:
-    """One period in which an id was leased, from the first lease to the end of the last one; further leases change only
-    the count.
+    """One period in which an id was leased: from the first lease until no lease is left. Further leases in this period
+    change only the count.
 
     since, until   `seq` at its begin and at its end; until 0: still leased
     taken          `seq` at which the id was last taken for new contents
@@ -173,7 +173,7 @@ class Item:
     past        ended periods, kept while work submitted during them may still declare accesses
     taken       `seq` at which its contents were last discarded
     published   `seq` at which it became findable; 0: it is not findable
-    users       the last work of each stream that accesses it, since it was taken; and the last of these that writes
+    users       the last work of each stream that accesses it since it was taken, and the last work of each that writes
     after       the last fence of each stream given with a release
     """
 
@@ -216,11 +216,11 @@ class Item:
 
 
 class Shadow:
-    """One memory, or a part of it: its cells, and the pool whose ids stand for its bytes, if any.
+    """One memory, or a part of it: its cells, and the pool whose ids represent its bytes, if there is one.
 
-    first        its first byte
-    item_bytes   0: no pool
-    beyond       the part of the memory behind it, if that has a pool of its own
+    first        first byte of the part
+    item_bytes   bytes of one id; 0: there is no pool
+    beyond       the next part of the memory, if that part belongs to another pool
     """
 
     def __init__(self, memory: str, first: int = 0) -> None:
@@ -296,7 +296,7 @@ class Pool:
         self.shadow: Shadow | None = None
 
     def back(self, shadow: Shadow, item_bytes: int) -> None:
-        """From now on ids stand for bytes of `shadow`."""
+        """Record that the pool's ids represent bytes of `shadow`."""
         self.shadow = shadow
         shadow.pool, shadow.item_bytes, shadow.items = self.name, item_bytes, self.items
 
@@ -308,7 +308,7 @@ class Pool:
         return self.shadow.memory, first + number * size, first + (number + 1) * size
 
     def sweep(self, floor: Clock, oldest: int) -> None:
-        """Delete free ids that no later event can refer to: pools may use ever new ids.
+        """Delete free ids to which no later event can refer, because pools may use new ids without end.
 
         All future events know `floor`, and none of them was submitted before `oldest`.
         """

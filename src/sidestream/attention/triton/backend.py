@@ -15,8 +15,8 @@ from sidestream.device.kinds import on_gpu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonAttention:
-    """See `AttentionBackend`. Decode rows and short rows are reduced in splits, the others in one pass; the exact bits
-    of a row's result depend on which.
+    """See `AttentionBackend`. Decode rows and short rows are reduced in splits, and all other rows in one pass. The
+    exact bits of a row's result depend on this choice.
 
     workspace    partial results of rows in splits
     contiguous   memory for a long chunk's KV; None: every row is read from its blocks
@@ -47,7 +47,7 @@ class TritonAttention:
             device=spec.device,
             also=spec.draft,
         )
-        if chunk_tokens < LONG_TOKENS:  # such a warm-up compiles no kernels for long chunks
+        if chunk_tokens < LONG_TOKENS:  # the warm-up has no long chunk, so it does not compile their kernels
             return cls(workspace)
         contiguous = ContiguousKV.allocate(
             kv_heads=spec.kv_heads,

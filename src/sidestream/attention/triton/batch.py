@@ -20,30 +20,31 @@ _MULTIPLE = 16  # least block_tokens, since a KV tile consists of whole blocks o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """Location of a packed batch of T tokens in B rows in the pool. Numbers that change from step to step are on the
+    """Location of a packed batch of T tokens in B rows in the pool. Numbers that differ between steps are on the
     device.
 
     kv              the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks, 2,
                     block_tokens, kv_heads, head_dim]` for each layer; keys are 0, values 1; block_tokens is a multiple
                     of 16, the last dimension is dense
-    slot_mapping    int64 [T]: block_id * block_tokens + offset of each packed token, all different; a negative one
+    slot_mapping    int64 [T]: block_id * block_tokens + offset of each packed token, all different; negative: the token
                     writes nothing
     block_tables    integers [B, max_blocks]; entries beyond a row's KV are never read
     cu_seqlens_q    integers [B + 1]: start of each row's queries in the packed tokens, and the end of the last row; a
                     row may be empty. Tokens from that end to T are padding
-    kv_lens         integers [B]: length of each row's KV, including this step's tokens; a row's queries are the last
+    kv_lens         integers [B]: length of each row's KV, including this step's tokens; its queries are the last of
+                    these tokens
     split_rows      the first split_rows rows are reduced in splits (decode, verification)
-    split_queries   most query tokens of one of these rows
-    short_rows      this many rows after them are also reduced in splits, with more queries at a time (short chunks);
-                    the others in one pass (prefill)
-    short_queries   most query tokens of one of the short rows
-    workspace       partial results of the splits; needed if there are such rows
+    split_queries   largest number of query tokens in one of these rows
+    short_rows      the next short_rows rows are also reduced in splits, with more queries at a time (short chunks). All
+                    later rows are reduced in one pass (prefill)
+    short_queries   largest number of query tokens in one of the short rows
+    workspace       partial results of the splits; required if rows are reduced in splits
     contiguous      memory for a long chunk's KV; None: every row is read from its blocks
     tiles           shapes of the programs' work; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
 
-    T, B, max_blocks and the numbers of rows and queries in splits are the bounds of the launch: a captured graph fixes
-    them and the tensors' addresses.
+    T, B, max_blocks and the numbers of rows and queries in splits are the launch bounds. A captured graph fixes them,
+    and the addresses of the tensors.
     """
 
     kv: torch.Tensor | tuple[torch.Tensor, ...]
@@ -101,12 +102,12 @@ class DeviceBatch:
 
     @property
     def rows_in_splits(self) -> int:
-        """Number of rows reduced in splits; they come first."""
+        """Number of rows that are reduced in splits; they come first."""
         return self.split_rows + self.short_rows
 
     @property
     def tokens_in_splits(self) -> int:
-        """Most query tokens of these rows."""
+        """Largest number of query tokens that the rows in splits have together."""
         return min(len(self.slot_mapping), self.split_rows * self.split_queries + self.short_rows * self.short_queries)
 
     def layer(self, index: int) -> torch.Tensor:

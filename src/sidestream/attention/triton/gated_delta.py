@@ -20,7 +20,7 @@ _VALUES = 32  # columns of a state that one program owns
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaShape:
-    """Sizes of a layer: heads of keys and of values, and their sizes."""
+    """Sizes of a layer: numbers of key heads and of value heads, and the sizes of the heads."""
 
     key_heads: int
     value_heads: int
@@ -35,7 +35,7 @@ class GatedDeltaShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projected:
-    """The projected inputs of tokens. T tokens, each dense, in the model's dtype.
+    """The projected inputs of T tokens, dense for each token, in the model's dtype.
 
     mixed   [T, channels]: queries, keys and values of all heads, before the convolution
     beta    [T, value heads], before the sigmoid
@@ -59,12 +59,13 @@ def gated_delta(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
 ) -> torch.Tensor:
-    """The rule's outputs `[T, value heads, value_size]`; 0 for tokens of no row. Reads and writes the rows' states.
+    """Compute the rule's outputs, `[T, value heads, value_size]`, with zeros for padding. Reads and writes the rows'
+    states.
 
-    new, kept          the packed tokens; the inputs kept of drafts, as many for each decode row. Parts of one have the
-                       same stride
+    new, kept          inputs of the packed tokens, and the kept inputs of drafts, the same number for each decode row.
+                       All parts of one `Projected` have the same stride
     conv_states        [states, channels, 4] in the model's dtype, `recurrent_states` float32 [states, value heads,
-                       key_size, value_size]; each state dense
+                       key_size, value_size]; each state is dense
     conv_weight        [channels, 4]
     a_log, dt_bias     [value heads]
 
@@ -140,7 +141,7 @@ def gated_delta(
 
 
 def gated_norm(values: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`weight * norm(values) * silu(gates)`, `[T, heads, size]`, by root mean square over `size`.
+    """`weight * norm(values) * silu(gates)`, `[T, heads, size]`; the norm is the root mean square norm over `size`.
 
     values   contiguous; `gates` [T, heads * size], dense in the last dimension
     """

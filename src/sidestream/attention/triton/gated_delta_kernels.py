@@ -1,9 +1,9 @@
-"""The kernels of a layer with a gated delta rule (Qwen3-Next, Qwen3.5): convolution, recurrence, and norm, for rows
-whose states lie in a pool. Launched by `gated_delta` only; needs triton.
+"""The kernels of a layer with a gated delta rule (Qwen3-Next, Qwen3.5): convolution, recurrence, and norm. They read
+and write states in a pool. Launched by `gated_delta` only; needs triton.
 
 One program owns a part of a row's state. It reads the part once, replays the accepted drafts of the last step, advances
-it over the row's own tokens, and writes it where it covers the last certain token. So the states are neither gathered
-nor copied, and a row with drafts costs one pass over its state. Tokens are advanced one after another.
+the part over the row's own tokens one by one, and writes it after the last token that is not a draft. So states are
+neither gathered nor copied, and a row with drafts costs one pass over its state.
 
 Each row finds its tokens on the device, so a captured graph serves every batch within its launch bounds.
 """
@@ -14,8 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def _input(number, row, replayed, start, new, kept, state, new_stride, kept_stride, kept_tokens, channel, inside):
-    """An input of the convolution, for some channels. `number` counts from the row's first replayed token; inputs
-    before it are in the state.
+    """One input of the convolution, for some channels. `number` counts from the row's first replayed token; earlier
+    inputs, with negative numbers, are in the state.
     """
     before, again = number < 0, (number >= 0) & (number < replayed)
     old = tl.load(state + channel * 4 + 4 + number, inside & before, other=0.0)
@@ -46,7 +46,9 @@ def convolve(
     CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Some channels of some tokens of one row, replayed ones first. Grid (rows, parts of channels, parts of tokens)."""
+    """Computes some channels of some tokens of one row, replayed tokens first. Grid (rows, parts of channels, parts of
+    tokens).
+    """
     row = tl.program_id(0)
     length, replayed = tl.load(lengths + row), tl.load(behind + row)
     first = tl.program_id(2) * TOKENS
@@ -119,8 +121,8 @@ def recur(
     VALUES: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Some columns of one head's state of one row, and some channels of the row's last inputs of the convolution, of
-    which each program has a share. Grid (rows, value heads, parts of columns).
+    """Advances some columns of one head's state of one row. Each program also updates a share of the row's convolution
+    state, which holds the last inputs. Grid (rows, value heads, parts of columns).
     """
     row, head = tl.program_id(0), tl.program_id(1)
     length, replayed = tl.load(lengths + row), tl.load(behind + row)
@@ -213,7 +215,7 @@ def recur(
 
 @triton.jit
 def norm(values, gates, weight, out, gate_token_stride, eps, HEADS: tl.constexpr, SIZE: tl.constexpr):
-    """One head of one token: root mean square norm, times the gate's SiLU. Grid (tokens, heads)."""
+    """Computes one head of one token: root mean square norm, times the gate's SiLU. Grid (tokens, heads)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = tl.arange(0, SIZE)
     place = (token * HEADS + head) * SIZE + index

@@ -1,16 +1,16 @@
 """The kernels: write keys and values; attend in one pass or in splits; combine the splits; and for a long chunk, copy
 its KV to contiguous memory and attend over the copy. Launched by `launch` only; needs triton.
 
-The host plans nothing. Each program finds its row and its query tokens from the batch's metadata on the device, so a
+The host does no planning. Each program finds its row and its query tokens from the batch's metadata on the device, so a
 captured graph serves every batch within its launch bounds. Query heads that share a kv head share a program: with `t =
 BLOCK_M // GROUP` tokens per tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; the
 remaining lines of BLOCK_M are masked.
 
-The order of a sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's own positions.
+The order of every sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's positions.
 Splits begin at multiples of SPLIT (in a short chunk, at multiples of WIDE after the first NARROW splits) and are
-combined `_CHUNK` at a time, from the first split that the query sees. A tile of which a query sees nothing leaves its
-sums unchanged, to the bit. So a query token's result depends on its own position and KV, and not on the other queries
-of its tile, launch or batch. For the same reason, masked and unmasked tiles compute the same expressions.
+combined `_CHUNK` at a time, from the first split that the query sees. A tile in which a query sees no key changes no
+bit of the query's sums. So a query token's result depends on its own position and KV, and not on the other queries of
+its tile, launch or batch. For the same reason, masked and unmasked tiles compute the same expressions.
 
 OVERLAP: a kernel's programs start while the previous kernel still runs, find their work, and then wait for the end of
 that kernel (programmatic dependent launch). Before the wait they read only data written before the step's first layer.
@@ -52,8 +52,8 @@ def write(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token: write its keys and values to its slot (none if negative); after the last row, set its output to zero.
-    Grid (tokens,).
+    """For one token: write its keys and values to its slot, unless the slot is negative. If the token is padding after
+    the last row, set its output to zero. Grid (tokens,).
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -79,8 +79,8 @@ def write(
 def _row_of_tile(tile, cu_seqlens_q, first_row, num_rows, TILE_TOKENS: tl.constexpr):
     """The row of a tile of queries, and the tile's number in the row.
 
-    Rows count from `first_row`. If row r begins s tokens after the first row's begin, it owns the tiles from `s //
-    TILE_TOKENS + r` on: always enough, and at most one too many.
+    Rows count from `first_row`. If row r begins s tokens after the start of the first row, it owns the tiles from `s //
+    TILE_TOKENS + r` on. These are always enough tiles for the row, and at most one too many.
     """
     base = tl.load(cu_seqlens_q + first_row)
     before = 0
@@ -117,8 +117,8 @@ def _splits(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """For a row: its number of query tiles, the first split that any of them sees, and the number of splits from there
-    on.
+    """For a row: its number of query tiles, the first split that any tile sees, and the number of splits from that
+    split on.
     """
     first_split = query_len * 0
     if WINDOW:
@@ -140,10 +140,10 @@ def _share(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """The range of splits of tiles that this program reduces, counted over rows [first_row, num_rows): begin, end, the
-    row of the first one, and the number in the rows before it.
+    """The range of splits that this program reduces, counted over all tiles of rows [first_row, num_rows): its begin,
+    its end, the row of its first split, and the number of splits in earlier rows.
 
-    The programs' shares differ by at most one, for any lengths of rows: all programs share a long row among short ones.
+    The shares of two programs differ by at most one split, for any lengths of rows: all programs share a long row.
     """
     count = 0
     for begin in range(first_row, num_rows, 128):
@@ -180,7 +180,7 @@ def _splits_of_rows(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """`_splits` of the 128 rows from `begin` on; zero after the last row."""
+    """The results of `_splits` for the 128 rows from `begin` on; zeros after the last row."""
     rows = begin + tl.arange(0, 128)
     start = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
     stop = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
@@ -190,7 +190,9 @@ def _splits_of_rows(
 
 @triton.jit
 def _blocks(table, tile, low, high, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """The block id of each position of a KV tile, or the single one for all; 0 for positions outside [low, high)."""
+    """The block id of each position of a KV tile, or one id if the tile is in one block; 0 for positions outside [low,
+    high).
+    """
     if BLOCK_TOKENS % BLOCK_N == 0:
         blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < high, other=0)
     else:
@@ -218,10 +220,10 @@ def _weigh(scores, top, total, acc, exponent):
     weighted values so far.
     """
     higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # a line that has seen nothing yet: avoids inf - inf
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # avoids inf - inf for a line that has seen no key yet
     weights = tl.exp2(scores * exponent - (base * exponent)[:, None])
-    # Subtract first: exactly 1 if nothing is higher. A difference of products would be fused, and give 1 plus a
-    # rounding error.
+    # Subtract before multiplying: then the result is exactly 1 if the highest score has not changed. A difference of
+    # products would be fused, and the result would be 1 plus a rounding error.
     shrink = tl.exp2((top - base) * exponent)
     return higher, total * shrink + tl.sum(weights, 1), acc * shrink[:, None], weights
 
@@ -255,8 +257,8 @@ def _reduce(
 ):
     """Add the KV tiles [begin, stop) to a running softmax: the highest score, the sum of weights, the weighted values.
 
-    MASKED: only keys in [low, high) are read, and a query sees no key after itself or before its window. Unmasked,
-    every key of every tile exists and every query sees it.
+    MASKED: only keys in [low, high) are read, and a query sees no key after its own position or before its window.
+    Unmasked: all keys of the tiles exist, and every query sees all of them.
     """
     offsets = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, PADDED_DIM)
@@ -279,8 +281,8 @@ def _reduce(
             sees = key_positions[None, :] <= positions[:, None]
             if WINDOW:
                 sees &= key_positions[None, :] > positions[:, None] - window
-            # Mask the raw scores, before the factor: after it, the compiler would fuse less here than in an unmasked
-            # tile.
+            # Mask the raw scores, before they are multiplied: otherwise the compiler would fuse other operations than
+            # in an unmasked tile, and the bits would differ.
             scores = tl.where(sees, scores, float("-inf"))
         top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
         v = _load(values, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
@@ -301,8 +303,9 @@ def _queries(
     query, query_start, query_len, kv_len, begin, line, heads, dims, window, token_stride, head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one row, from its query `begin` on: their values, their packed tokens, the mask of real
-    lines, and the positions; then the KV range of the tile: the first query sees [low, first], the last one up to high.
+    """A tile of queries of one row, from the row's query `begin` on. Returns their values, their packed tokens, the
+    mask of lines with a query, and their positions; then the KV range of the tile: its first query sees the keys [low,
+    first], and its last query sees the keys before `high`.
     """
     tokens = begin + line // GROUP
     real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
@@ -325,7 +328,7 @@ def _queries(
 
 @triton.jit
 def _long_row(cu_seqlens_q, first_row, num_rows, long_above):
-    """The row with more than `long_above` tokens, which is half of all; -1: none."""
+    """The row with more than `long_above` tokens (half of the step's tokens); -1: no row has so many."""
     row = -1
     for begin in range(first_row, num_rows, 128):
         rows = begin + tl.arange(0, 128)
@@ -359,7 +362,7 @@ def gather_contiguous(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Copy the KV of the row that has more than half of all tokens, in token order, and fill its last tile with zeros.
+    """Copy the KV of the row with more than half of all tokens, in token order, and pad the last tile with zeros.
 
     Each program copies some of the tiles of one head. Grid (kv_heads, programs).
     """
@@ -405,8 +408,8 @@ def attend_contiguous(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A tile of queries of the row that has more than half of all tokens, in one pass over the contiguous KV of
-    `gather_contiguous`; whole tiles are copied by TMA. Sums have the same terms and the same order as in `attend`. Grid
+    """Computes a tile of queries of the row with more than half of all tokens, in one pass over the contiguous KV from
+    `gather_contiguous`. TMA copies whole tiles. Sums have the same terms in the same order as in `attend`. Grid
     (kv_heads, tiles).
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -485,12 +488,12 @@ def attend(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Tiles of queries of the rows [first_row, num_rows), all heads of one kv head.
+    """Computes tiles of queries of the rows [first_row, num_rows), for all query heads of one kv head.
 
-    SPLIT = 0   one tile, in one pass over its KV, into `out`; skips a row with more than `long_above` tokens. Grid
+    SPLIT = 0   one tile, in one pass over its KV; writes `out`. Skips a row with more than `long_above` tokens. Grid
                 (kv_heads, tiles)
-    SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one into sums, tops, totals. Grid
-                (kv_heads, shares)
+    SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one; writes `sums`, `tops` and
+                `totals`. Grid (kv_heads, shares)
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -566,7 +569,7 @@ def attend(
                 row_tiles, first_split, splits = _splits(
                     query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
                 )
-            # The tiles of a split run one after another, so the second one finds its KV in the cache.
+            # The tiles of a split run one after another, so the second tile finds the split's KV in the cache.
             split = first_split + (number - before) // row_tiles
             begin = (number - before) % row_tiles * TILE_TOKENS
 
@@ -579,8 +582,8 @@ def attend(
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            # All tiles masked: they wait for memory in any case, and one loop keeps more loads in flight than three
-            # short ones.
+            # All tiles are computed as masked tiles: they wait for memory in any case, and one loop keeps more loads in
+            # flight than three short loops.
             top, total, acc = _reduce(
                 q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW),
                 low // BLOCK_N * BLOCK_N),
@@ -619,8 +622,8 @@ def combine(
     PADDED_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Combine the splits of one head of one token, first to last; rows from `split_rows` on have wide splits. Grid
-    (tokens, heads); skips tokens of rows from `num_rows` on, which are reduced in one pass.
+    """Combines the splits of one head of one token, from first to last. Rows from `split_rows` on have wide splits.
+    Skips rows from `num_rows` on, which are reduced in one pass. Grid (tokens, heads).
     """
     packed = tl.program_id(0)
     head = tl.program_id(1)

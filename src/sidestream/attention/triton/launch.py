@@ -49,9 +49,9 @@ def paged_attention(
 
     The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
     and whether its row is reduced in splits (if so, also on the tokens per split and on whether the row counts as
-    short). They do not depend on the row's other queries, the other rows, their order, B, T, the width of the block
-    tables, the location of blocks, or eager or captured launch. Within rounding, results do differ between a row in
-    splits and the same row in one pass, and between tile shapes.
+    short). They do not depend on the row's other queries, on other rows, on the order of rows, B, T, the width of the
+    block tables, the location of blocks, or on eager or captured launch. So a row in splits and the same row in one
+    pass differ by rounding, and so do two tile shapes.
 
     Raises ConfigError without triton and for head sizes above 256, InvariantError for shapes that do not match.
     """
@@ -106,7 +106,9 @@ def paged_attention(
 def _parts_in_splits(
     batch: DeviceBatch, tiles: Tiles, workspace: SplitKVWorkspace, *, group: int, kv_heads: int
 ) -> Iterator[tuple[Tile, int, range, int]]:
-    """The launches for rows in splits: tile, programs of each KV head, rows, and tokens of a wide split."""
+    """The launches for rows in splits. Each has a tile, a number of programs per KV head, a range of rows, and a number
+    of tokens per wide split.
+    """
     splits = -(-batch.block_tables.shape[1] * batch.layer(0).shape[2] // workspace.tokens)
     split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
     for tile, rows, queries, wide in (
@@ -140,7 +142,7 @@ def _attend_contiguous(
     long_above: int,
     exponent: float,
 ) -> None:
-    """Compute the row with more than `long_above` tokens (half of the step's), if one of `rows` has that many."""
+    """Compute the row with more than `long_above` tokens (half of the step's tokens), if there is one in `rows`."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, head_dim = query.shape
@@ -210,12 +212,14 @@ def _lines(tile: Tile, group: int) -> int:
 
 
 def _warps(tile: Tile, group: int) -> int:
-    """More warps if the tile has more lines than it was tuned for: the sums of a thread must fit in its registers."""
+    """Number of warps: more than `tile.warps` if the tile has more lines than it was tuned for, because the sums of a
+    thread must fit in its registers.
+    """
     return max(tile.warps, min(8, tile.warps * _lines(tile, group) // tile.queries))
 
 
 def _power_of_two(count: int) -> int:
-    """The least power of two that is at least `count` and at least 16, the minimum of `tl.dot`."""
+    """The smallest power of two that is at least `count` and at least 16, the minimum size for `tl.dot`."""
     return max(16, 1 << (count - 1).bit_length())
 
 

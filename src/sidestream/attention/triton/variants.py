@@ -14,8 +14,8 @@ from sidestream.attention.triton.workspace import SplitKVWorkspace, Tiles
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Options that differ between a model's layers. Each combination of set options compiles a separate kernel; their
-    values do not.
+    """Options that differ between a model's layers. Each combination of options that are set needs a kernel of its own;
+    different values of an option do not.
     """
 
     sliding_window: int | None = None
@@ -39,7 +39,7 @@ def warm_up(
     have equal strides: the launch uses the first layer.
     """
     device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
-    nothing = DeviceBatch(  # one padding token and an empty row
+    nothing = DeviceBatch(  # a batch of one padding token and one empty row
         kv,
         slot_mapping=torch.full((1,), -1, dtype=torch.int64, device=device),
         block_tables=torch.zeros(1, 1, dtype=index_dtype, device=device),

@@ -23,7 +23,7 @@ LONG_TOKENS = 512
 class Tile:
     """Shape of one program's work.
 
-    queries   query tokens times the heads of a group, a power of two of at least 16
+    queries   query tokens times query heads of a group, a power of two of at least 16
     keys      KV tokens per iteration, a power of two of at least 16
     warps     warps of the program
     stages    iterations whose KV loads are in flight at once
@@ -37,8 +37,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile shapes for rows in one pass, for rows in splits, and for short chunks in splits. A row's exact bits depend
-    on them, so an engine chooses them once.
+    """Tile shapes for rows in one pass, for rows in splits, and for short chunks in splits. The exact bits of results
+    depend on them, so an engine chooses them once.
     """
 
     whole: Tile
@@ -47,7 +47,7 @@ class Tiles:
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
-        """Tiles for an H100's shared memory and registers; small ones for float32, which does not use tensor cores."""
+        """Tiles for an H100's shared memory and registers; small tiles for float32, which does not use tensor cores."""
         if dtype == torch.float32:
             side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
@@ -64,8 +64,8 @@ class SplitKVWorkspace:
     tokens        KV tokens per split: splits begin at multiples of it
     narrow, wide  in a short chunk, all splits after the first `narrow` ones have `wide` KV tokens, because each query
     writes partial sums for every split
-    sums          float32 [T, splits, heads, head_dim]; T: the most packed query tokens; the splits cover the longest
-                  row
+    sums          float32 [T, splits, heads, head_dim]; T: largest number of packed query tokens. There are enough
+                  splits for the longest row
     tops, totals  float32 [T, splits, heads]
     """
 
@@ -92,8 +92,8 @@ class SplitKVWorkspace:
         """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes per
         token, head and split.
 
-        `also`: size the buffers for those heads as well; only one of both uses them at a time. Raises ConfigError if
-        `tokens` is not a power of two of at least 64.
+        `also`: make the buffers large enough for these heads, too; a launch uses them for one of both. Raises
+        ConfigError if `tokens` is not a power of two of at least 64.
         """
         if tokens < 64 or tokens & (tokens - 1):
             raise ConfigError(f"a split of {tokens} KV tokens: give a power of two of 64 or more, such as 256")
@@ -110,7 +110,7 @@ class SplitKVWorkspace:
 
     @property
     def kv_tokens(self) -> int:
-        """Most KV tokens of a row."""
+        """Largest number of KV tokens of a row."""
         return self.tops.shape[1] * self.tokens
 
     def over(self, shape: KVShape) -> SplitKVWorkspace:
@@ -131,11 +131,11 @@ class SplitKVWorkspace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContiguousKV:
-    """A contiguous copy of one row's KV, for a long chunk: the hardware (TMA) then copies whole tiles. Copies thread by
-    thread take a third longer. Allocated once, shared by all layers and steps of a stream.
+    """A contiguous copy of one row's KV, for a long chunk. From it, the hardware (TMA) copies whole tiles; copies by
+    threads take a third longer. Allocated once, shared by all layers and steps of a stream.
 
     keys, values   [kv_heads, room, head_dim]
-    tile           with as many keys as `Tiles.whole`, so that the contiguous copy changes no bit of the result
+    tile           has as many keys as `Tiles.whole`, so that the contiguous copy changes no bit of the result
     """
 
     keys: torch.Tensor
@@ -146,8 +146,8 @@ class ContiguousKV:
     def allocate(
         cls, *, kv_heads: int, head_dim: int, kv_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> ContiguousKV | None:
-        """Memory for a row of `kv_tokens`. None for heads without tiles, and on GPUs other than Hopper: older ones lack
-        TMA, and on newer ones bit equality is not verified.
+        """Memory for a row of `kv_tokens`. None if no tile fits the heads, and on GPUs other than Hopper: older GPUs
+        lack TMA, and on newer GPUs bit equality was not verified.
         """
         on = on_host(device) or torch.cuda.get_device_capability(device)[0] == 9  # a CPU runs Triton's interpreter
         if not on or dtype == torch.float32 or head_dim not in (64, 128):

@@ -53,7 +53,7 @@ class Copier:
             self._copy_grid(calls, calls.targets, calls.sources)
         elif not calls.table.shape[1]:
             return
-        elif calls.by_kernel and not capturing:  # replays of a graph would read the table after its reuse
+        elif calls.by_kernel and not capturing:  # replays of a graph would read the table after another copy reused it
             self._copy_by_kernel(calls.table, source, target)
         else:
             self._copy_by_engine(calls.table, source, target)

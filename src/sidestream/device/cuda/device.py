@@ -251,7 +251,7 @@ class CudaDevice:
         """Does nothing: torch's cached memory is device memory, and freeing it would stall the device."""
 
     def close(self) -> None:
-        """See `Device.close`. Also unpins host memory. On a lost device, ends the parts that can still be ended."""
+        """See `Device.close`. Also unpins host memory. On a lost device, closes the parts that can still be closed."""
         if self._closed:
             return
         self._closed = True

@@ -216,8 +216,8 @@ class CudaStream:
             failure: BaseException | None = None
             try:
                 with (
-                    self._driver.current(self.external),  # a capture that fails to end leaves it current
-                    # Other threads may go on calling CUDA, because their streams are not captured.
+                    self._driver.current(self.external),  # if the capture fails to end, torch leaves its stream current
+                    # Thread-local, so that other threads may continue to call CUDA: their streams are not captured.
                     torch.cuda.graph(graph, pool=pool, stream=self.external, capture_error_mode="thread_local"),
                 ):
                     self._capture = capture

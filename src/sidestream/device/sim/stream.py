@@ -300,7 +300,7 @@ class SimStream:
         self._trace_wait(head.fence)
 
     def _do(self) -> None:
-        """Run the first work of the queue. Its tensors and leases are dropped before its fence is done (H24)."""
+        """Run the first work of the queue. Its tensors and leases are dropped before its fence is done (hazard H24)."""
         head = self._queue.popleft()
         assert not isinstance(head, _Wait)
         work, fence = head

@@ -74,7 +74,7 @@ class PersistentTier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """The model whose KV a tier will hold.
+    """The context in which a tier is opened: the model whose KV it will hold.
 
     fingerprint   identifies weights and config; a tier must not serve blocks of another model
     tracer        tracer for the tier's index

@@ -163,7 +163,7 @@ class TierIndex:
 
     def lookup(self, keys: Sequence[Key]) -> int:
         """Number of leading `keys` that are published, without a gap. Read-only: does not pin entries, nor change their
-        order (H26).
+        order (hazard H26).
         """
         for count, key in enumerate(keys):
             if key not in self._slots:

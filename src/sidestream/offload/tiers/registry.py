@@ -1,4 +1,4 @@
-"""The known tiers, fastest first. A new tier needs its own module and a row in `_KINDS`, or a call of `register`."""
+"""The known tiers, fastest first. To add a tier, write its module, and add a row to `_KINDS` or call `register`."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class TierStack:
             tier.index.touch(prefix)
 
     def forget_all(self) -> None:
-        """Make every block unreachable, in every tier (H8)."""
+        """Make every block unreachable, in every tier (hazard H8)."""
         self.host.pool.forget_all()  # rule: reset-drops-keys-of-the-host-tier
         for tier in self.persistent.values():
             tier.index.clear()  # rule: reset-drops-keys-of-the-disk

@@ -1,5 +1,5 @@
-"""Published bugs of KV offloading as small programs. Each program fails without its protection, and never fails with
-it.
+"""Published bugs of KV offloading as small programs. Without its protection, each program fails in some schedules; with
+it, in none.
 
 `MINIATURES` covers the hazards H1 to H26, the hazards between processes (H32, H34, H35), and some bugs that only cost
 time. `run_miniature` runs a miniature on the simulated device with a policy, a seed and the checker, and reports the

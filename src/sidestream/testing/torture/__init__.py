@@ -1,7 +1,7 @@
 """The torture test: runs the real engine on the simulated device under schedules drawn from a seed.
 
     torture(...)          many schedules of the unmodified code
-    hunt(...), kill(...)  schedules of the code without one of its rules: which oracle objects?
+    hunt(...), kill(...)  schedules of the code without one of its rules, until an oracle reports a failure
     run_schedule(...)     one schedule
     shrink(...)           reduce a failing schedule
     load_replay(...)      read a failing schedule from a file

@@ -110,8 +110,8 @@ class Border:
         self._capacity = rng.choice((256, 1024, _UNBOUNDED))
         self._selector = WireSelector(rng)
         owner, self._owner = wire_pair(rng, capacity=_UNBOUNDED)
-        # A fixed number: another process's id could have more or fewer digits, and the same seed must split frames at
-        # the same bytes.
+        # A fixed process id. A real id may have more or fewer digits, but the same seed must split frames at the same
+        # bytes.
         info = msgspec.structs.replace(engine_info(engine, model="toy", model_name="toy"), pid=0)
         self._server = EngineServer(
             engine,
@@ -137,8 +137,8 @@ class Border:
         seat.readers[number] = _Reader(number, answer, set(range(params.n)))
 
     def end(self, number: int) -> set[int]:
-        """The client of a request disconnects, or one of its samples hit a stop string. Returns the numbers of the
-        samples that end.
+        """End a request because its client has disconnected, or because a stop string was found in one of its samples.
+        Returns the numbers of the samples that end.
         """
         seat = self._seat_of[number]
         reader = seat.readers.get(number)
@@ -152,7 +152,7 @@ class Border:
         return ended
 
     def hang_up(self) -> list[int]:
-        """A front end exits or is killed, and another one replaces it. Returns the requests that it had."""
+        """End or kill a front end, and replace it by a new one. Returns the requests of the old front end."""
         place = self._rng.randrange(len(self._seats))
         seat = self._seats[place]
         numbers = list(seat.readers)

@@ -20,7 +20,7 @@ from sidestream.testing.torture.workload import Workload, draw_workload
 
 POLICIES = ("random", "late", "early", "starve:compute", "starve:store", "starve:load", "pct:2", "pct:3", "pct:4")
 SCHEDULES_PER_WORKLOAD = 8
-"""They share its reference."""
+"""Number of schedules that share a workload, and the reference of the workload."""
 
 _REPORT_EVERY_S = 0.2
 _MAX_FAILURES = 20
@@ -28,7 +28,7 @@ _MAX_FAILURES = 20
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A schedule to which an oracle objects, with all that is needed to repeat it."""
+    """A schedule in which an oracle reported a failure, with everything that is needed to repeat it."""
 
     workload: Workload
     policy: str
@@ -40,10 +40,10 @@ class Failure:
 class Report:
     """The result of a campaign.
 
-    failures   the first ones, in seed order; `num_failures` counts all
-    steps      engine steps, in total
-    decisions  decisions of the policy, in total
-    seconds    of wall time
+    failures   the first failures, in seed order; `num_failures` counts all
+    steps      total number of engine steps
+    decisions  total number of decisions of the policy
+    seconds    seconds of wall time
     """
 
     schedules: int = 0

@@ -2,7 +2,7 @@
 pattern in every block.
 
     torture_device(...)   block transfers of the unmodified code, in several layouts
-    hunt_device(...)      the same without one of the engine's rules: are wrong bytes detected?
+    hunt_device(...)      the same without one of the engine's rules, until wrong bytes are detected
 
 Timing comes from the machine; the seed determines the requests only. The simulated device checks every order of
 execution; this test checks the copies, kernels and events of real hardware.
@@ -50,10 +50,10 @@ NOT_ON_HARDWARE: dict[str, str] = {
 }
 """Name prefixes of transfer engine mutations that only the simulated device tests, with the reason.
 
-The rooms `schedule`, `runner`, `engine` and `tiers` do not run in this test.
+The packages `schedule`, `runner` and `engine`, and the persistent tiers, do not run in this test.
 """
 
-# The pools' rules that make a stream wait; their other rules are bookkeeping, the same on every device.
+# Rules of pools that make a stream wait. All other rules of pools are bookkeeping, which is the same on every device.
 _OF_POOLS = ("release-keeps-its-fences", "take-passes-the-fences-on")
 
 ON_HARDWARE: tuple[str, ...] = (
@@ -92,8 +92,8 @@ _USUAL = (0.1, 10e-6, 3e-3)
 # Large delays, so that work that does not wait runs first.
 _LATE = (0.5, 1e-3, 5e-3)
 
-# Some mutations make transfers hang: wait this long for the end. Long enough for a busy machine: a hang is not the
-# wrong byte that a test waits for.
+# Time after which transfers count as hanging, because some mutations make them hang. It is long enough for a busy
+# machine, on which transfers only take longer.
 _IMPATIENCE_S = 10.0
 _ROUNDS = 3
 # Several pieces per load, so that some still run after one has failed.
@@ -157,7 +157,9 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """One mutation. after: block transfers until it was detected; None: it was not. said: the objection."""
+    """The result for one mutation. after: number of block transfers until it was detected; None: it was not. said: the
+    message of the test that detected it.
+    """
 
     name: str
     hazard: str
@@ -208,7 +210,7 @@ def hunt_device(
     seed: int = 0,
     tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> list[Missed]:
-    """Apply the mutations one by one, and move at most `blocks` blocks with each: does the test detect it?
+    """Apply the mutations one by one, and move at most `blocks` blocks with each, until the test detects it.
 
     Raises ConfigError when the device or mutation does not exist, or the test cannot detect the mutation;
     InvariantError when the mutation does not fit the code, or when the unmodified code fails.

@@ -1,4 +1,4 @@
-"""Mutations and miniatures: is a missing wait detected, after how many schedules, and by which oracle?
+"""Runs mutations and miniatures. For each, finds the number of schedules until an oracle detects it, and the oracle.
 
 A mutation removes one rule from the real code (`sidestream.testing.mutations`); a miniature re-enacts a published bug
 without its protection (`sidestream.testing.miniatures`). References for mutated schedules come from the unmodified
@@ -54,9 +54,9 @@ class Row:
 
 @dataclass(slots=True)
 class Hunt:
-    """The results for all of them.
+    """The results for all mutations and miniatures.
 
-    schedules   total number, miniatures included
+    schedules   total number of schedules, including those of miniatures
     total       expected number of rows
     """
 
@@ -131,10 +131,10 @@ def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 
 
 
 def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
-    """Play the miniature without its protection until it is caught, and equally often with it; None: it was never
-    caught.
+    """Run the miniature without its protection until an oracle detects it, and the same number of times with it. None:
+    it was never detected.
 
-    Raises InvariantError when it fails with its protection in place.
+    Raises InvariantError if it fails with its protection.
     """
     for tried in range(max_schedules):
         policy = deal(tried, POLICIES)

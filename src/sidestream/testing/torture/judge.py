@@ -1,8 +1,8 @@
 """Checks of an idle engine, and of the output that its clients received. Each function returns its findings as
-sentences; none means that the check passed.
+sentences; without findings, the check has passed.
 
-Reads private state of every room on purpose: the engine's own bookkeeping is being checked. Called by the thread that
-runs the engine.
+Reads private state of all packages on purpose, because the engine's own bookkeeping is under test. Called by the thread
+that runs the engine.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ class Reference:
 
     samples   by request number and sample number, for each version of the weights
     blocks    the content of each key, the same in every tier
-    states    the recurrent state at the end of each key's block; empty: the model keeps none
-    parts     of checkpoints in tiers, by key: where each begins to be compared, and the bytes there; other bytes of it
-              mean nothing
+    states    the recurrent state at the end of each key's block; empty: the model has none
+    parts     parts of checkpoints in tiers, by key: for each compared range, its first byte and its content; other
+              bytes of a part are undefined
     """
 
     samples: tuple[dict[tuple[int, int], Sample], ...]
@@ -152,7 +152,7 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
 
 
 def state_bytes(model: ScriptedModel, num_states: int) -> int:
-    """Device memory of so many recurrent states; 0 if the model keeps none."""
+    """Bytes of device memory for `num_states` recurrent states; 0 if the model has none."""
     layout = model.state_layout
     if layout is None:
         return 0

@@ -47,11 +47,11 @@ _EVENTS = {
     "restart": "ends, and begins again",
     "hang_up": "loses a front end, which is replaced",
 }
-# When no client waits, or after this many idle steps in a row, the slowest pending operation is allowed to end soon.
+# Virtual time of an idle step when no client waits, or after _PATIENT_STEPS idle steps: then slow operations may end.
 _DRAIN_S = 0.05
 _PATIENT_STEPS = 100
-# Typical schedules take 40 steps, those that wait for a slow disk 200; if every store is late, 160 more for each of
-# them.
+# Typical schedules take 40 steps, and schedules that wait for a slow disk 200. If stores are late, each adds up to 160
+# steps.
 _MAX_STEPS = 6000
 # No schedule has this many idle steps in a row unless it hangs.
 _STUCK_STEPS = 1000
@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def oracles(self) -> tuple[str, ...]:
-        """Names of the oracles that object, without duplicates."""
+        """Names of the oracles with findings, without duplicates."""
         return tuple(dict.fromkeys(finding.oracle for finding in self.findings))
 
 
@@ -187,8 +187,8 @@ class Life:
             raise
 
     def _capture(self, workload: Workload) -> None:
-        """Capture one shape, and one each for few drafts and for none: other batches run eagerly, between captured
-        steps.
+        """Capture one shape and, if the workload has drafts, a shape with few drafts and one without. All other batches
+        run eagerly, between captured steps.
         """
         parts, layout = self.engine.parts, self.model.layout
         has_states = workload.states > 0
@@ -347,7 +347,7 @@ class _Schedule:
         return worked
 
     def _clients(self) -> None:
-        """The clients' actions at a step; does nothing the second time."""
+        """Run the clients' actions at a step. Does nothing in a second call for the same step."""
         step, self._due = self._due, None
         if step is None:
             return
@@ -385,7 +385,7 @@ class _Schedule:
             life.received[number, index].reason = "abort"
 
     def _fail(self, life: Life, number: int, error: SidestreamError, *, refused: bool) -> None:
-        """One request's client learns that its request ends: it was rejected, or its connection has ended."""
+        """Tell a client that its request has ended, because it was rejected or because its connection has ended."""
         if refused:
             life.gone.add(number)
         for index in range(self._workload.requests[number].n):
@@ -474,8 +474,8 @@ class _Schedule:
         self._verdict.judge_disk(self._life, "after the restart")
 
     def _update_weights(self) -> None:
-        """Requests with output so far must end on the old weights, later ones must start on the new ones; the others
-        may do either.
+        """Announce new weights. Requests that have output must end with the old weights, and requests that arrive later
+        must start with the new weights. Requests in between may do either.
         """
         life, model = self._life, self._life.model
         self._weights = 1

@@ -1,7 +1,7 @@
 """Reduces a failing schedule to a short one that still fails: fewer requests, fewer events, fewer changes of actor.
 
-Each step tries a simpler schedule and keeps it when the same oracle still objects. The number of runs is bounded:
-shrinking may take seconds, not minutes.
+Each step tries a simpler schedule, and keeps it if the same oracle still reports a failure. The number of runs is
+bounded, so that shrinking takes seconds, not minutes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Shrunk:
 
 
 def shrink(failure: Failure, *, mutation: Mutation | None = None, max_runs: int = MAX_RUNS) -> Shrunk:
-    """A short schedule to which the same oracle objects; at worst the failure itself, as explicit decisions. Blocks.
+    """A short schedule in which the same oracle reports a failure; at worst `failure` itself, as explicit decisions.
+    Blocks.
 
     `mutation`: the removed rule. Raises ConfigError when the failure cannot be reproduced.
     """
@@ -110,7 +111,7 @@ class _Shrinking:
         return self._try(workload, lambda: Steered(turns))
 
     def _try(self, workload: Workload, policy: Callable[[], Policy]) -> Outcome | None:
-        """The outcome if the same oracle objects, else None; also None when no runs are left."""
+        """The outcome if the same oracle reports a failure; else None, also if no runs are left."""
         if self._left <= 0:
             return None
         self._left -= 1
@@ -214,7 +215,7 @@ def _simpler_requests(asked: Asked) -> Iterator[Asked]:
 
 
 def _changed(workload: Workload, **changes: object) -> Workload:
-    """The pool shrinks with its largest request, so that it stays scarce."""
+    """The workload with `changes`. Its pool shrinks with its largest request, so that blocks stay scarce."""
     changed = dataclasses.replace(workload, **changes)  # type: ignore[arg-type]
     spare = workload.blocks - max(blocks_for(asked) for asked in workload.requests)
     largest = max(blocks_for(asked) for asked in changed.requests)

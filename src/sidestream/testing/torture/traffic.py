@@ -69,9 +69,9 @@ class Habits:
 class Tally:
     """Counts of a run, in blocks, except `wrong`, `resets` and `failed_slices`.
 
-    blocks    whose transfer succeeded and whose bytes were compared afterwards
-    reused    taken for writing while their last use was still running
-    wrong     wrong blocks and keys; leases that never ended
+    blocks    blocks whose transfer succeeded and whose bytes were compared afterwards
+    reused    blocks that were taken for writing while their last use was still running
+    wrong     wrong blocks, wrong keys, and leases that never ended
     findings  the first errors, in words
     """
 
@@ -240,8 +240,8 @@ class Traffic:
             self._rest()
 
     def _begin(self) -> bool:
-        """Start one more request, or the one that found no room before: long requests wait for room. False without
-        room.
+        """Start one more request. A request that did not fit is tried again first, so that long requests get room.
+        Returns False if there is no room.
         """
         ask = self._next or self._draw()
         self._next = None if ask() else ask

@@ -33,7 +33,7 @@ content         every findable block in every tier holds the content of its key;
 balance         at the end every pool is as it was at the start, and no request or transfer is kept
 answered        every request ends once, for a possible reason; when its client receives the end, the engine holds no
                 resources of it any more (H24)
-deadlock        every stream and thread waits for another one
+deadlock        every stream and every thread waits, each for another
 no progress     the schedule does not end (H26)
 error           the engine raised an exception
 """

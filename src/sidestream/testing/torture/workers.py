@@ -74,7 +74,7 @@ def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes started inside ignore interrupts from the start; meanwhile this process ignores them too."""
+    """Processes that are started in this context ignore interrupts. Until its end, this process ignores them, too."""
     if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set, no interrupt arrives
         yield
         return

@@ -19,7 +19,7 @@ from sidestream.testing.mutations import Feature
 BLOCK_TOKENS = 4
 VOCAB = 97
 LONGEST_PROMPT = 40
-# Deadlines after which every request stops waiting.
+# Duration of a slow operation, in load deadlines, at which every request stops waiting for it.
 _ENDLESS = 3000
 # Repetition, presence, frequency.
 _PENALTIES = ((1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.0, 2.0, 2.0), (2.0, 1.0, 2.0))
@@ -48,8 +48,8 @@ late        its bytes move at once, but its fence is done much later
 lost        nothing moves, and it fails
 torn        half of its bytes move, then it fails
 full        no space on the medium
-truncated   the file has lost its end when it is read; of a write: afterwards
-flipped     one bit of the file has changed when it is read; of a write: afterwards
+truncated   the file loses its end: before the operation if it is a read, after it if it is a write
+flipped     one bit of the file changes: before the operation if it is a read, after it if it is a write
 nan         the logits are NaN, and the KV that was written is wrong
 """
 
