@@ -27,6 +27,7 @@ from sidestream.errors import ModelError
 from sidestream.models import PagedModel, compiled, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
 from sidestream.models.mtp import attach_head
+from sidestream.models.shard import ShardCheck
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.testing.random_models import random_model
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
@@ -515,3 +516,42 @@ def test_equal_products_are_merged_and_others_are_not() -> None:
     assert sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes) == 2
     for got, wanted in zip(module(torch.eye(3), torch.ones(3, 3)), work(torch.eye(3), torch.ones(3, 3)), strict=True):
         assert got.equal(wanted)
+
+
+class _Doubling:
+    """A rank of two that stands for both: its sums are twice its own."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.sums = 0
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        self.sums += 1
+        values.mul_(2)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values, values], dim=-1)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
+
+
+def test_compiled_layers_of_a_rank_call_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_model_dir("qwen2", tmp_path / "qwen2", 0, num_hidden_layers=1, vocab_size=260)
+    monkeypatch.setattr(ShardCheck, "check", lambda self, module: None)  # two equal halves are another model
+    group = _Doubling()
+    model = load_model(str(directory), block_tokens=16, group=group)
+    eager = logits(model)
+    compile_layers(model, backend="eager")
+    group.sums = 0
+
+    with compiling():
+        compiled = logits(model)
+
+    assert group.sums == 2 * len(LENGTHS)  # after attention, and after the MLP
+    for own, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-4)

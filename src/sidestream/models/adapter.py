@@ -52,10 +52,12 @@ class PagedModel:
     layout          shape of its KV blocks
     state_layout    shape of its recurrent states; None: it keeps none
     vocab_size      width of its logits
-    num_heads       query heads of its attention
+    num_heads       query heads of its attention; of a sharded model, this rank's
     max_model_len   positions that its config allows
     eos_token_ids   end-of-sequence tokens of the model's generation config
-    fingerprint     hex, 128 bits: equal in every process for equal config, weights and dtype
+    fingerprint     hex, 128 bits: equal in every process for equal config, weights and dtype; of a sharded model, also
+                    rank and number of ranks count
+    weights_fingerprint  the same for all ranks: of the whole model
     module          the transformers module; call it through `forward`
     """
 
@@ -69,16 +71,20 @@ class PagedModel:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         fingerprint: str,
+        weights_fingerprint: str | None = None,
+        num_heads: int | None = None,
     ) -> None:
+        """`weights_fingerprint`, `num_heads`: of a sharded model; None: `fingerprint`, and what the config says."""
         self.name = name
         self.config: PreTrainedConfig = module.config
         self.layout = layout
         self.state_layout = state_layout
         self.vocab_size = int(module.config.vocab_size)
-        self.num_heads = int(module.config.num_attention_heads)
+        self.num_heads = int(module.config.num_attention_heads) if num_heads is None else num_heads
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.fingerprint = fingerprint
+        self.weights_fingerprint = fingerprint if weights_fingerprint is None else weights_fingerprint
         module.config._attn_implementation = PAGED
         if self.config.model_type in _DROPS_ARGUMENTS:
             for layer in module.base_model.layers:

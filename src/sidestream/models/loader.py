@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sidestream.config import unknown_name
+from sidestream.device.group import Group
 from sidestream.device.kinds import CPU, on_gpu, on_host
-from sidestream.errors import ConfigError, ModelError
+from sidestream.errors import ConfigError, ModelError, ProcessFailed
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
@@ -28,6 +31,7 @@ from sidestream.models.directory import check_config, read_json
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.rope import fix_longrope
 from sidestream.models.self_check import check_paged, reference
+from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
 from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, stored_dtype_and_bytes
 
 logger = logging.getLogger(__name__)
@@ -36,6 +40,9 @@ logger = logging.getLogger(__name__)
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CPU = torch.device(CPU)
+# transformers replaces functions and defaults of torch while it builds a model: with two threads at once, one gets the
+# other's dtype, or takes tied weights for missing.
+_ONE_BUILDS = threading.Lock()
 
 
 def load_model(
@@ -45,6 +52,7 @@ def load_model(
     block_tokens: int,
     device: torch.device = _CPU,
     max_model_len: int | None = None,
+    group: Group | None = None,
 ) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format. A hub id is downloaded first; a directory needs no
     network.
@@ -53,10 +61,13 @@ def load_model(
                     (`models/precision.py`)
     max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE it selects the factors, and so
                     affects the KV and the fingerprint
+    group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
+                    weights and KV heads, and its forward must be called by all ranks together. None: one rank
 
     Weights are read on the host and moved to `device`, where the self-check runs. One copy of them remains; on a CPU, a
-    tied embedding may also exist in oneDNN's order. Raises ModelError with the reason when the model cannot be read,
-    does not fit, or cannot be served correctly.
+    tied embedding may also exist in oneDNN's order. With a group, each rank copies its share of one weight after
+    another; whole weights in the checkpoint's dtype stay in the files, mapped. Raises ModelError with the reason when
+    the model cannot be read, does not fit, or cannot be served correctly, and ProcessFailed when another rank ends.
     """
     _check_dtype(dtype)
     name = Path(path_or_hub_id).name
@@ -65,19 +76,29 @@ def load_model(
         check_config(directory)
         config = read_config(directory)
         check_servable(config)
-        parts_of(config, dtype="float32", block_tokens=block_tokens)
-        stored = check_files(directory)
-        precision = _precision(directory, config, dtype, device)
-        logger.info("model %s: %s", name, precision)
-        module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
-        parts = parts_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
+        ranks = 1 if group is None else group.size
+        with _ONE_BUILDS:
+            _parts_of_rank(config, dtype="float32", block_tokens=block_tokens, ranks=ranks)
+            stored = check_files(directory)
+            precision = _precision(directory, config, dtype, device)
+            logger.info("model %s: %s", name, precision)
+            module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
+            parts, num_heads = _parts_of_rank(
+                module.config,
+                dtype=str(module.dtype).removeprefix("torch."),
+                block_tokens=block_tokens,
+                ranks=ranks,
+            )
         long_rope = takes_long_rope(config, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)
         # Computed on the host, so that the fingerprint is the same on every device.
         fingerprint = fingerprint_of(module, variant="long rope" if long_rope else "")
         if on_gpu(device):
             use_compile_cache()  # the self-check launches the first kernels
-        module.to(device)
+        if group is None or group.size == 1:
+            module.to(device)
+        else:
+            _shard(module, group, fingerprint, device)
         model = PagedModel(
             module,
             name=name,
@@ -85,12 +106,39 @@ def load_model(
             state_layout=parts.state,
             max_model_len=max_positions(module.config, max_model_len=max_model_len),
             eos_token_ids=_eos_ids(module),
-            fingerprint=fingerprint,
+            fingerprint=fingerprint if group is None else rank_fingerprint(fingerprint, group.rank, group.size),
+            weights_fingerprint=fingerprint,
+            num_heads=num_heads,
         )
         expected = reference(model)
         pack_linears(module)
         check_paged(model, expected)
     return model
+
+
+def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:
+    """Keep this rank's share of a whole module, on `device`. Raises ModelError."""
+    check_same(group, fingerprint, device)
+    checked = ShardCheck(module)
+    shard(module, group, device=device)
+    module.to(device)
+    retie(module)
+    checked.check(module)
+
+
+def _parts_of_rank(
+    config: PreTrainedConfig, *, dtype: str, block_tokens: int, ranks: int
+) -> tuple[ModelParts, int | None]:
+    """The parts of one rank's cache, and its query heads (None: what the config says). Raises ModelError."""
+    parts = parts_of(config, dtype=dtype, block_tokens=block_tokens)
+    if ranks == 1:
+        return parts, None
+    if parts.state is not None:
+        raise ModelError(
+            f"{config.model_type} keeps recurrent state, which is not divided over ranks: run this model on one rank"
+        )
+    share = share_of(config, size=ranks)
+    return replace(parts, kv=replace(parts.kv, num_kv_heads=share.num_kv_heads)), share.num_heads
 
 
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
@@ -102,18 +150,21 @@ def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.devi
         return _precision(directory, read_config(directory), dtype, device)
 
 
-def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> int:
-    """KV bytes of one token in all layers, in the dtype that `load_model` would choose; reads no weights. Raises
-    ModelError.
+def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU, ranks: int = 1) -> int:
+    """KV bytes of one token in all layers, in the dtype that `load_model` would choose; reads no weights. With several
+    ranks, on each of them. Raises ModelError.
     """
-    return cache_parts(path_or_hub_id, dtype=dtype, block_tokens=1, device=device).kv.token_bytes
+    return cache_parts(path_or_hub_id, dtype=dtype, block_tokens=1, device=device, ranks=ranks).kv.token_bytes
 
 
 def cache_parts(
-    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU
+    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU, ranks: int = 1
 ) -> ModelParts:
     """The layouts of a model's KV and recurrent states, in the dtype that `load_model` would choose; reads no weights.
-    Raises ModelError.
+
+    ranks   number of ranks of tensor parallelism: with more than one, the layouts are those of each rank
+
+    Raises ModelError, also for a model that the ranks cannot divide.
     """
     _check_dtype(dtype)
     with naming_model(Path(path_or_hub_id).name):
@@ -122,7 +173,7 @@ def cache_parts(
         config = read_config(directory)
         check_servable(config)
         chosen = _precision(directory, config, dtype, device).dtype
-        return parts_of(config, dtype=chosen, block_tokens=block_tokens)
+        return _parts_of_rank(config, dtype=chosen, block_tokens=block_tokens, ranks=ranks)[0]
 
 
 def weights_digest(path_or_hub_id: str) -> str:
@@ -155,6 +206,8 @@ def naming_model(name: str) -> Iterator[None]:
             yield
     except ConfigError as error:
         raise ModelError(f"model {name}: {error}") from error
+    except ProcessFailed:
+        raise  # another rank's end says nothing about the model
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"model {name}: it does not fit the GPU ({str(error).splitlines()[0]}); choose a smaller one or dtype"

@@ -1,0 +1,190 @@
+"""Collectives between the ranks of tensor parallelism: one process for each rank, all on one machine.
+
+Knows tensors, but neither models nor plans. `open_group` is called once by each rank; the collectives are called by the
+thread that runs the forward, on all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sidestream.device.kinds import on_gpu
+from sidestream.errors import ConfigError, ProcessFailed
+
+_STORE = "ranks"
+
+
+class Group(Protocol):
+    """The ranks that share a model. All ranks must call the same collectives in the same order, with equal shapes and
+    dtypes; one thread of a rank at a time.
+
+    A collective blocks the calling thread on a CPU. On a GPU it is enqueued on the current stream, can be captured in a
+    CUDA graph, and the call returns at once. Each raises ProcessFailed when another rank ended or did not take part in
+    time; the group cannot be used afterwards. A GPU may report this later, as an error of the stream.
+
+    rank   this process's number, 0 to `size` - 1
+    size   number of ranks
+    """
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102  # see the class
+    @property
+    def size(self) -> int: ...  # noqa: D102
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Replace `values`, contiguous, by their sum over all ranks. The result has equal bits on all ranks."""
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks, by rank, joined in the last dimension: `[..., n]` to `[..., n * size]`."""
+
+    def broadcast(self, values: Tensor) -> None:
+        """Replace `values`, contiguous, by those of rank 0."""
+
+    def close(self) -> None:
+        """Leave the group. Waits for no other rank; their later collectives fail. Idempotent.
+
+        On a GPU, delete the CUDA graphs that captured its collectives first: NCCL waits for that.
+        """
+
+
+class TorchGroup:
+    """A group over one of torch's process groups: Gloo on a CPU, NCCL on GPUs.
+
+    Not torch's default process group, which the user's own process may need.
+    """
+
+    def __init__(self, backend: Any, *, rank: int, size: int, store: Any) -> None:
+        """`backend`: a connected ProcessGroupGloo or ProcessGroupNCCL; this object closes it. `store`: its store."""
+        self.rank, self.size = rank, size
+        self._backend = backend
+        self._store = store  # the backend uses it as long as it is open
+
+    def all_reduce(self, values: Tensor) -> None:
+        """See `Group`."""
+        options = _options("AllreduceOptions")
+        self._run("all_reduce", lambda backend: backend.allreduce([values], options))
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """See `Group`."""
+        options = _options("AllgatherOptions")
+        gathered = values.new_empty((self.size, *values.shape))
+        given = values.contiguous().view(-1)
+        self._run("all_gather", lambda backend: backend._allgather_base(gathered.view(-1), given, options))
+        return gathered.movedim(0, -2).flatten(-2)
+
+    def broadcast(self, values: Tensor) -> None:
+        """See `Group`."""
+        options = _options("BroadcastOptions")
+        options.rootRank = 0
+        self._run("broadcast", lambda backend: backend.broadcast([values], options))
+
+    def close(self) -> None:
+        """See `Group`."""
+        backend, self._backend, self._store = self._backend, None, None
+        if backend is not None:
+            with suppress(RuntimeError):  # another rank may be gone
+                backend.abort()
+
+    def _run(self, name: str, collective: Callable[[Any], Any]) -> None:
+        if self._backend is None:
+            raise ProcessFailed(f"rank {self.rank} of {self.size} has closed its group: {name} cannot run")
+        try:
+            work = collective(self._backend)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
+            raise ProcessFailed(
+                f"{name} of rank {self.rank} of {self.size} failed: another rank has ended, or did not take part in "
+                f"time ({str(error).splitlines()[0]}). Look at the output of the other ranks, and start all again"
+            ) from error
+
+
+def _options(name: str) -> Any:
+    """Options of a collective that NCCL enqueues on the current stream, instead of a stream of its own."""
+    options = getattr(_torch(), name)()
+    options.asyncOp = False
+    return options
+
+
+def _torch() -> Any:
+    """Torch's process groups and options: untyped in part, and absent from some builds of torch."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d
+
+
+def open_group(directory: Path, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
+    """Join the group of `size` ranks that meet in `directory`; returns when all of them have come.
+
+    directory   on a local disk, for this group alone: one that a killed group left is refused
+    device      where the collectives' tensors are; on a GPU, one GPU for each rank
+    timeout_s   longest wait for the ranks to come, and for their part in each collective
+
+    Ranks find each other through a file, and connect over the loopback interface: nothing listens on a fixed port or
+    for other machines. Raises ConfigError for unusable arguments or a used directory, and ProcessFailed with the
+    numbers of the ranks that did not come.
+    """
+    if size < 1 or not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of {size}: ranks are numbered from 0 to their number - 1")
+    if not torch.distributed.is_available():
+        raise ConfigError("this torch has no torch.distributed, which ranks need: install a torch that has it")
+    if on_gpu(device) and not torch.distributed.is_nccl_available():
+        raise ConfigError("this torch has no NCCL, which ranks on GPUs need: install a torch with CUDA for Linux")
+    directory.mkdir(parents=True, exist_ok=True)
+    store = torch.distributed.FileStore(str(directory / _STORE), size)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    _meet(store, directory, rank=rank, size=size, timeout_s=timeout_s)
+    try:
+        backend = (_nccl if on_gpu(device) else _gloo)(store, rank, size, timedelta(seconds=timeout_s), device)
+    except RuntimeError as error:
+        raise ProcessFailed(
+            f"rank {rank} of {size} could not connect to the others within {timeout_s:g} s "
+            f"({str(error).splitlines()[0]}): look at the output of the other ranks"
+        ) from error
+    return TorchGroup(backend, rank=rank, size=size, store=store)
+
+
+def _meet(store: Any, directory: Path, *, rank: int, size: int, timeout_s: float) -> None:
+    """Wait until all ranks have come to the store."""
+    names = [f"rank {number}" for number in range(size)]
+    if store.add(names[rank], 1) != 1:
+        raise ConfigError(
+            f"rank {rank} of {size} was in {directory} before: two processes have the same rank, or the directory is "
+            "an earlier group's. Use a new directory for each group"
+        )
+    try:
+        store.wait(names, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [str(number) for number, name in enumerate(names) if not store.check([name])]
+        raise ProcessFailed(
+            f"rank {rank} of {size} waited {timeout_s:g} s for {'rank' if len(missing) == 1 else 'ranks'} "
+            f"{', '.join(missing)}: look at the output of their processes, or raise the timeout"
+        ) from error
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    gloo = _torch().ProcessGroupGloo
+    options = gloo._Options()
+    # Without a device of its own, Gloo would resolve the host's name and listen on that address.
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    nccl = _torch().ProcessGroupNCCL
+    # The ranks are on one machine: NCCL would otherwise listen on the first other interface.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    options = nccl.Options()
+    options._timeout = timeout
+    backend = nccl(store, rank, size, options)
+    backend.eager_connect_single_device(device)  # so that a missing rank is found here, and not in the first capture
+    return backend

@@ -1,0 +1,234 @@
+"""Collectives over torch's process groups: sums, gathers and broadcasts, and ranks that do not come or end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream.device.group import Group, open_group
+from sidestream.device.kinds import CPU, CUDA
+from sidestream.errors import ConfigError, ProcessFailed
+from sidestream.testing.thread_group import run_ranks, thread_groups
+
+HOST = torch.device(CPU)
+
+
+def open_all(directory: Path, size: int, *, timeout_s: float = 30) -> list[Group]:
+    """Gloo's groups know nothing of processes: here each rank is a thread."""
+    with ThreadPoolExecutor(size) as threads:
+        ranks = [
+            threads.submit(open_group, directory, rank=rank, size=size, device=HOST, timeout_s=timeout_s)
+            for rank in range(size)
+        ]
+    return [rank.result() for rank in ranks]
+
+
+def on_all(groups: list[Group], work: Callable[[Group], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(work, groups))
+
+
+def check_collectives(group: Group, dtype: torch.dtype) -> bool:
+    """Whether each collective gives this rank the values that it must."""
+    ranks = list(range(group.size))
+    with torch.inference_mode():
+        summed = torch.full((3, 5), group.rank + 1.0, dtype=dtype)
+        group.all_reduce(summed)
+        own = torch.arange(6, dtype=dtype).view(1, 2, 3) + 10 * group.rank
+        gathered = group.all_gather(own.transpose(1, 2))
+        sent = torch.full((4,), group.rank + 7.0, dtype=dtype)
+        group.broadcast(sent)
+        expected = torch.cat([(own - 10 * group.rank + 10 * rank).transpose(1, 2) for rank in ranks], dim=-1)
+        return (
+            bool((summed == sum(ranks) + group.size).all())
+            and torch.equal(gathered, expected)
+            and bool((sent == 7).all())
+        )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_collectives_of_gloo(size: int, tmp_path: Path) -> None:
+    groups = open_all(tmp_path, size)
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert on_all(groups, lambda group, dtype=dtype: check_collectives(group, dtype)) == [True] * size
+    finally:
+        for group in groups:
+            group.close()
+            group.close()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_collectives_of_threads(size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert run_ranks(size, lambda group, dtype=dtype: check_collectives(group, dtype)) == [True] * size
+
+
+def test_sums_have_equal_bits_on_all_ranks(tmp_path: Path) -> None:
+    groups = open_all(tmp_path, 4)
+
+    def summed(group: Group) -> torch.Tensor:
+        values = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
+        group.all_reduce(values)
+        return values
+
+    first, *others = on_all(groups, summed)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_torch_keeps_its_default_group_for_the_user(tmp_path: Path) -> None:
+    groups = open_all(tmp_path, 2)
+    assert not torch.distributed.is_initialized()
+    for group in groups:
+        group.close()
+
+
+def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+    before = listening()
+    groups = open_all(tmp_path, 2)
+    assert {address for address in listening() - before if not address.startswith("0100007F:")} == set()
+    for group in groups:
+        group.close()
+
+
+def listening() -> set[str]:
+    """This process's addresses in state LISTEN, in the system's notation (IPv4 and IPv6)."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {fields[1] for fields in lines if fields[3] == "0A" and fields[9] in inodes}
+
+
+@pytest.mark.parametrize(("came", "missing"), [([0], "rank 1"), ([1], "rank 0")])
+def test_a_rank_that_does_not_come_is_named(came: list[int], missing: str, tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailed) as caught:
+        open_group(tmp_path, rank=came[0], size=2, device=HOST, timeout_s=0.2)
+    assert f"rank {came[0]} of 2 waited 0.2 s for {missing}: look at the output" in str(caught.value)
+
+
+def test_all_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailed, match="for ranks 0, 1, 3: "):
+        open_group(tmp_path, rank=2, size=4, device=HOST, timeout_s=0.2)
+
+
+def test_a_directory_that_a_killed_group_left_is_refused(tmp_path: Path) -> None:
+    left = open_all(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 was in .* before: two processes have the same rank"):
+        open_group(tmp_path, rank=0, size=1, device=HOST, timeout_s=1)
+    left[0].close()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_ranks_outside_the_group_are_refused(rank: int, size: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"rank {rank} of {size}: ranks are numbered"):
+        open_group(tmp_path / "new", rank=rank, size=size, device=HOST, timeout_s=1)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_rank_that_leaves_fails_the_collectives_of_the_others(tmp_path: Path) -> None:
+    first, second = open_all(tmp_path, 2)
+    second.close()
+    with pytest.raises(ProcessFailed, match="all_reduce of rank 0 of 2 failed: another rank has ended"):
+        first.all_reduce(torch.ones(3))
+    first.close()
+    with pytest.raises(ProcessFailed, match="has closed its group: broadcast cannot run"):
+        first.broadcast(torch.ones(3))
+
+
+def test_a_rank_that_does_not_take_part_fails_the_collectives_of_the_others(tmp_path: Path) -> None:
+    groups = open_all(tmp_path, 2, timeout_s=0.5)
+    with pytest.raises(ProcessFailed, match="all_gather of rank 1 of 2 failed"):
+        groups[1].all_gather(torch.ones(3))
+    for group in groups:
+        group.close()
+
+
+def test_a_thread_that_does_not_take_part_fails_the_collectives_of_the_others() -> None:
+    first, _ = thread_groups(2, timeout_s=0.05)
+    with pytest.raises(ProcessFailed, match=r"all_reduce of rank 0 of 2 failed: ranks \[1\] have left or did not take"):
+        first.all_reduce(torch.ones(3))
+
+
+RANK = """
+import os, sys, pathlib, torch
+from sidestream.device.group import open_group
+group = open_group(pathlib.Path(sys.argv[1]), rank=1, size=2, device=torch.device(sys.argv[2]), timeout_s=60)
+values = torch.tensor([[1.0], [2.0]])
+group.all_reduce(values)
+assert values.tolist() == [[11.0], [22.0]]
+assert group.all_gather(values).tolist() == [[11.0, 11.0], [22.0, 22.0]]
+os._exit(3)
+"""
+
+
+def test_a_process_takes_part_until_it_ends(tmp_path: Path) -> None:
+    """Rank 1 is a process; rank 0 a thread of this one, as it is for a compute stream."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    other = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), CPU], env=environment)
+    errors: list[BaseException] = []
+
+    def rank_0() -> None:
+        try:
+            group = open_group(tmp_path, rank=0, size=2, device=HOST, timeout_s=60)
+            values = torch.tensor([[10.0], [20.0]])
+            group.all_reduce(values)
+            group.all_gather(values)
+            with pytest.raises(ProcessFailed, match="another rank has ended"):
+                group.all_reduce(values)
+            group.close()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=rank_0)
+    thread.start()
+    thread.join(90)
+    assert not thread.is_alive()
+    assert not errors, errors
+    assert other.wait(30) == 3
+
+
+GPU_RANK = """
+import sys, pathlib, torch
+from sidestream.device.group import open_group
+rank, device = int(sys.argv[2]), torch.device(sys.argv[3], int(sys.argv[2]))
+torch.cuda.set_device(device)
+group = open_group(pathlib.Path(sys.argv[1]), rank=rank, size=2, device=device, timeout_s=60)
+values, graph = torch.ones(8, device=device), torch.cuda.CUDAGraph()
+group.broadcast(values)
+with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    doubled = values * 2
+    group.all_reduce(doubled)
+    gathered = group.all_gather(doubled + rank)
+values.fill_(3 + rank)
+graph.replay()
+assert doubled.tolist() == [14.0] * 8 and gathered.tolist() == [14.0] * 8 + [15.0] * 8
+del graph  # NCCL waits for it when the group is closed
+group.close()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_collectives_of_nccl_are_captured(tmp_path: Path) -> None:
+    """With processes: NCCL connects while it holds Python's lock, so ranks cannot be threads of one process."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", GPU_RANK, str(tmp_path), str(rank), CUDA], env=environment)
+        for rank in range(2)
+    ]
+    assert [rank.wait(180) for rank in ranks] == [0, 0]
