@@ -8,8 +8,9 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
+RAY := .venv-ray
 
-.PHONY: demo test test-lowest test-newest test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
+.PHONY: demo test test-lowest test-newest test-ray test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
@@ -52,6 +53,10 @@ test-lowest: $(LOWEST)/.installed
 test-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# Replicas on Ray Serve, with the real Ray: about two minutes on two cores.
+test-ray: $(RAY)/.installed
+	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest tests/test_ray.py
 
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
@@ -106,9 +111,9 @@ tables: $(VENV)/.dev
 	$(BIN)/python bench/tables.py
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(NEWEST) runs site
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(RAY) runs site
 
-$(VENV)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip:
+$(VENV)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip $(RAY)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Sidestream needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 …"; exit 1; }
 	$(PYTHON) -m venv $(@:/bin/pip=)
@@ -137,6 +142,10 @@ UV_INSTALL = $(@D)/bin/pip install --quiet --constraint constraints.txt uv && $(
 $(LOWEST)/.installed: $(LOWEST)/bin/pip pyproject.toml
 	$(UV_INSTALL) --resolution lowest-direct
 	$(@D)/bin/python -m pytest --collect-only -q $(WITH_LOWEST:%=tests/%) > /dev/null
+	touch $@
+
+$(RAY)/.installed: $(RAY)/bin/pip pyproject.toml constraints.txt
+	$(@D)/bin/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,ray]'
 	touch $@
 
 # Each time: there may be newer versions by now.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sidestream.errors import ConfigError
 from sidestream.metrics import METRICS, Metrics
 from sidestream.server.metrics import render
+from sidestream.server.options import ServerOptions
 from sidestream.testing.fake_backend import FakeBackend
 
 from .serving import serving
@@ -58,3 +61,22 @@ def test_histogram_buckets_are_cumulative() -> None:
         == 4
     )
     assert samples["sidestream_ttft_seconds_sum", ()] == 1000.303
+
+
+def test_the_name_of_a_replica_is_a_label_of_all_metrics_and_a_header_of_all_replies() -> None:
+    backend = FakeBackend()
+    backend.metrics.inc("requests_total", 2, "stop")
+    backend.metrics.observe("ttft_seconds", 0.3)
+    with serving(backend, replica="host1-gpu0") as served:
+        reply, refused = served.http.get("/metrics"), served.http.get("/nowhere")
+    samples = _samples(reply.text)
+    assert all(dict(labels)["replica"] == "host1-gpu0" for _, labels in samples)
+    assert samples["sidestream_requests_total", (("finish_reason", "stop"), ("replica", "host1-gpu0"))] == 2
+    assert samples["sidestream_ttft_seconds_count", (("replica", "host1-gpu0"),)] == 1
+    assert {reply.headers["x-sidestream-replica"], refused.headers["x-sidestream-replica"]} == {"host1-gpu0"}
+
+
+@pytest.mark.parametrize("name", ["two words", 'quo"te', "ä", "x" * 129])
+def test_a_replica_with_a_name_that_no_header_can_carry_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"replica is .*: give up to 128 letters, digits"):
+        ServerOptions(replica=name)

@@ -51,6 +51,7 @@ _ROWS = (
         envvar="SIDESTREAM_API_KEY",
     ),
     _Row("served_model_name", "NAME", "Model name in the API.", "the model's own"),
+    _Row("replica", "NAME", "Name among several servers: a label of all metrics, and a header of all replies.", False),
     _Row("max_body_bytes", "SIZE", "Longer request bodies are rejected.", name="max_body"),
     _Row("head_timeout_s", "SECONDS", "Slower request heads are rejected.", name="head_timeout"),
     _Row("body_timeout_s", "SECONDS", "Slower request bodies are rejected.", name="body_timeout"),

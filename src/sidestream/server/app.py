@@ -71,7 +71,9 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
         return JsonResponse({"status": state.status, "detail": state.detail}, 200 if state.status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(render(await backend.metrics_snapshot()), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            render(await backend.metrics_snapshot(), replica=options.replica), media_type=CONTENT_TYPE_LATEST
+        )
 
     app = Starlette(
         routes=[
@@ -115,7 +117,7 @@ def _cors(options: ServerOptions) -> list[Middleware]:
             allow_origins=options.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", "x-sidestream-replica"),
         )
     ]
 

@@ -15,44 +15,54 @@ from sidestream.metrics.counters import Declared, HistogramValue, Labels
 __all__ = ["CONTENT_TYPE_LATEST", "render"]
 
 
-def render(metrics: MetricsSnapshot) -> bytes:
-    """All declared metrics; their names get the prefix `sidestream_`."""
+def render(metrics: MetricsSnapshot, *, replica: str = "") -> bytes:
+    """All declared metrics; their names get the prefix `sidestream_`, and `replica`, if given, is a label of each."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(metrics))
+    registry.register(families(metrics, replica=replica))
     return generate_latest(registry)
+
+
+def families(metrics: MetricsSnapshot, *, replica: str = "") -> Collector:
+    """The same metrics as Prometheus' client has them: `collect` yields families of samples with names and labels."""
+    return _Snapshot(metrics, {"replica": replica} if replica else {})
 
 
 class _Snapshot(Collector):
     """A copy of all values at one moment, for one scrape."""
 
-    def __init__(self, metrics: MetricsSnapshot) -> None:
+    def __init__(self, metrics: MetricsSnapshot, common: Mapping[str, str]) -> None:
         self._metrics = metrics
+        self._common = common
 
     def collect(self) -> Iterator[Metric]:
         for name, declared in METRICS.items():
             if declared.kind == "histogram":
-                yield _histogram(name, declared, self._metrics.histograms.get(name, {}))
+                yield _histogram(name, declared, self._metrics.histograms.get(name, {}), self._common)
             else:
-                yield _single(name, declared, self._metrics.values.get(name, {}))
+                yield _single(name, declared, self._metrics.values.get(name, {}), self._common)
 
 
-def _single(name: str, declared: Declared, series: Mapping[Labels, float]) -> Metric:
+def _single(name: str, declared: Declared, series: Mapping[Labels, float], common: Mapping[str, str]) -> Metric:
+    labels = (*common, *declared.labels)
     if declared.kind == "counter":
         family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(
-            f"sidestream_{name}", declared.help, labels=declared.labels
+            f"sidestream_{name}", declared.help, labels=labels
         )
     else:
-        family = GaugeMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
+        family = GaugeMetricFamily(f"sidestream_{name}", declared.help, labels=labels)
     # A metric without labels has one series. It is zero before the first write, because an absent series breaks rate().
-    for labels, value in (series or ({} if declared.labels else {(): 0.0})).items():
-        family.add_metric(labels, value)
+    for values, value in (series or ({} if declared.labels else {(): 0.0})).items():
+        family.add_metric((*common.values(), *values), value)
     return family
 
 
-def _histogram(name: str, declared: Declared, series: Mapping[Labels, HistogramValue]) -> Metric:
-    family = HistogramMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
+def _histogram(
+    name: str, declared: Declared, series: Mapping[Labels, HistogramValue], common: Mapping[str, str]
+) -> Metric:
+    family = HistogramMetricFamily(f"sidestream_{name}", declared.help, labels=(*common, *declared.labels))
     empty = {} if declared.labels else {(): HistogramValue([0] * (len(declared.buckets) + 1))}
     bounds = [*(str(bound) for bound in declared.buckets), "+Inf"]
     for labels, value in (series or empty).items():
-        family.add_metric(labels, list(zip(bounds, accumulate(value.counts), strict=True)), value.total)
+        buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+        family.add_metric((*common.values(), *labels), buckets, value.total)
     return family

@@ -91,7 +91,10 @@ class RequestMiddleware:
         async def send_tracked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                if self._options.replica:
+                    headers["x-sidestream-replica"] = self._options.replica
             await send(message)
 
         try:

@@ -14,6 +14,7 @@ from sidestream.errors import ConfigError
 # Size of the field `sun_path` of the kernel's address, without the zero byte at its end.
 _MOST_UDS_BYTES = 103 if sys.platform == "darwin" else 107
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+_REPLICA = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class ServerOptions:
                        client certificates
     api_key            clients must send `Authorization: Bearer <api_key>`, except to /health and /ping; None: no check
     served_model_name  the model's name in requests; None: the backend's name for it
+    replica            name of this server among several: a label of all metrics, and the header
+                       `X-Sidestream-Replica` of all replies; empty: neither
     max_body_bytes     a longer request body is refused with 413 while it is read
     head_timeout_s     a request head that takes longer to arrive is refused with 408. The time counts from the accept
                        or, on a connection that was used before, from the first byte of the head
@@ -58,6 +61,7 @@ class ServerOptions:
     ssl_ca_certs: str | None = None
     api_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
+    replica: str = ""
     max_body_bytes: int = 8 << 20
     head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
@@ -105,6 +109,10 @@ class ServerOptions:
             )
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
+        if self.replica and not _REPLICA.fullmatch(self.replica):
+            raise ConfigError(
+                f"replica is {self.replica!r}: give up to 128 letters, digits and ._:/-, such as host1-gpu0"
+            )
         self._check_uds()
         _check_root_path(self.root_path)
         self._check_tls()

@@ -45,6 +45,7 @@ def register(app: typer.Typer) -> None:
     app.command("decode", cls=Command)(decode)
     app.command("overhead", cls=Command)(overhead)
     app.command("soak", cls=Command)(soak)
+    app.command("replicas", cls=Command)(replicas)
     app.command("hybrid", cls=Command)(hybrid)
     app.command("hybrid-engine", cls=Command)(hybrid_engine)
     app.command("transfer", cls=Command)(transfer)
@@ -181,6 +182,29 @@ def soak(
         model,
         as_json,
         lambda on_progress: measure(model, num_requests=requests, on_progress=on_progress),
+        served=(model, "auto", CPU),
+    )
+
+
+def replicas(
+    model: Model = DEMO_MODEL,
+    conversations: Annotated[
+        int, option("--conversations", metavar="N", help="Conversations with a session each.", parse=whole)
+    ] = 40,
+    turns: Annotated[int, option("--turns", metavar="N", help="Turns of each conversation.", parse=whole)] = 6,
+    as_json: AsJson = False,
+) -> None:
+    """Replicas on Ray Serve: cached prompt tokens of conversations with two, divided by those with one; and the
+    outcomes of requests when one of two is killed.
+    """
+    from sidestream.cli.bench.replicas import measure
+
+    _check_positive(conversations=conversations, turns=turns)
+    _report(
+        "replicas",
+        model,
+        as_json,
+        lambda on_progress: measure(model, conversations=conversations, turns=turns, on_progress=on_progress),
         served=(model, "auto", CPU),
     )
 

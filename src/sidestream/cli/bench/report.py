@@ -102,6 +102,7 @@ def environment(model: str, dtype: str | None = None) -> dict[str, object]:
         "torch_threads": torch.get_num_threads(),
         "transformers": version("transformers"),
         "sidestream": VERSION,
+        **({"ray": version("ray")} if "ray" in sys.modules else {}),
     }
 
 

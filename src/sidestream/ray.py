@@ -1,0 +1,469 @@
+"""Replicas of a model on Ray Serve: engines behind an ingress, routed by Ray's own routers. Needs the extra `ray`.
+
+`build_app` is the builder for Ray's config files (`import_path: sidestream.ray:build_app`) and for `serve.run`. An
+application has two deployments. `Engines`: each replica has an engine in a process of its own and the HTTP API of
+`sidestream serve` above it, and exchanges ASGI messages with the ingress. `Ingress`: takes requests from Ray's HTTP
+proxy, names their session or prompt to the router, and answers 503 for an engine that is lost or not found in time.
+
+Ray's packages are imported on first use, so that the options can be checked and read without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig, unknown_name
+from sidestream.device.kinds import CPU, CUDA
+from sidestream.errors import ConfigError, EngineStopped
+from sidestream.metrics import MetricsSnapshot
+from sidestream.server.app import create_app
+from sidestream.server.errors import ApiError
+from sidestream.server.json_response import JsonResponse, to_json
+from sidestream.server.metrics import families
+from sidestream.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.handle import DeploymentHandle
+
+_Made = TypeVar("_Made")
+
+ROUTERS = {
+    "session": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
+    # The public name, ray.serve.llm.request_router, cannot be imported without vLLM or SGLang.
+    "prefix": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter",
+}
+"""Ray's routers by short name: by the session's header, by the longest known prefix of the prompt."""
+
+APP_NAME = "sidestream"
+"""Name of the application that `serve_locally` runs."""
+
+_OF_THE_PROXY = (
+    "host",
+    "port",
+    "uds",
+    "root_path",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_keyfile_password",
+    "ssl_ca_certs",
+    "replica",
+)
+"""Server options that Ray's HTTP proxy has its own of, or that are set for each replica."""
+_STORE_S = 30.0
+"""Time that an engine has to store its KV in the tiers when its replica stops."""
+_SCOPE = (
+    "type",
+    "asgi",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "headers",
+    "client",
+    "server",
+)
+"""Parts of a request's ASGI scope that are sent to the engine; the others belong to the ingress."""
+_DRAIN_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """An application of replicas; its fields are the `args` of a Ray config file.
+
+    model            as for `LLM`
+    engine           fields of EngineConfig, with `offload` and `speculative` as mappings. A disk tier's directory gets
+                     a subdirectory for each replica of a node, because engines do not share one
+    server           fields of ServerOptions, without address, TLS and `replica`: Ray's HTTP proxy has the address, and
+                     replicas get their names from Ray
+    router           `session`, `prefix`, `load` (Ray's default), or the import path of a request router
+    session_header   requests with the same value of this header go to the same replica, with the router `session`
+    queue_timeout_s  a request that no replica has taken for this long is refused with 503
+    replicas         Ray's options of the deployment `Engines`, such as `num_replicas`, `autoscaling_config`,
+                     `ray_actor_options`
+    ingress          Ray's options of the deployment `Ingress`
+    """
+
+    model: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    server: Mapping[str, Any] = field(default_factory=dict)
+    router: str = "session"
+    session_header: str = "x-session-id"
+    queue_timeout_s: float = 5.0
+    replicas: Mapping[str, Any] = field(default_factory=dict)
+    ingress: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.router not in (*ROUTERS, "load") and "." not in self.router:
+            raise ConfigError(unknown_name("router", self.router, (*ROUTERS, "load")))
+        if isinstance(self.queue_timeout_s, bool) or not 0 < self.queue_timeout_s <= 3600:
+            raise ConfigError(f"queue_timeout_s is {self.queue_timeout_s!r}: give a number of seconds in (0, 3600]")
+        for name in ("engine", "server", "replicas", "ingress"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise ConfigError(f"{name} is {given!r}: give a mapping of options to values")
+        for name in _OF_THE_PROXY:
+            if name in self.server:
+                raise ConfigError(f"server has {name}: leave it out; address and TLS are options of Ray's HTTP proxy")
+        self.engine_config()
+        self.server_options("")
+
+    @property
+    def compares_prompts(self) -> bool:
+        """Whether the router may read the prompt."""
+        return self.router not in ("session", "load")
+
+    @property
+    def request_slots(self) -> int:
+        """Requests that an engine runs at once."""
+        on_gpu = bool(self.replicas.get("ray_actor_options", {}).get("num_gpus"))
+        config = self.engine_config()
+        return config.sizes(CUDA if on_gpu and config.device != CPU else CPU).max_running
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any]) -> RayOptions:
+        """The options of a config file's `args`. Raises ConfigError."""
+        return _made(cls, "argument", args)
+
+    def engine_config(self, *, local_rank: int = 0) -> EngineConfig:
+        """The engine's configuration, of the replica with that number on its node. Raises ConfigError."""
+        given = dict(self.engine)
+        if (offload := given.get("offload")) is not None:
+            tiers = _made(OffloadConfig, "offload option", offload)
+            if tiers.disk is not None:
+                tiers = dataclasses.replace(tiers, disk=Path(tiers.disk) / f"replica-{local_rank}")
+            given["offload"] = tiers
+        if (speculative := given.get("speculative")) is not None:
+            given["speculative"] = _made(SpeculativeConfig, "speculative option", speculative)
+        return _made(EngineConfig, "engine option", given)
+
+    def server_options(self, replica: str) -> ServerOptions:
+        """The options of the HTTP API of the replica with that name. Raises ConfigError."""
+        return _made(ServerOptions, "server option", {**self.server, "replica": replica})
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """The application for `serve.run`, or for `serve deploy` of a config file. `args` are the fields of RayOptions.
+
+    Ray's defaults are replaced where they do not fit streams of minutes: `max_ongoing_requests` is twice the engine's
+    request slots instead of 5, `graceful_shutdown_timeout_s` is the drain time and the time to store KV, engines are
+    checked every 2 s. Raises ConfigError, also if Ray is not installed.
+    """
+    options = RayOptions.of(args)
+    serve = _ray_serve()
+    from ray.serve.config import RequestRouterConfig
+
+    drain_s = options.server_options("").drain_s
+    router = {} if options.router == "load" else {"request_router_class": ROUTERS.get(options.router, options.router)}
+    engines = {
+        "max_ongoing_requests": 2 * options.request_slots,
+        "graceful_shutdown_timeout_s": drain_s + _STORE_S,
+        "health_check_period_s": 2.0,
+        "health_check_timeout_s": 10.0,
+        "request_router_config": RequestRouterConfig(**router),
+    }
+    ingress = {"max_ongoing_requests": 10_000, "graceful_shutdown_timeout_s": drain_s}
+    replicas = serve.deployment(Engines).options(**{**engines, **options.replicas}).bind(options)
+    return serve.deployment(Ingress).options(**{**ingress, **options.ingress}).bind(replicas, options)
+
+
+@contextmanager
+def serve_locally(args: Mapping[str, Any], *, port: int = 8000, num_cpus: int | None = None) -> Iterator[str]:
+    """Serve an application on this machine alone: starts Ray, and stops it with the block. The value is the URL.
+
+    At the end, new requests get 503, running ones have `drain_s` to finish, engines store their KV. Call it before Ray
+    is imported: then all processes of Ray but the replicas listen on 127.0.0.1 only (docs/scale.md#network). Signals
+    are the caller's business.
+
+    args      fields of RayOptions
+    port      port of the HTTP proxy on 127.0.0.1
+    num_cpus  processors that Ray may give to replicas; None: those of the machine
+    """
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # no cluster: Ray's address is 127.0.0.1
+    options = RayOptions.of(args)
+    serve = _ray_serve()
+    import ray
+
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        # Serve starts no gRPC proxy, because it gets no gRPC services.
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+        ingress = serve.run(build_app(args), name=APP_NAME, route_prefix="/")
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            ingress.drain.remote(options.server_options("").drain_s).result()
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+class Engines:
+    """A replica: one engine, and the HTTP API above it without a socket. Ray makes and calls it."""
+
+    def __init__(self, options: RayOptions) -> None:
+        """Load the model; blocks until the engine serves."""
+        from sidestream.async_llm import AsyncLLM  # imports torch, which the ingress does not need
+
+        context = _ray_serve().get_replica_context()
+        self._metrics = _NodeMetrics(context.replica_id.unique_id)
+        server = options.server_options(context.replica_id.unique_id)
+        self._llm = AsyncLLM(options.model, config=options.engine_config(local_rank=context.rank.local_rank))
+        self._app = create_app(self._llm, options=server)
+
+    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
+        """The ASGI messages of one reply; first an empty list, which says that a replica has the request.
+
+        Messages that have gathered come together; none is held back. Closing the generator aborts the request.
+        """
+        unsent: asyncio.Queue[Message | None] = asyncio.Queue()
+        body = iter((call.body,))
+
+        async def receive() -> Message:
+            for piece in body:
+                return {"type": "http.request", "body": piece, "more_body": False}
+            await asyncio.Event().wait()  # a client that goes away cancels this task
+            raise AssertionError
+
+        async def run() -> None:
+            try:
+                await self._app(call.scope, receive, unsent.put)
+            finally:
+                unsent.put_nowait(None)
+
+        yield []
+        task = asyncio.create_task(run())
+        try:
+            while (message := await unsent.get()) is not None:
+                messages = [message]
+                while not unsent.empty() and (message := unsent.get_nowait()) is not None:
+                    messages.append(message)
+                yield messages
+                if message is None:
+                    break
+            await task
+        finally:
+            task.cancel()
+
+    async def check_health(self) -> None:
+        """Ray's health check, every 2 s: raises EngineStopped if the engine serves no more; Ray replaces the replica.
+
+        Also passes the engine's metrics on to Ray.
+        """
+        health = self._llm.health()
+        if health.status != "ok":
+            raise EngineStopped(f"the engine is {health.status}: {health.detail}")
+        self._metrics.write(await self._llm.metrics_snapshot())
+
+    async def __del__(self) -> None:
+        """Ray's call after the last request of a replica that stops: store KV in the tiers, end the engine."""
+        if hasattr(self, "_llm"):
+            await self._llm.close()
+
+
+class _NodeMetrics:
+    """Copies an engine's metrics to Ray, whose agent exports those of all replicas of its node (`ray_sidestream_…`).
+
+    All are gauges, histograms as their buckets: a counter of Ray cannot be set to a value.
+    """
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self._gauges: dict[str, Any] = {}
+
+    def write(self, snapshot: MetricsSnapshot) -> None:
+        """Set all values. Never blocks."""
+        from ray.util.metrics import Gauge
+
+        for family in families(snapshot, replica=self._replica).collect():
+            for name, labels, value, *_ in family.samples:
+                if name not in self._gauges:
+                    self._gauges[name] = Gauge(name, family.documentation, tag_keys=tuple(labels))
+                self._gauges[name].set(value, tags=labels)
+
+
+class Ingress:
+    """Passes HTTP requests to the engines. Ray makes and calls it; any number of replicas may run."""
+
+    def __init__(self, engines: DeploymentHandle[Engines], options: RayOptions) -> None:
+        self._engines = engines.options(method_name="answer", stream=True)
+        self._options = options
+        self._draining = False
+        self._running = 0
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Ray's call for a new `user_config`: with `draining: true`, new requests are refused with 503."""
+        self._draining = bool(user_config.get("draining", False))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests with 503 and wait for the running ones; False after `timeout_s`.
+
+        Only of the replica of the ingress that gets this call; `user_config` reaches all of them.
+        """
+        self._draining = True
+        deadline_s = time.monotonic() + timeout_s
+        while self._running and time.monotonic() < deadline_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return not self._running
+
+    async def __call__(self, request: Request) -> Response:
+        """The reply of the engine that Ray's router chooses. A lost engine is a 503, or the last event of a stream."""
+        if self._draining:
+            return _refusal(
+                ApiError(503, "this service is shutting down: try again later", kind="server_error", code="draining")
+            )
+        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        body = await request.body()
+        call = Call(scope, body, _prompt_of(body) if self._options.compares_prompts else "")
+        session = request.headers.get(self._options.session_header)
+        engines = self._engines.options(session_id=session) if session else self._engines
+        messages: _Messages = engines.remote(call)
+        self._running += 1
+        begun = False
+        try:
+            await asyncio.wait_for(anext(messages), self._options.queue_timeout_s)
+            start, *rest = await anext(messages)
+            begun = True
+            return _Reply(start, rest, messages, on_end=self._end)
+        except Exception as failure:
+            if (error := _as_error(failure)) is None:
+                raise
+            return _refusal(error)
+        finally:
+            if not begun:
+                self._end(messages)
+
+    def _end(self, messages: _Messages) -> None:
+        """Abort the request unless it has ended."""
+        self._running -= 1
+        messages.cancel()
+
+
+class _Messages(Protocol):
+    """ASGI messages of one reply, as they come from a replica: Ray's DeploymentResponseGenerator."""
+
+    def __aiter__(self) -> AsyncIterator[list[Message]]: ...
+
+    async def __anext__(self) -> list[Message]: ...
+
+    def cancel(self) -> None: ...
+
+
+class _Reply(StreamingResponse):
+    """The rest of an engine's reply. Calls `on_end` at its end, also if the client is gone."""
+
+    def __init__(
+        self, start: Message, first: list[Message], messages: _Messages, *, on_end: Callable[[_Messages], None]
+    ) -> None:
+        super().__init__(self._pieces(first), status_code=start["status"])
+        self.raw_headers = [header for header in start["headers"] if header[0] != b"x-request-id"]  # Ray sets one
+        self._messages = messages
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the reply."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end(self._messages)
+
+    async def _pieces(self, first: list[Message]) -> AsyncGenerator[bytes, None]:
+        """The body. If the engine is lost, a stream of events ends with an error event."""
+        try:
+            if first:
+                yield _joined(first)
+            async for more in self._messages:
+                yield _joined(more)
+        except Exception as failure:
+            error = _as_error(failure)
+            if error is None or not self.headers.get("content-type", "").startswith("text/event-stream"):
+                raise
+            yield b"data: " + to_json(error.body()) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request on its way to an engine.
+
+    prompt   text that Ray's prefix-aware router compares: prompt or messages as they stand in the body
+    """
+
+    scope: Scope
+    body: bytes
+    prompt: str
+
+
+def _prompt_of(body: bytes) -> str:
+    """The text of a body's prompt or messages. Never empty, because Ray's router divides by its length."""
+    try:
+        fields = json.loads(body)
+    except ValueError:  # the engine's API refuses it
+        return "null"
+    prompt = (fields.get("messages") or fields.get("prompt")) if isinstance(fields, dict) else None
+    return prompt if isinstance(prompt, str) and prompt else json.dumps(prompt)
+
+
+def _joined(messages: list[Message]) -> bytes:
+    return b"".join(message.get("body", b"") for message in messages)
+
+
+def _refusal(error: ApiError) -> Response:
+    return JsonResponse(error.body(), error.status, {"Retry-After": "1"})
+
+
+def _as_error(failure: Exception) -> ApiError | None:
+    """The 503 for a failure of replicas or of their machines; None for a failure of our own code."""
+    from ray.exceptions import RayError, RayTaskError
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+    match failure:
+        case RayTaskError():
+            return None
+        case TimeoutError() | BackPressureError() | DeploymentUnavailableError():
+            return ApiError(
+                503, "no replica has room for this request: try again later", kind="server_error", code="no_replica"
+            )
+        case RayError():
+            return ApiError(
+                503, "the replica of this request was lost: send it again", kind="server_error", code="replica_lost"
+            )
+        case _:
+            return None
+
+
+def _made(kind: type[_Made], what: str, given: Mapping[str, Any]) -> _Made:
+    """The dataclass `kind` of these fields. Raises ConfigError for unknown and missing fields."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{what}s are {given!r}: give a mapping of names to values")
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
+    for name in given:
+        if name not in fields:
+            raise ConfigError(unknown_name(what, name, fields))
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{what}s are incomplete: {error}") from None
+
+
+def _ray_serve() -> Any:
+    try:
+        from ray import serve
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            f"replicas on Ray need the package {missing.name}: pip install 'sidestream[ray]'"
+        ) from missing
+    return serve
