@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from sidestream import (
     ConfigError,
     EngineConfig,
     EngineStopped,
+    KVEventsConfig,
     ModelError,
     OffloadConfig,
     QueueFull,
@@ -494,3 +496,21 @@ def wait_until_idle(llm: LLM) -> None:
     until = time.monotonic() + 20
     while llm.engine.unfinished:
         assert time.monotonic() < until, "requests do not end"
+
+
+def test_kv_events_reach_a_callback(tmp_path: Path) -> None:
+    with LLM(
+        tiny_model_dir("llama", tmp_path, seed=1), kv_memory="1MiB", compute_threads=1, kv_events=KVEventsConfig()
+    ) as llm:
+        batches: list[Any] = []
+        llm.on_kv_events(lambda sequence, batch: batches.append((sequence, batch)))
+        prompt = list(range(3, 40))
+        llm.generate([prompt], GREEDY)
+    assert [sequence for sequence, _ in batches] == list(range(len(batches)))
+    tokens = [token for _, batch in batches for event in batch.events for token in getattr(event, "token_ids", ())]
+    assert tokens[:32] == prompt[:32]
+
+
+def test_a_taken_endpoint_of_kv_events_is_said_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="which cannot be bound"):
+        LLM("no-such-model", kv_events=KVEventsConfig(f"tcp://127.0.0.1:{taken.getsockname()[1]}"))

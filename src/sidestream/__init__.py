@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import (
     ConfigError,
     ContextTooLong,
@@ -49,6 +49,7 @@ __all__ = [
     "EngineConfig",
     "EngineStopped",
     "InvariantError",
+    "KVEventsConfig",
     "ModelError",
     "OffloadConfig",
     "OutOfDeviceMemory",

@@ -180,6 +180,61 @@ class SpeculativeConfig:
             )
 
 
+IPC = "ipc://"
+"""Start of an endpoint that is a Unix socket."""
+_TCP = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s:/\[\]*]+):(\*|\d{1,5})")
+# Size of the field `sun_path` of the kernel's address on any system, without the zero byte at its end.
+_MOST_IPC_BYTES = 103
+
+
+@options_checked(ConfigError)
+@dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """Events that tell routers which KV blocks the engine holds, in vLLM's format (docs/kv-events.md).
+
+    endpoint         ZeroMQ address on which the engine publishes: `tcp://ADDRESS:PORT` (`*`: all addresses, any free
+                     port) or `ipc://PATH`. None: events go only to callbacks (`LLM.on_kv_events`)
+    replay_endpoint  address on which subscribers ask for batches that they have missed; None: no replays
+    topic            first frame of every message
+    encoding         `"map"`: an event is a map of its fields, as in vLLM since 0.24; `"array"`: as in vLLM before, for
+                     older routers
+    buffer_batches   number of batches that are kept for replays, and that may wait for a slow subscriber
+    """
+
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    topic: str = ""
+    encoding: str = "map"
+    buffer_batches: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay_endpoint"):
+            if getattr(self, name) is not None:
+                _check_endpoint(f"kv_events {name}", getattr(self, name))
+        if self.replay_endpoint is not None and self.endpoint is None:
+            raise ConfigError(
+                f"kv_events replay_endpoint is {self.replay_endpoint}, but endpoint is not given: events are replayed "
+                "only if they are published; give endpoint too"
+            )
+        if self.endpoint is not None and self.endpoint == self.replay_endpoint and not self.endpoint.endswith(":*"):
+            raise ConfigError(f"kv_events endpoint and replay_endpoint are both {self.endpoint}: give two endpoints")
+        if self.encoding not in ("map", "array"):
+            raise ConfigError(unknown_name("encoding", str(self.encoding), ("map", "array")))
+        _at_least("kv_events buffer_batches", self.buffer_batches, 1)
+
+
+def _check_endpoint(option: str, endpoint: str) -> None:
+    if isinstance(endpoint, str):
+        if (found := _TCP.fullmatch(endpoint)) is not None and (found[2] == "*" or 1 <= int(found[2]) <= 65535):
+            return
+        if endpoint.startswith(IPC) and 0 < len(endpoint.encode()) - len(IPC) <= _MOST_IPC_BYTES:
+            return
+    raise ConfigError(
+        f"{option} is {endpoint!r}: give tcp://ADDRESS:PORT with a port of 1 to 65535, such as tcp://*:5557, or "
+        f"ipc://PATH with a path of at most {_MOST_IPC_BYTES} bytes"
+    )
+
+
 # Defaults. The key is `on_gpu`.
 _CHUNK_TOKENS = {False: 256, True: 2048}
 _MAX_RUNNING = {False: 16, True: 256}
@@ -233,6 +288,7 @@ class EngineConfig:
                     starts sooner, runs slower
     generation_config  source of the sampling options that a request leaves out. `"auto"`: the checkpoint's
                     generation_config.json; `"none"`: neutral values. The end-of-sequence ids of that file always apply
+    kv_events       tell routers which blocks the engine holds; None: no events
     """
 
     dtype: str = "auto"
@@ -255,6 +311,7 @@ class EngineConfig:
     generation_config: str = "auto"
     state_memory: int | str | None = None
     state_interval: int = 0
+    kv_events: KVEventsConfig | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -283,6 +340,8 @@ class EngineConfig:
                 f"state_interval is {self.state_interval}: it must be a multiple of block_tokens "
                 f"({self.block_tokens}), so that checkpoints are taken at block borders"
             )
+        if self.kv_events is not None and not self.prefix_cache:
+            raise ConfigError("KV events tell of the prefix cache: leave prefix_cache on, or leave kv_events out")
         self.sizes("cuda" if self.device == "cuda" else "cpu")
 
     def sizes(self, kind: str) -> EngineSizes:

@@ -13,6 +13,7 @@ from typing import Any, Self
 from sidestream.client.output import OutputProcessor, tokens_with_text
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle
+from sidestream.engine.kv_events import OnBatch
 from sidestream.errors import EngineStopped, QueueFull, RequestError
 from sidestream.loading import LoadedEngine, OnStage, chosen_config, ignore_stage, name_of
 from sidestream.metrics import Metrics
@@ -114,6 +115,15 @@ class LLM:
         """Drop the prefix cache: no later request finds a block that any tier holds now. Running requests continue."""
         self._check_open()
         self.engine.reset_cache()
+
+    def on_kv_events(self, callback: OnBatch) -> None:
+        """Call `callback(sequence, batch)` for every batch of KV events from now on (docs/kv-events.md), on a thread of
+        their own. A callback that raises is not called again.
+
+        Raises ConfigError without `kv_events=KVEventsConfig()`.
+        """
+        self._check_open()
+        self.engine.on_kv_events(callback)
 
     def generate(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, build_engine
+from sidestream.engine.kv_sockets import check_endpoints
 from sidestream.errors import ConfigError, ModelError, RaceError
 from sidestream.garbage import freeze_gc_heap
 from sidestream.metrics import Timeline
@@ -72,6 +73,7 @@ class LoadedEngine:
         self.config = config
         device = torch_device(config.device)  # checked before any weights are read
         config.sizes(device.type)
+        check_endpoints(config.kv_events)
         self.path = resolve(str(model), progress=progress)
         self.sampling_defaults = self._sampling_defaults()
         self._timeline = Timeline() if timeline is not None else None

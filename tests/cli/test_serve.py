@@ -190,6 +190,10 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
             ("--api-processes", 2, "--single-process"),
             "api_processes is 2 and single_process is on: give only one of the two",
         ),
+        (("--kv-events", "tcp://*"), "kv_events endpoint is 'tcp://*': give tcp://ADDRESS:PORT"),
+        (("--kv-events-replay", "tcp://*:1"), "--kv-events-replay is tcp://*:1, but no KV events are published"),
+        (("--kv-events-topic", "kv"), "--kv-events-topic is kv, but no KV events are published"),
+        (("--kv-events", "tcp://*:5557", "--kv-events-encoding", "maps"), "no encoding maps; did you mean map?"),
         (
             ("--cors-origin", "*", "--cors-origin", "http://a/"),
             "cors_origins has 'http://a/': give an origin as browsers send it",

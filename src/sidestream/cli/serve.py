@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -20,8 +21,8 @@ from sidestream.cli.declare import flag, option, whole
 from sidestream.cli.loading import LOG_FORMAT, start, start_logging
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
 from sidestream.cli.progress import Steps
-from sidestream.cli.server_options import server_options
-from sidestream.config import EngineConfig
+from sidestream.cli.server_options import kv_events_config, server_options
+from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.errors import ConfigError
 from sidestream.server.options import ServerOptions
 
@@ -34,7 +35,7 @@ _OPEN_FILES = 1 << 16
 _MOST_API_PROCESSES = 64
 
 
-@options_of(server=server_options, engine=engine_config, watch=watching)
+@options_of(server=server_options, events=kv_events_config, engine=engine_config, watch=watching)
 def serve(
     model: Model = DEMO_MODEL,
     config: ConfigFile = None,
@@ -58,6 +59,7 @@ def serve(
     log_level: Logging = LogLevel.INFO,
     *,
     server: ServerOptions,
+    events: KVEventsConfig | None,
     engine: EngineConfig,
     watch: Watching,
 ) -> None:
@@ -73,6 +75,7 @@ def serve(
     _check_processes(api_processes, single_process=single_process)
     _check_packages()
     start_logging(log_level)
+    engine = dataclasses.replace(engine, kv_events=events)
     if single_process:
         _serve_in_one_process(model, server, engine, watch)
     else:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 from sidestream.cli.declare import number, option, whole
-from sidestream.config import parse_bytes
+from sidestream.config import KVEventsConfig, parse_bytes
+from sidestream.errors import ConfigError
 from sidestream.server.options import ServerOptions
 
 
@@ -102,3 +103,41 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 server_options.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+
+
+def kv_events_config(
+    *,
+    kv_events: Annotated[
+        str | None,
+        option(
+            "--kv-events",
+            "ENDPOINT",
+            "Publish KV events for routers in vLLM's format on this ZeroMQ address, such as tcp://*:5557.",
+            "off",
+        ),
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None,
+        option("--kv-events-replay", "ENDPOINT", "Address on which subscribers ask for missed KV events.", "off"),
+    ] = None,
+    kv_events_topic: Annotated[
+        str | None, option("--kv-events-topic", "TOPIC", "Topic of the messages with KV events.", "empty")
+    ] = None,
+    kv_events_encoding: Annotated[
+        str | None,
+        option("--kv-events-encoding", "map|array", "Encoding of KV events: array is for older routers.", "map"),
+    ] = None,
+) -> KVEventsConfig | None:
+    """The engine's KV events; None: no `kv_events`. Raises ConfigError."""
+    if kv_events is None:
+        for name, value in (
+            ("--kv-events-replay", kv_events_replay),
+            ("--kv-events-topic", kv_events_topic),
+            ("--kv-events-encoding", kv_events_encoding),
+        ):
+            if value is not None:
+                raise ConfigError(f"{name} is {value}, but no KV events are published: give --kv-events ENDPOINT too")
+        return None
+    return KVEventsConfig(
+        kv_events, kv_events_replay, topic=kv_events_topic or "", encoding=kv_events_encoding or "map"
+    )

@@ -291,9 +291,9 @@ def plain(value: Any) -> Any:
 
 def config_of(values: Mapping[str, Any]) -> EngineConfig:
     """The EngineConfig of which `plain` made `values`."""
-    from sidestream.config import OffloadConfig, SpeculativeConfig
+    from sidestream.config import KVEventsConfig, OffloadConfig, SpeculativeConfig
 
-    kinds = {"offload": OffloadConfig, "speculative": SpeculativeConfig}
+    kinds = {"kv_events": KVEventsConfig, "offload": OffloadConfig, "speculative": SpeculativeConfig}
     return EngineConfig(
         **{
             name: kinds[name](**value) if name in kinds and value is not None else value

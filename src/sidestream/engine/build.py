@@ -27,8 +27,11 @@ from sidestream.device.kinds import CPU, CUDA
 from sidestream.engine.capacity import MAX_BLOCKS, num_states, pool_bytes
 from sidestream.engine.engine import Engine
 from sidestream.engine.inbox import Inbox
+from sidestream.engine.kv_events import KVEvents
+from sidestream.engine.kv_sockets import KVEventSockets
 from sidestream.engine.parts import Parts
 from sidestream.errors import ConfigError, DeviceLost
+from sidestream.kv.key_log import DeviceKeyLog, KeyLog
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
@@ -130,6 +133,9 @@ def build_engine(
         use_compile_cache()
     with contextlib.ExitStack() as undo:
         metrics = Metrics()
+        events = _kv_events(config, model, metrics)
+        if events is not None:
+            undo.callback(events.close)
         if device is None:
             device = _open_device(config, timeline, metrics, tracer)
             undo.callback(device.close)
@@ -152,7 +158,8 @@ def build_engine(
         keys = BlockKeys(
             fingerprint=model.fingerprint, layout=model.layout, salt=config.salt, states=model.state_layout
         )
-        scheduler = _build_scheduler(plan, blocks, keys, transfers, states)
+        key_log = None if events is None else _log_keys(events, stack, has_states=states is not None)
+        scheduler = _build_scheduler(plan, blocks, keys, transfers, states, key_log)
         executor = _build_executor(plan, memory)
         if on_gpu:
             _make_ready(plan, executor, blocks, transfers is not None, tell)
@@ -177,6 +184,7 @@ def build_engine(
             timeline=timeline,
             states=states,
             state_region=plan.region,
+            kv_events=events,
         )
         undo.pop_all()
     return Engine(parts, threaded=threaded)
@@ -371,6 +379,7 @@ def _build_scheduler(
     keys: BlockKeys,
     transfers: OffloadConnector | None,
     states: FencedPool | None,
+    key_log: DeviceKeyLog | None,
 ) -> Scheduler:
     config, sizes, device, speculative = plan.config, plan.sizes, plan.device, plan.config.speculative
     return Scheduler(
@@ -390,7 +399,34 @@ def _build_scheduler(
         if speculative is None
         else SpecPolicy(plan.max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_slowdown),
         states=None if states is None or plan.region is None else (states, plan.region),
+        key_log=key_log,
     )
+
+
+def _kv_events(config: EngineConfig, model: ServableModel, metrics: Metrics) -> KVEvents | None:
+    """The publisher of KV events, with bound sockets; None: there are none."""
+    if config.kv_events is None:
+        return None
+    block_tokens, sockets = model.layout.block_tokens, None
+    if config.kv_events.endpoint is not None:
+        sockets = KVEventSockets(config.kv_events)
+        replay = "" if sockets.replay_endpoint is None else f", replays on {sockets.replay_endpoint}"
+        logger.info("KV events on %s%s", sockets.endpoint, replay)
+    log = KeyLog(block_tokens=block_tokens)
+    return KVEvents(config.kv_events, log=log, block_tokens=block_tokens, metrics=metrics, sockets=sockets)
+
+
+def _log_keys(events: KVEvents, tiers: TierStack | None, *, has_states: bool) -> DeviceKeyLog:
+    """Log the keys of the tiers from now on, and those that persistent tiers hold already. Returns the device's log.
+
+    With recurrent states, tiers are not logged: they hold parts of states under keys that name no block.
+    """
+    if tiers is not None and not has_states:
+        tiers.host.pool.key_log = events.log.tier(HOST)
+        for name, tier in tiers.persistent.items():
+            tier.index.key_log = log = events.log.tier(name)
+            log.stored(tuple(tier.index))
+    return events.log.device
 
 
 def _build_executor(plan: _BuildPlan, memory: Memory) -> Executor:

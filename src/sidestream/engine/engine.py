@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from sidestream.config import SamplingParams
 from sidestream.engine.failures import Failures
+from sidestream.engine.kv_events import OnBatch
 from sidestream.engine.loop import StepLoop
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
 from sidestream.engine.serving_state import ServingState
-from sidestream.errors import EngineStopped
+from sidestream.errors import ConfigError, EngineStopped
 from sidestream.schedule.request import Request
 from sidestream.schedule.validation import CheckedRequest, RequestChecker
 from sidestream.types import Health, Key
@@ -53,6 +54,8 @@ class Engine:
         self._closed = False
         self._thread: threading.Thread | None = None
         if threaded:
+            if parts.kv_events is not None:
+                parts.kv_events.start()
             self._thread = threading.Thread(target=self.loop.run, name="sidestream-engine", daemon=True)
             self._thread.start()
 
@@ -139,6 +142,12 @@ class Engine:
             priority=checked.priority,
             max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
         )
+
+    def on_kv_events(self, on_batch: OnBatch) -> None:
+        """Call `on_batch` for every batch of KV events from now on. Raises ConfigError if the engine makes none."""
+        if self.parts.kv_events is None:
+            raise ConfigError("the engine makes no KV events: give it kv_events=KVEventsConfig()")
+        self.parts.kv_events.subscribe(on_batch)
 
     # ------------------------------------------------------------------ state
 
@@ -255,8 +264,11 @@ class Engine:
                 return
             self._closed = True
             # The stack calls its callbacks from the last to the first, even if one raises: the engine thread ends,
-            # complete blocks are stored, the streams end, and then the disk is closed, after its last write.
+            # complete blocks are stored, the streams end, the disk is closed, after its last write, and then the
+            # last KV events are published.
             transfers = parts.transfers
+            if parts.kv_events is not None:
+                ends.callback(parts.kv_events.close)
             if transfers is not None:  # rule: streams-end-before-the-disk-is-unlocked
                 ends.callback(transfers.close)
             ends.callback(parts.device.close)

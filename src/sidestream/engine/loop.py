@@ -89,13 +89,19 @@ class StepLoop:
         self._streams.abort_all()
         self._store_latest_states()
         self._streams.deliver_outputs()  # rule: last-outputs-are-delivered-when-the-engine-ends
+        self._flush_kv_events()
         self._gauges.update(force=True)
 
     def step(self) -> bool:
         """Run one turn of the loop, and deliver its outputs. False if there was nothing to compute or commit."""
         worked = self._turn()
         self._streams.deliver_outputs()  # rule: outputs-are-delivered-after-each-step
+        self._flush_kv_events()
         return worked
+
+    def _flush_kv_events(self) -> None:
+        if self._parts.kv_events is not None:
+            self._parts.kv_events.flush()
 
     def _turn(self) -> bool:
         parts, previous = self._parts, self.in_flight

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sidestream.config import SamplingDefaults
 from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
+from sidestream.engine.kv_events import KVEvents
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.kv.state_layout import StateRegion
@@ -31,6 +32,7 @@ class Parts:
     proposer      name of the proposer in metrics; empty: there are no drafts
     states        the pool of recurrent states; None: the model has none
     state_region  location of the states in the memory of the blocks
+    kv_events     publishes which blocks can be reused; None: no events
     """
 
     device: Device
@@ -53,3 +55,4 @@ class Parts:
     timeline: Timeline | None = None
     states: FencedPool | None = None
     state_region: StateRegion | None = None
+    kv_events: KVEvents | None = None

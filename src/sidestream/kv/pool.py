@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sidestream.errors import InvariantError, SidestreamError
 from sidestream.kv.eviction import Lru
+from sidestream.kv.key_log import TierKeyLog
 from sidestream.kv.prefix import PrefixIndex
 from sidestream.types import Fence, Key, Tracer
 
@@ -86,6 +87,8 @@ class FencedPool:
         self._index = PrefixIndex()
         self.on_evict: Callable[[list[Key]], None] | None = None
         """Called with the keys of evicted blocks, on the owner's thread."""
+        self.key_log: TierKeyLog | None = None
+        """Hears of every change of the findable keys; None: no log."""
 
     def grow(self, size: int) -> None:
         """Add free blocks until there are `size`; never removes one."""
@@ -180,6 +183,8 @@ class FencedPool:
         added = self._index.add(key, block_id)
         if added and self._tracer is not None:
             self._tracer.published(self.name, block_id, key)
+        if added and self.key_log is not None:
+            self.key_log.stored((key,))
         return added
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[Key]) -> None:
@@ -189,6 +194,8 @@ class FencedPool:
         if self._tracer is not None or not self._index.add_all(keys, block_ids):
             for block_id, key in zip(block_ids, keys, strict=True):
                 self.publish(block_id, key)
+        elif self.key_log is not None:
+            self.key_log.stored(keys)
 
     def match(self, keys: Sequence[Key]) -> list[int]:
         """Blocks of the longest run of leading `keys` that are all findable. Read-only; any thread."""
@@ -215,12 +222,16 @@ class FencedPool:
 
     def forget_all(self) -> None:
         """Remove every key at once: the cache was reset, or the weights changed (H8). Leases stay valid."""
+        if self.key_log is not None:
+            self.key_log.cleared(list(self._index))
         self._not_findable(self._index.clear())
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Remove the keys of these blocks, if they have keys. Leases stay valid."""
         findable = [block_id for block_id in block_ids if self._index.holds_key(block_id)]
-        self._index.remove_all(findable)
+        keys = self._index.remove_all(findable)
+        if self.key_log is not None:
+            self.key_log.removed(keys)
         self._not_findable(findable)
 
     def _not_findable(self, block_ids: Sequence[int]) -> None:
@@ -256,6 +267,8 @@ class FencedPool:
         keys = self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
         if self.on_evict is not None:
             self.on_evict(keys)
+        if self.key_log is not None:
+            self.key_log.removed(keys)
         return block_ids
 
     def _release(self, block_ids: Sequence[int], after: tuple[Fence, ...]) -> None:

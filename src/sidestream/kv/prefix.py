@@ -5,7 +5,7 @@ Changed by the thread that owns the pool; `get` and `match` may be called from a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sidestream.types import Key
 
@@ -19,6 +19,10 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._id_of)
+
+    def __iter__(self) -> Iterator[Key]:
+        """The published keys, in the order of their publication."""
+        return iter(self._id_of)
 
     def get(self, key: Key) -> int | None:
         """The block that holds `key`."""

@@ -62,6 +62,7 @@ METRICS: Mapping[str, Declared] = {
     "host_waits_total": Declared(
         "counter", "times a thread waited for a fence that was not done, by reason", ("reason",)
     ),
+    "kv_event_batches_total": Declared("counter", "batches of KV events, by outcome", ("outcome",)),
     "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
     "requests_running": Declared("gauge", "running requests"),
     "requests_waiting": Declared("gauge", "requests that are queued or whose KV is being loaded"),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from sidestream.kv.key_log import DeviceKeyLog
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.schedule.chunking import reusable_tokens
@@ -25,7 +26,14 @@ class PrefixCache:
       publishes the block or releases its blocks. Other requests wait for a pending block instead of computing it too.
     """
 
-    def __init__(self, limits: Limits, blocks: FencedPool, keys: BlockKeys, states: StateCache | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: FencedPool,
+        keys: BlockKeys,
+        states: StateCache | None = None,
+        key_log: DeviceKeyLog | None = None,
+    ) -> None:
         self.keys_version = 0
         """Grows when the weights, and with them all keys, change."""
         self._limits = limits
@@ -33,6 +41,7 @@ class PrefixCache:
         self._keys = keys
         self._pending: dict[Key, RequestId] = {}
         self._states = states
+        self._key_log = blocks.key_log = key_log
         if states is not None:
             blocks.on_evict = states.forget  # rule: state-is-forgotten-with-its-block
 
@@ -122,6 +131,8 @@ class PrefixCache:
             self._blocks.publish_all(ids[:found], keys[:found])
             keys, ids = keys[found:], ids[found:]
         fresh = [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
+        if self._key_log is not None:
+            self._key_log.sequence(request.keys, request.tokens, first=first, stop=complete, salt=request.cache_salt)
         return [*fresh, *checkpoints]
 
     def invalidate(self, request: Request) -> Sequence[Key]:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.errors import InvariantError
+from sidestream.kv.key_log import DeviceKeyLog
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.kv.state_layout import StateRegion
@@ -61,8 +62,11 @@ class Scheduler:
         tiers: TierView | None = None,
         policy: SpecPolicy | None = None,
         states: tuple[FencedPool, StateRegion] | None = None,
+        key_log: DeviceKeyLog | None = None,
     ) -> None:
-        """`policy` None: rows have no drafts. `states` None: the model has no recurrent state."""
+        """`policy` None: rows have no drafts. `states` None: the model has no recurrent state. `key_log`: records which
+        keys are findable on the device.
+        """
         view: TierView = tiers or NoTiers()
         self.limits = limits
         self.slots = slots
@@ -71,7 +75,7 @@ class Scheduler:
         self._states: StateCache | None = None
         if states is not None:
             self._states = StateCache(limits, states=states[0], region=states[1], slots=slots, tiers=view)
-        self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states)
+        self._prefix_cache = cache = PrefixCache(limits, blocks, keys, self._states, key_log)
         self._tiers = TierLoads(limits, view=view, queues=queues, max_running=slots.size)
         self._allocator = Allocator(
             limits, blocks=blocks, slots=slots, prefix_cache=cache, tiers=view, states=self._states

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream.errors import InvariantError, TierFull
+from sidestream.kv.key_log import TierKeyLog
 from sidestream.types import Access, Key, Tracer
 
 
@@ -118,6 +119,8 @@ class TierIndex:
         tracer               records every grant, pin and key
         """
         self.name = name
+        self.key_log: TierKeyLog | None = None
+        """Hears of every change of the published keys; None: no log."""
         self._tracer = tracer
         self._max_entries = max_entries
         self._entry_bytes = entry_bytes
@@ -234,6 +237,8 @@ class TierIndex:
             self._tracer.published(self.name, grant.entry.serial, grant.entry.key)
         self._end(grant)
         self._slots[grant.entry.key] = self._idle[grant.entry.key] = _Slot(grant.entry)
+        if self.key_log is not None:
+            self.key_log.stored((grant.entry.key,))
 
     def abandon(self, grant: WriteGrant) -> None:
         """End a grant without an entry (H9), because its write failed, never ran, or is no longer needed.
@@ -295,6 +300,8 @@ class TierIndex:
         del self._slots[key]
         if self._tracer is not None:
             self._tracer.forgot(self.name, [slot.entry.serial])
+        if self.key_log is not None:
+            self.key_log.removed((key,))
         return slot.entry
 
     def _end(self, grant: WriteGrant) -> None:
@@ -311,6 +318,8 @@ class TierIndex:
         slot.retired = True  # rule: dropped-entry-is-marked
         if self._tracer is not None:
             self._tracer.forgot(self.name, [slot.entry.serial])
+        if self.key_log is not None:
+            self.key_log.removed((slot.entry.key,))
         if slot.pins:  # rule: pinned-entry-is-not-deleted-by-a-reset
             self._leaving += 1
         else:

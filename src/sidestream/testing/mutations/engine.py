@@ -303,14 +303,17 @@ _MESSAGE = (
 _UNBUILT = "it runs only if an engine cannot be built; then no work runs"
 _WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_interpreter.py runs it"
 
+_EVENTS = "KV events tell other programs; the engine does not depend on them (test_kv_events.py)"
+
 EXEMPT = (
-    Exempt("build_engine", ("callback", "callback"), _UNBUILT),
+    Exempt("build_engine", ("callback", "callback", "callback"), _UNBUILT),
     Exempt("build_engine", ("salt=",), "see new-weights-keep-the-salt"),
     Exempt("_open_device", ("callback",), _UNBUILT),
     Exempt("_warm_up", ("take", "release"), _WARM_UP),
     Exempt("Engine._sample", ("keys_version",), "see request-that-arrives-late-gets-the-new-keys"),
     Exempt("Engine.call", ("wait",), _OTHER_THREAD),
     Exempt("Engine.close", ("callback", "callback"), "see streams-end-before-the-disk-is-unlocked"),
+    Exempt("Engine.close", ("callback",), _EVENTS),
     Exempt("Engine._end_loop", ("join",), _OTHER_THREAD),
     Exempt("StepLoop._launch", ("after=", "gates="), "see step-waits-for-the-last-use and layer-waits-for-its-load"),
     Exempt("StepLoop._launch", ("gates",), "see loads-are-submitted-before-their-step-is-gated"),
@@ -327,6 +330,9 @@ EXEMPT = (
     Exempt("Listener.apply_events", ("poll",), _WHAT_MAY_BE_CONCLUDED),
     Exempt("Listener.wait_for", ("wait_host",), "see commit-waits-for-its-step"),
     Exempt("Listener._listen", ("poll",), _WHAT_MAY_BE_CONCLUDED),
+    Exempt("KVEvents.close", ("join",), _EVENTS),
+    Exempt("KVEvents._run", ("wait",), _EVENTS),
+    Exempt("KVEvents._publish_queued", ("remove",), _EVENTS),
     Exempt("Failures.end_step", ("drop",), "see mailbox-entry-of-a-failed-step-is-released"),
     Exempt("Failures.end_engine", ("take",), _MESSAGE),
     Exempt("OutputStreams.finish", ("end_sample",), "see non-finite-logits-end-their-request"),

@@ -1,0 +1,131 @@
+"""The ZeroMQ sockets of KV events, as vLLM has them: a PUB socket, and a ROUTER socket for batches that a subscriber
+has missed. Needs the extra `kv-events`.
+
+    PUB     topic, sequence number, batch                  sequence numbers: 8 bytes, big-endian
+    ROUTER  a subscriber sends the first sequence number that it wants, and receives
+            sequence number, batch      for each batch since then that is still kept
+            -1, nothing                 the end
+
+`send` never blocks: a PUB socket drops messages for a subscriber that does not read. Replays have a thread of their
+own, because sending to a slow subscriber blocks it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from sidestream.config import IPC, KVEventsConfig
+from sidestream.errors import ConfigError
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+_SEQUENCE_BYTES = 8
+_END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
+# After a close, messages for connected subscribers are sent for this long.
+_LINGER_MS = 500
+# A replay to a subscriber that reads nothing for this long is given up.
+_REPLAY_PATIENCE_MS = 5000
+
+
+class KVEventSockets:
+    """The bound sockets. `send` and `close` must not run at the same time."""
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        """Bind the endpoints of `config`. Raises ConfigError if one cannot be bound or pyzmq is missing; then nothing
+        is left open.
+        """
+        try:
+            import zmq
+        except ModuleNotFoundError as missing:
+            raise ConfigError(
+                "KV events on a socket need the package pyzmq: pip install 'sidestream[kv-events]'"
+            ) from (missing)
+        assert config.endpoint is not None
+        self._topic = config.topic.encode()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_batches)
+        self._context = zmq.Context()
+        self._replayer: threading.Thread | None = None
+        try:
+            self._publisher = self._context.socket(zmq.PUB)
+            self._publisher.setsockopt(zmq.SNDHWM, config.buffer_batches)
+            self._publisher.setsockopt(zmq.LINGER, _LINGER_MS)
+            self.endpoint = _bind(self._publisher, config.endpoint, "endpoint")
+            self.replay_endpoint: str | None = None
+            if config.replay_endpoint is not None:
+                router = self._context.socket(zmq.ROUTER)
+                router.setsockopt(zmq.LINGER, 0)
+                router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops messages for a subscriber that is slow
+                router.setsockopt(zmq.SNDTIMEO, _REPLAY_PATIENCE_MS)
+                self.replay_endpoint = _bind(router, config.replay_endpoint, "replay_endpoint")
+                self._replayer = threading.Thread(
+                    target=self._serve_replays, args=(router,), name="sidestream-kv-replay", daemon=True
+                )
+                self._replayer.start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def send(self, sequence: int, batch: bytes) -> None:
+        """Publish an encoded batch, and keep it for replays. Never blocks."""
+        self._kept.append((sequence, batch))
+        self._publisher.send_multipart((self._topic, sequence.to_bytes(_SEQUENCE_BYTES, "big"), batch))
+
+    def close(self) -> None:
+        """Close the sockets. Blocks for at most half a second, while subscribers read what they have not read yet."""
+        self._publisher.close()
+        self._context.term()  # ends the replays' thread, which closes its socket
+
+    def _serve_replays(self, router: zmq.Socket[bytes]) -> None:
+        import zmq
+
+        with router:
+            while True:
+                try:
+                    *envelope, first = router.recv_multipart()
+                    self._replay(router, envelope, int.from_bytes(first, "big"))
+                except zmq.ContextTerminated:
+                    return
+                except zmq.ZMQError as error:  # the subscriber has left, or does not read
+                    logger.debug("a replay of KV events ended early: %s", error)
+
+    def _replay(self, router: zmq.Socket[bytes], envelope: list[bytes], first: int) -> None:
+        for sequence, batch in list(self._kept):  # a copy: the events' thread appends meanwhile
+            if sequence >= first:
+                router.send_multipart((*envelope, sequence.to_bytes(_SEQUENCE_BYTES, "big"), batch))
+        router.send_multipart((*envelope, _END, b""))
+
+
+def check_endpoints(config: KVEventsConfig | None) -> None:
+    """Raise the ConfigError that KVEventSockets would raise now. Leaves nothing open."""
+    if config is not None and config.endpoint is not None:
+        KVEventSockets(config).close()
+
+
+def _bind(opened: zmq.Socket[bytes], endpoint: str, option: str) -> str:
+    """Bind, and return the endpoint with the port that a `*` stands for."""
+    import zmq
+
+    reason = "another process listens on it" if _is_taken(endpoint) else ""
+    if not reason:
+        try:
+            opened.bind(endpoint)
+        except zmq.ZMQError as error:
+            reason = str(error)
+    if reason:
+        raise ConfigError(f"kv_events {option} is {endpoint}, which cannot be bound ({reason}): give another one")
+    return opened.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def _is_taken(endpoint: str) -> bool:
+    """Whether a process listens on a Unix socket, which a bind would take away from it."""
+    if not endpoint.startswith(IPC):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(endpoint.removeprefix(IPC)) == 0
