@@ -74,7 +74,7 @@ sanitize:
 
 # Every benchmark of this machine; results are committed.
 bench: $(VENV)/.dev
-	for name in prefix decode overhead soak serve; do \
+	for name in prefix decode overhead soak serve scale; do \
 		$(BIN)/sidestream bench $$name --json > bench/results/$$name-cpu.json.new; \
 		mv bench/results/$$name-cpu.json.new bench/results/$$name-cpu.json; \
 	done

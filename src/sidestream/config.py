@@ -289,6 +289,8 @@ class EngineConfig:
     generation_config  source of the sampling options that a request leaves out. `"auto"`: the checkpoint's
                     generation_config.json; `"none"`: neutral values. The end-of-sequence ids of that file always apply
     kv_events       tell routers which blocks the engine holds; None: no events
+    tensor_parallel ranks that share the model, each with its own process and, on GPUs, its own GPU. kv_memory is that
+                    of each rank; the tiers' sizes are those of all ranks together
     """
 
     dtype: str = "auto"
@@ -312,6 +314,7 @@ class EngineConfig:
     state_memory: int | str | None = None
     state_interval: int = 0
     kv_events: KVEventsConfig | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -325,7 +328,7 @@ class EngineConfig:
         if self.state_memory is not None:
             parse_bytes(self.state_memory, option="state_memory")
         _at_least("state_interval", self.state_interval, 0)
-        for name in ("block_tokens", "max_waiting"):
+        for name in ("block_tokens", "max_waiting", "tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
             if getattr(self, name) is not None:

@@ -9,19 +9,10 @@ import sys
 from typing import Any
 
 from sidestream.client.engine_server import EngineServer, engine_info
-from sidestream.client.messages import (
-    Failure,
-    FrameEncoder,
-    Progress,
-    Reply,
-    Start,
-    Started,
-    Status,
-    ToClient,
-    decoder_of_requests,
-)
+from sidestream.client.messages import Failure, Progress, Reply, Start, Started, Status, ToClient, decoder_of_requests
 from sidestream.client.process import config_of
 from sidestream.errors import EngineStopped, SidestreamError
+from sidestream.frames import FrameEncoder
 
 log = logging.getLogger(__name__)
 

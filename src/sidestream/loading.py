@@ -5,24 +5,28 @@ defaults, ordering checker.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
-from sidestream.errors import ConfigError, ModelError, RaceError
+from sidestream.errors import ConfigError, DeviceLost, ModelError, RaceError
 from sidestream.garbage import freeze_gc_heap
 from sidestream.metrics import Timeline
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
-from sidestream.models.loader import config_directory
+from sidestream.models.loader import cache_parts, config_directory
 from sidestream.models.mtp import attach_head
+from sidestream.rank_processes import RankProcesses, check_ranks, threads_of_rank
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
 from sidestream.speculate.mtp import MtpProposer
@@ -73,6 +77,7 @@ class LoadedEngine:
         self.config = config
         device = torch_device(config.device)  # checked before any weights are read
         config.sizes(device.type)
+        check_ranks(config)
         check_endpoints(config.kv_events)
         self.path = resolve(str(model), progress=progress)
         self.sampling_defaults = self._sampling_defaults()
@@ -80,6 +85,36 @@ class LoadedEngine:
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(self.path)
         draft_path = self._draft_path(progress)
+        self._checker: Checker | None = None
+        if check_order:
+            from sidestream.testing.checker import Checker  # the test kit is imported only on request
+
+            self._checker = Checker()
+        self._processes: RankProcesses | None = None
+        if config.tensor_parallel > 1:
+            self.config = config = dataclasses.replace(config, compute_threads=threads_of_rank(config))
+            cache_parts(
+                self.path,
+                dtype=config.dtype,
+                block_tokens=config.block_tokens,
+                device=device,
+                ranks=config.tensor_parallel,
+            )  # refuses models that cannot be divided, before any process is started
+            on_stage("starting the ranks", 0, 0)
+            self._processes = RankProcesses(self.path, config)
+        try:
+            self.engine: Engine = self._build(config, device, draft_path, on_stage)
+        except BaseException as error:
+            if self._processes is None:
+                raise
+            reason = self._processes.explain(error)
+            self._processes.kill()
+            raise reason from (error if reason is not error else None)
+        self._unfreeze_gc_heap = freeze_gc_heap()
+
+    def _build(self, config: EngineConfig, device: torch.device, draft_path: str | None, on_stage: OnStage) -> Engine:
+        """Load the model, or this rank's share of it, and start the engine."""
+        group = None if self._processes is None else self._processes.group
         on_stage("reading the weights", 0, 0)
         loaded = load_model(
             self.path,
@@ -87,14 +122,10 @@ class LoadedEngine:
             block_tokens=config.block_tokens,
             device=device,
             max_model_len=config.max_model_len,
+            group=group,
         )
         proposer = self._proposer(loaded, draft_path, on_stage)
-        self._checker: Checker | None = None
-        if check_order:
-            from sidestream.testing.checker import Checker  # the test kit is imported only on request
-
-            self._checker = Checker()
-        self.engine: Engine = build_engine(
+        engine = build_engine(
             loaded,
             config,
             eos_ids=self.tokenizer.eos_ids,
@@ -102,9 +133,18 @@ class LoadedEngine:
             tracer=self._checker,
             proposer=proposer,
             defaults=self.sampling_defaults,
+            ranks=None if self._processes is None else self._processes.transport.ranks,
+            group=group,
             tell=on_stage,
         )
-        self._unfreeze_gc_heap = freeze_gc_heap()
+        if self._processes is not None:
+            try:
+                self._processes.start_serving()
+            except BaseException as error:
+                self._processes.transport.ranks.lose(DeviceLost(f"a rank did not start: {error}"))
+                engine.close()
+                raise
+        return engine
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Abort running requests after `drain_s` seconds, store all complete blocks, end the threads. Idempotent.
@@ -112,6 +152,9 @@ class LoadedEngine:
         Raises RaceError for findings of the ordering checker.
         """
         self.engine.close(drain_s=drain_s)
+        if self._processes is not None:
+            self.engine.parts.executor.close()
+            self._processes.close()
         self._unfreeze_gc_heap()
         if self._timeline is not None and self._timeline_path is not None:
             self._timeline.write(self._timeline_path)

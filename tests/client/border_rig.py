@@ -16,9 +16,10 @@ from engine_rig import PATIENCE_S, Rig
 from sidestream.client.base import EngineClient, OutputQueue
 from sidestream.client.engine_server import Connection, EngineServer, engine_info
 from sidestream.client.in_process import InProcessClient
-from sidestream.client.messages import Attach, Close, FrameEncoder, Reply, decoder_of_outputs, decoder_of_requests
+from sidestream.client.messages import Attach, Close, Reply, decoder_of_outputs, decoder_of_requests
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
+from sidestream.frames import FrameEncoder
 from sidestream.types import Delta
 
 T = TypeVar("T")

@@ -15,7 +15,8 @@ import pytest
 from border_rig import Remote, ask, border, check_nothing_left, run, tokens_of
 from engine_rig import PATIENCE_S, Rig, prompts
 
-from sidestream.client import engine_server, messages
+from sidestream import frames
+from sidestream.client import engine_server
 from sidestream.client.engine_server import Connection
 from sidestream.client.messages import (
     Abort,
@@ -23,7 +24,6 @@ from sidestream.client.messages import (
     Call,
     Close,
     Count,
-    FrameEncoder,
     Outputs,
     Rejected,
     Reply,
@@ -35,6 +35,7 @@ from sidestream.client.messages import (
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
 from sidestream.errors import ConfigError, EngineStopped, RaceError
+from sidestream.frames import FrameEncoder
 from sidestream.testing.toy import ToyModel
 from sidestream.version import VERSION
 
@@ -241,8 +242,8 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
     ("data", "words"),
     [
         (lambda: os.urandom(64).replace(b"\0", b"\1").join([b"\xff\xff\xff\xff", b""]), "a frame has"),
-        (lambda: messages._HEAD.pack(3, 1) + b"\xc1\xc1\xc1", "a message cannot be read"),
-        (lambda: messages._HEAD.pack(3, 2) + b"abc", "frame 2 came in place of frame 1"),
+        (lambda: frames._HEAD.pack(3, 1) + b"\xc1\xc1\xc1", "a message cannot be read"),
+        (lambda: frames._HEAD.pack(3, 2) + b"abc", "frame 2 came in place of frame 1"),
         (lambda: FrameEncoder().encode(Status("ok", "")), "a message cannot be read"),
         (lambda: FrameEncoder().encode(Close(0.0)), "a front end may not send Close"),
         (lambda: FrameEncoder().encode(Attach()), "a front end may not send Attach"),
@@ -388,7 +389,7 @@ def test_the_owner_s_end_closes_the_engine() -> None:
 
 def test_nonsense_of_the_owner_closes_the_engine() -> None:
     made = Remote(Rig())
-    made._owner.sendall(messages._HEAD.pack(3, 9) + b"abc")
+    made._owner.sendall(frames._HEAD.pack(3, 9) + b"abc")
     made.thread.join(PATIENCE_S)
     assert not made.thread.is_alive()
     made.tidy()

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sidestream import errors
-from sidestream.client import messages
+from sidestream import errors, frames
 from sidestream.client.messages import (
     Abort,
     Attach,
@@ -20,8 +19,6 @@ from sidestream.client.messages import (
     Count,
     EngineInfo,
     Failure,
-    FrameDecoder,
-    FrameEncoder,
     OutputDetail,
     Outputs,
     Progress,
@@ -40,6 +37,7 @@ from sidestream.client.messages import (
 )
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
+from sidestream.frames import FrameDecoder, FrameEncoder
 
 # Every field differs from its default.
 PARAMS = SamplingParams(
@@ -212,14 +210,14 @@ def test_numbers_of_frames_go_round() -> None:
 
 def test_a_frame_that_is_too_long_is_refused_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = FrameEncoder().encode(Abort(1, 2, "abort"))
-    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", len(frame) - 9)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", len(frame) - 9)
     with pytest.raises(EngineStopped, match=f"a frame has {len(frame) - 8} bytes, but the limit is {len(frame) - 9}"):
         fed(decoder_of_requests(), frame[:8])
 
 
 def test_a_message_that_is_too_long_is_not_sent_and_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = FrameEncoder()
-    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100)
     with pytest.raises(InvariantError, match=r"^a Status of \d+ bytes: a message has at most 100$"):
         encoder.encode(Status("failed", "x" * 101))
     assert fed(decoder_of_outputs(), encoder.encode(Status("ok", ""))) == [Status("ok", "")]
@@ -232,7 +230,7 @@ def broken_params() -> SamplingParams:
 
 
 def frame_of(body: bytes) -> bytes:
-    return messages._HEAD.pack(len(body), 1) + body
+    return frames._HEAD.pack(len(body), 1) + body
 
 
 @pytest.mark.parametrize(

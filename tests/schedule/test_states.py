@@ -333,14 +333,14 @@ class Decoding:
         )
         self.states, _ = self.cache.start(None, stop=0, loads=False)
         ids, _ = self.cache.plan(self.states, 0, 5, checkpoint=False)
-        self.cache.commit(self.states, ids, 5, 5)
+        self.cache.commit(self.states, ids, 5, 5, Step(0))
         self.keys = [bytes([number]) * 16 for number in range(8)]
 
     def plan(self, length: int, in_flight: int = 0) -> StateIds:
         return self.cache.plan_decode(self.states, length, in_flight=in_flight, checkpoint=True)[0]
 
     def commit(self, ids: StateIds, start: int, committed_len: int) -> None:
-        self.cache.commit(self.states, ids, start + 1, committed_len)
+        self.cache.commit(self.states, ids, start + 1, committed_len, Step(0))
         self.cache.publish(self.states, self.keys, committed_len // SIZE, num_prompt_tokens=5)
 
 

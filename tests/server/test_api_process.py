@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.client.messages import EngineInfo, FrameEncoder, Welcome
+from sidestream.client.messages import EngineInfo, Welcome
 from sidestream.config import NEUTRAL
+from sidestream.frames import FrameEncoder
 from sidestream.server import ServerOptions, api_process, bind
 from sidestream.server.control import DRAINED, READY, STOP, ApiProcessConfig
 from sidestream.testing.tiny_models import tiny_model_dir

@@ -101,6 +101,10 @@ _StateInterval = Annotated[
     int,
     _engine("--state-interval", "Tokens between checkpoints of recurrent state in a prompt.", "N", parse=whole),
 ]
+_TensorParallel = Annotated[
+    int,
+    _engine("--tensor-parallel", "Ranks that share the model: processes, each with its own GPU.", "N", parse=whole),
+]
 _BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens per KV block.", "N", parse=whole)]
 _ChunkTokens = Annotated[
     int | None,
@@ -234,6 +238,7 @@ def engine_config(
     kv_memory: _KvMemory = None,
     state_memory: _StateMemory = None,
     state_interval: _StateInterval = _ENGINE.state_interval,
+    tensor_parallel: _TensorParallel = _ENGINE.tensor_parallel,
     block_tokens: _BlockTokens = _ENGINE.block_tokens,
     chunk_tokens: _ChunkTokens = _ENGINE.chunk_tokens,
     token_budget: _TokenBudget = _ENGINE.token_budget,
@@ -262,6 +267,7 @@ def engine_config(
         kv_memory=kv_memory,
         state_memory=state_memory,
         state_interval=state_interval,
+        tensor_parallel=tensor_parallel,
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,
         token_budget=token_budget,

@@ -28,8 +28,6 @@ from sidestream.client.messages import (
     Count,
     EngineInfo,
     Failure,
-    FrameDecoder,
-    FrameEncoder,
     OutputDetail,
     Outputs,
     Rejected,
@@ -43,6 +41,7 @@ from sidestream.client.messages import (
 )
 from sidestream.engine import Engine, Handle
 from sidestream.errors import EngineStopped, InvariantError, SidestreamError
+from sidestream.frames import FrameDecoder, FrameEncoder
 from sidestream.kv.keys import KEY_BYTES
 from sidestream.metrics import MetricsSnapshot
 from sidestream.schedule.validation import CheckedRequest

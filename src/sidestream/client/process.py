@@ -21,7 +21,6 @@ from sidestream.client.messages import (
     Attach,
     Close,
     EngineInfo,
-    FrameEncoder,
     Progress,
     Reply,
     Start,
@@ -31,6 +30,7 @@ from sidestream.client.messages import (
 )
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
+from sidestream.frames import FrameEncoder
 
 OnStage = Callable[[str, int, int], None]
 

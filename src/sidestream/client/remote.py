@@ -21,7 +21,6 @@ from sidestream.client.messages import (
     Call,
     Count,
     EngineInfo,
-    FrameEncoder,
     OutputDetail,
     Outputs,
     Rejected,
@@ -35,6 +34,7 @@ from sidestream.client.messages import (
 )
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped
+from sidestream.frames import FrameEncoder
 from sidestream.kv.keys import BlockKeys
 from sidestream.metrics import MetricsSnapshot
 from sidestream.metrics.counters import HistogramValue

@@ -23,6 +23,7 @@ from sidestream.config import NEUTRAL, EngineConfig, EngineSizes, SamplingDefaul
 from sidestream.device.base import Device, Memory
 from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
+from sidestream.device.group import Group
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.engine.capacity import MAX_BLOCKS, num_states, pool_bytes
 from sidestream.engine.engine import Engine
@@ -44,9 +45,12 @@ from sidestream.offload.costs import CostModel
 from sidestream.offload.loads import layers_per_group
 from sidestream.offload.tiers.base import PersistentTier, TierContext
 from sidestream.offload.tiers.host import HostTier
-from sidestream.offload.tiers.registry import open_tiers
+from sidestream.offload.tiers.registry import open_tiers, share_of_rank
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.ops.registry import select_ops
+from sidestream.ranks.follower import Follower
+from sidestream.ranks.leader import Ranks, joint_device, joint_executor
+from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.runner.executor import Executor
 from sidestream.runner.forward import ForwardModel
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
@@ -109,6 +113,8 @@ def build_engine(
     proposer: Proposer | None = None,
     defaults: SamplingDefaults = NEUTRAL,
     threaded: bool = True,
+    ranks: Ranks | None = None,
+    group: Group | None = None,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
     """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError, after closing
@@ -124,6 +130,8 @@ def build_engine(
     proposer  a proposer instead of the one that `config.speculative` names
     defaults  default values of sampling options
     threaded  False: the engine has no thread, see `Engine`
+    ranks     the other ranks, each with a follower of `build_follower`; `model` is rank 0's share
+    group     the ranks' collectives
     tell      progress callback: gets the current activity, its steps done, and its steps in total (0 and 0: unknown)
     """
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == CUDA
@@ -139,8 +147,9 @@ def build_engine(
         if device is None:
             device = _open_device(config, timeline, metrics, tracer)
             undo.callback(device.close)
-        plan = _plan_build(model, config, sizes, _proposer(config, proposer), device, on_gpu=on_gpu)
-        stack = _open_tiers(model, config, device, tiers)
+        plan = _plan_build(model, config, sizes, _proposer(config, proposer), device, on_gpu=on_gpu, group=group)
+        joint = device if ranks is None else joint_device(device, ranks)
+        stack = _open_tiers(plan, joint, tiers)
         if stack is not None and tiers is None:
             undo.callback(stack.close)
         memory, blocks, states = _allocate_pools(plan)
@@ -152,7 +161,7 @@ def build_engine(
         if stack is not None:
             kv = BlockMemory(memory, model.layout)
             transfers = _build_transfers(
-                plan, kv, [blocks, *([] if states is None else [states])], stack, costs, metrics, inbox
+                plan, joint, kv, [blocks, *([] if states is None else [states])], stack, costs, metrics, inbox
             )
         # rule: keys-of-the-served-model
         keys = BlockKeys(
@@ -164,9 +173,9 @@ def build_engine(
         if on_gpu:
             _make_ready(plan, executor, blocks, transfers is not None, tell)
         parts = Parts(
-            device=device,
+            device=joint,
             scheduler=scheduler,
-            executor=executor,
+            executor=executor if ranks is None else joint_executor(executor, ranks),
             blocks=blocks,
             layout=model.layout,
             eos_ids=tuple(sorted({*model.eos_token_ids, *eos_ids})),
@@ -184,10 +193,53 @@ def build_engine(
             timeline=timeline,
             states=states,
             state_region=plan.region,
+            ranks=ranks,
             kv_events=events,
         )
         undo.pop_all()
+    if ranks is not None:
+        ranks.on_loss(lambda error: inbox.put(lambda: _raise(error), anytime=True))
     return Engine(parts, threaded=threaded)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def build_follower(
+    model: ServableModel,
+    config: EngineConfig,
+    *,
+    device: Device,
+    group: Group,
+    take: Callable[[], ToRank | None],
+    report: Callable[[ToLeader], None],
+    tiers: Mapping[str, PersistentTier] | None = None,
+    proposer: Proposer | None = None,
+    tell: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Follower:
+    """A rank other than 0 of `build_engine`, with the same config: its pools have the same numbers of blocks, and it
+    warms up in the same steps. Raises ConfigError; then nothing is left open.
+
+    model    the rank's share of the model
+    device   closed by the caller
+    take     returns the next message of rank 0; None: there is none now
+    report   sends a message to rank 0
+    """
+    on_gpu = device.torch_device.type == CUDA
+    sizes = config.sizes(CUDA if on_gpu else CPU)
+    _check_sizes(model, config, sizes)
+    plan = _plan_build(model, config, sizes, _proposer(config, proposer), device, on_gpu=on_gpu, group=group)
+    with contextlib.ExitStack() as undo:
+        stack = _open_tiers(plan, device, tiers)
+        if stack is not None and tiers is None:
+            undo.callback(stack.close)
+        memory, blocks, _ = _allocate_pools(plan)
+        executor = _build_executor(plan, memory)
+        if on_gpu:
+            _make_ready(plan, executor, blocks, stack is not None, tell)
+        undo.pop_all()
+    return Follower(device=device, executor=executor, memory=memory, tiers=stack, take=take, report=report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +248,7 @@ class _BuildPlan:
 
     num_blocks   number of blocks of the device pool
     region       recurrent states, after the blocks; None: the model has no recurrent state
+    group        the ranks that share the model; None: there is one
     """
 
     model: ServableModel
@@ -208,6 +261,7 @@ class _BuildPlan:
     num_blocks: int
     region: StateRegion | None
     bounds: Bounds
+    group: Group | None = None
 
     @property
     def max_len(self) -> int:
@@ -241,12 +295,15 @@ def _plan_build(
     device: Device,
     *,
     on_gpu: bool,
+    group: Group | None,
 ) -> _BuildPlan:
     """Choose the size of the block pool, and derive the bounds of requests from it."""
     layout, kv_bytes = model.layout, sizes.kv_bytes
     max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
     if kv_bytes is None:
         kv_bytes = _free_pool_bytes(model, config, sizes, max_drafts, device.torch_device)
+        if group is not None:  # as many blocks as every rank has room for
+            kv_bytes = int(group.all_gather(torch.tensor([kv_bytes], device=device.torch_device)).min())
         _check_pool(kv_bytes, layout)
         origin = "what the weights leave free; --kv-memory changes it"
     else:
@@ -276,7 +333,7 @@ def _plan_build(
         vocab_size=model.vocab_size,
         max_unfinished=config.max_waiting + sizes.max_running,
     )
-    return _BuildPlan(model, config, sizes, device, on_gpu, proposer, max_drafts, num_blocks, region, bounds)
+    return _BuildPlan(model, config, sizes, device, on_gpu, proposer, max_drafts, num_blocks, region, bounds, group)
 
 
 def _size_states(
@@ -353,6 +410,7 @@ def _bytes_by_part(plan: _BuildPlan) -> dict[str, int]:
 
 def _build_transfers(
     plan: _BuildPlan,
+    device: Device,
     kv: BlockMemory,
     pools: Sequence[FencedPool],
     tiers: TierStack,
@@ -362,7 +420,7 @@ def _build_transfers(
 ) -> OffloadConnector:
     assert plan.config.offload is not None
     return OffloadConnector(
-        device=plan.device,
+        device=device,
         pools=pools,
         memory=kv,
         tiers=tiers,
@@ -438,6 +496,7 @@ def _build_executor(plan: _BuildPlan, memory: Memory) -> Executor:
         attention=_attention(plan.model, plan.sizes, plan.bounds, plan.proposer, plan.max_drafts, plan.device),
         ops=select_ops(has_kernels=plan.on_gpu),
         states=plan.region,
+        group=plan.group,
         proposer=plan.proposer,
         max_drafts=plan.max_drafts,
         max_len=plan.max_len,
@@ -623,11 +682,10 @@ def _warm_up(
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
 
 
-def _open_tiers(
-    model: ServableModel, config: EngineConfig, device: Device, given: Mapping[str, PersistentTier] | None
-) -> TierStack | None:
+def _open_tiers(plan: _BuildPlan, device: Device, given: Mapping[str, PersistentTier] | None) -> TierStack | None:
     """The host tier, and `given` or the persistent tiers that the config asks for; None: offload is off."""
-    offload, layout = config.offload, model.layout
+    config, layout, group = plan.config, plan.model.layout, plan.group
+    offload = config.offload
     if offload is None or offload.host_bytes == 0:
         if given:
             raise ConfigError(
@@ -635,9 +693,13 @@ def _open_tiers(
                 f"give offload a host size"
             )
         return None
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
+    offload = share_of_rank(offload, rank, size)
     if offload.host_bytes < layout.block_bytes:
+        of_rank = "" if size == 1 else f" on each of {size} ranks"
         raise ConfigError(
-            f"offload host is {offload.host_bytes} bytes, a block takes {layout.block_bytes}: give more, or 0 for none"
+            f"offload host is {offload.host_bytes} bytes{of_rank}, a block takes {layout.block_bytes}: "
+            "give more, or 0 for none"
         )
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
@@ -645,7 +707,7 @@ def _open_tiers(
     memory = device.allocate_host(HOST, slots * layout.block_bytes, item_bytes=layout.block_bytes)
     host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=device.tracer)
     if given is None:
-        given = open_tiers(offload, TierContext(layout, _tier_fingerprint(model), device.tracer))
+        given = open_tiers(offload, TierContext(layout, _tier_fingerprint(plan.model), device.tracer))
     return TierStack(host, given)
 
 

@@ -235,8 +235,10 @@ class Engine:
         Requests that have begun end with the old weights; other requests wait and begin with the new weights.
         `fingerprint` identifies the new weights, like `PagedModel.fingerprint`. Afterwards, no old block is reachable
         in any tier; transfers in flight end with their fences and publish nothing (H8, H14). `apply` runs on the engine
-        thread, between two steps; if it raises, the engine fails.
+        thread, between two steps; if it raises, the engine fails. Raises ConfigError if several ranks share the model.
         """
+        if (ranks := self.parts.ranks) is not None:
+            raise ConfigError(f"weights cannot be replaced while {ranks.size} ranks share them: start a new engine")
         done = threading.Event()
         self.parts.inbox.put(lambda: self.loop.weights.announce(apply, fingerprint, done), anytime=True)
         return done

@@ -28,12 +28,15 @@ class Listener:
         scheduler: Scheduler,
         transfers: OffloadConnector | None,
         metrics: Metrics,
+        has_ranks: bool = False,
     ) -> None:
+        """`has_ranks`: a message may say that another rank is lost, and then the step in flight never ends."""
         self._device = device
         self._inbox = inbox
         self._scheduler = scheduler
         self._transfers = transfers
         self._metrics = metrics
+        self._listens = has_ranks or transfers is not None
 
     # ------------------------------------------------------------------ between two steps
 
@@ -64,21 +67,23 @@ class Listener:
         requests begin at once.
         """
         wait_host = self._device.wait_host
-        if self._transfers is None:
+        if not self._listens:
             wait_host(fence, reason="step")
             return
-        self._listen(self._transfers)
+        self._listen()
         while not wait_host(fence, reason="step", bell=self._inbox.bell):  # rule: bell-does-not-end-the-wait-for-a-step
-            self._listen(self._transfers)
+            self._listen()
 
-    def _listen(self, transfers: OffloadConnector) -> None:
+    def _listen(self) -> None:
         """Run messages and apply events while steps are in flight, and submit loads for requests that may start.
 
         New requests, aborts and events of transfers do not change anything that a step in flight uses: a request that
         ends or is preempted releases its blocks and slot after its last launched step, and the commit drops its row.
         New weights are only announced. All other messages (`Engine.call`, resets) run between two steps.
         """
-        heard = self.apply_messages(anytime=True)
+        heard, transfers = self.apply_messages(anytime=True), self._transfers
+        if transfers is None:
+            return
         events = transfers.poll()
         self._apply(events)
         if heard or events:  # otherwise, the last plan has considered all waiting requests

@@ -15,6 +15,7 @@ from sidestream.engine.parts import Parts
 from sidestream.engine.spec_stats import SpecStats
 from sidestream.engine.stats import Gauges, StepTimes
 from sidestream.engine.weights import WeightUpdates
+from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
 from sidestream.types import LayerGates, StepPlan
 
@@ -60,6 +61,7 @@ class StepLoop:
             scheduler=parts.scheduler,
             transfers=parts.transfers,
             metrics=parts.metrics,
+            has_ranks=parts.ranks is not None,
         )
         self._gauges = Gauges(parts)
         self._stopping = False
@@ -75,6 +77,8 @@ class StepLoop:
             self.drain()
         except BaseException as error:
             logger.critical("the engine failed and stops serving", exc_info=error)
+            if self._parts.ranks is not None:
+                self._parts.ranks.lose(DeviceLost(f"rank 0 has failed: {error}"))
             self._failures.end_engine(error)
 
     def stop(self) -> None:
@@ -147,7 +151,7 @@ class StepLoop:
         if not plan.batch.rows:
             return None
         step = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
-        parts.scheduler.launched(plan.batch, step.fence)  # rule: launched-step-is-recorded
+        parts.scheduler.launched(plan.batch, step.last_use)  # rule: launched-step-is-recorded
         self.times.launched(begin_s)
         self.num_steps += 1
         parts.metrics.inc("steps_total")
@@ -164,12 +168,14 @@ class StepLoop:
         self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-committed
         if step.gated:
             self._listener.apply_failed_loads()  # preempts the requests of these loads, so their rows are discarded
+        if parts.ranks is not None and step.fence.failure is not None:
+            raise parts.ranks.why_failed(step.fence.failure)
         if step.fence.failure is not None:  # rule: results-of-a-failed-step-are-discarded
             self._failures.end_step(step)
             return
         times.count(step)
         results = step.results()
-        committed = parts.scheduler.commit(step.batch, results.rows, step.fence)
+        committed = parts.scheduler.commit(step.batch, results.rows, step.last_use)
         if step.batch.speculates:
             self.spec_stats.count(step, results)
         endings = self._streams.send(committed.outputs)

@@ -15,6 +15,7 @@ from sidestream.metrics import Metrics, Timeline
 from sidestream.offload.connector import OffloadConnector
 from sidestream.offload.costs import CostModel
 from sidestream.offload.tiers.stack import TierStack
+from sidestream.ranks.leader import Ranks
 from sidestream.runner.executor import Executor
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.validation import Bounds
@@ -32,6 +33,7 @@ class Parts:
     proposer      name of the proposer in metrics; empty: there are no drafts
     states        the pool of recurrent states; None: the model has none
     state_region  location of the states in the memory of the blocks
+    ranks         the other ranks of tensor parallelism; None: there is one
     kv_events     publishes which blocks can be reused; None: no events
     """
 
@@ -55,4 +57,5 @@ class Parts:
     timeline: Timeline | None = None
     states: FencedPool | None = None
     state_region: StateRegion | None = None
+    ranks: Ranks | None = None
     kv_events: KVEvents | None = None

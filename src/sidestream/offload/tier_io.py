@@ -7,6 +7,7 @@ A failed write leaves no entry, and a failed read is a miss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from sidestream.device.base import Device
@@ -16,6 +17,7 @@ from sidestream.offload.copy import BlockMemory
 from sidestream.offload.costs import CostModel
 from sidestream.offload.tickets import ReadTicket, Stopwatch, StoreTicket, WriteTicket
 from sidestream.offload.tiers.base import PersistentTier
+from sidestream.offload.tiers.index import Entry, WriteGrant
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Fence, Key
 
@@ -23,6 +25,28 @@ from sidestream.types import Fence, Key
 _NUM_READERS = 2
 # Time after a refused write in which no other write is submitted to the tier.
 PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierWork:
+    """A read or a write of a block, as work for a stream.
+
+    run     does it
+    slot    index of the host slot
+    grant   of a write; None: a read
+    victim  the entry that a write deletes first
+    """
+
+    run: Callable[[], None]
+    tier: str
+    slot: int
+    entry: Entry
+    grant: WriteGrant | None = None
+    victim: Entry | None = None
+
+    def __call__(self) -> None:
+        """Run the work, on the stream's thread."""
+        self.run()
 
 
 class TierIO:
@@ -88,7 +112,14 @@ class TierIO:
             return
         tier, slot, watch = self._tier, self._host.pool.share([index]), Stopwatch()  # rule: disk-write-holds-its-slot
         fence = self._write_stream.submit(
-            self._timed(watch, lambda: tier.write(grant, self._host.slot(index))),
+            TierWork(
+                self._timed(watch, lambda: tier.write(grant, self._host.slot(index))),
+                self.name,
+                index,
+                grant.entry,
+                grant,
+                grant.victim,
+            ),
             lambda: [*tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)],
             label="write block",
         )
@@ -123,7 +154,7 @@ class TierIO:
             stream.wait(fence)
         watch, index, entry = Stopwatch(), slot.ids[0], pin.entries[0]
         fence = stream.submit(
-            self._timed(watch, lambda: tier.read(entry, self._host.slot(index))),
+            TierWork(self._timed(watch, lambda: tier.read(entry, self._host.slot(index))), self.name, index, entry),
             lambda: [tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)],
             label="read block",
         )

@@ -19,6 +19,7 @@ from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device, Memory, Stream
+from sidestream.device.group import Group
 from sidestream.device.kinds import on_host
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateRegion
@@ -42,8 +43,8 @@ from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
 from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec, StateIds
 
-# One step runs, the next one is launched, the results of the previous one are being read.
-_STEPS = 3
+MAX_STEPS = 3
+"""Steps whose memory is in use: one runs, the next one is launched, the results of the previous one are being read."""
 
 
 def _asking(**params: Any) -> SamplingSpec:
@@ -99,6 +100,7 @@ class LaunchedStep:
     gated          whether the step waits for loads
     top_logprobs   for each sampling row, see `Sampler.top_logprobs_of`
     launched_s     time of the launch, by the device's clock
+    on_all_ranks   fence of this step on all ranks; None: there is one rank
     """
 
     batch: BatchPlan
@@ -108,6 +110,12 @@ class LaunchedStep:
     top_logprobs: tuple[int, ...]
     launched_s: float
     mailbox: Mailbox
+    on_all_ranks: Fence | None = None
+
+    @property
+    def last_use(self) -> Fence:
+        """The fence after which the step uses no block or slot, on any rank."""
+        return self.fence if self.on_all_ranks is None else self.on_all_ranks
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -115,8 +123,8 @@ class LaunchedStep:
         return tuple(compress(self.batch.columns.drafts, self.batch.columns.samples))
 
     def drop(self) -> None:
-        """Release the step's mailbox entry without reading it: the step failed, or was a warm-up. Call it after the
-        step's fence.
+        """Release the step's mailbox entry without reading it: the step failed, was a warm-up, or is read by another
+        rank.
         """
         self.entry.lease.release(after=(self.fence,))  # rule: mailbox-entry-of-a-failed-step-is-released
 
@@ -134,6 +142,7 @@ class Executor:
                 chunk
     ops         device operations other than the model's; None: operations in torch, for a CPU
     states      the part of `memory` for recurrent states; None: the model has no recurrent state
+    group       the ranks that share the model, if there are several; all of them launch the same steps
     proposer    drafts up to `max_drafts` tokens for rows of up to `max_len` tokens; None: no drafts. If the proposer
                 reads hidden states, the pool has one block more than requests can hold, and the last layers of each
                 block hold hidden states
@@ -149,6 +158,7 @@ class Executor:
         attention: AttentionBackend,
         ops: Ops | None = None,
         states: StateRegion | None = None,
+        group: Group | None = None,
         proposer: Proposer | None = None,
         max_drafts: int = 0,
         max_len: int = 0,
@@ -156,6 +166,7 @@ class Executor:
         """Every step runs eagerly until `capture`."""
         self._device = device
         self._model = model
+        self._memory = memory.name
         self._num_slots = num_slots
         self._ops = ops = TorchOps() if ops is None else ops
         self._proposer = proposer
@@ -164,7 +175,7 @@ class Executor:
         self._traced = device.tracer is not None
         self._stream = device.stream("compute")
         self._gate_stream: Stream | None = None
-        self._uploads = Uploads.of(device, num_regions=_STEPS)
+        self._uploads = Uploads.of(device, num_regions=MAX_STEPS)
         layout, dtype = model.layout, getattr(torch, model.layout.dtype)
         num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
@@ -195,8 +206,8 @@ class Executor:
             dtype=dtype,
         )
         self._tables = BlockTableMirror(num_slots, self._table_width)
-        self._sampler = Sampler(self._state, ops)
-        self._mailbox = Mailbox(_STEPS, num_slots, model.vocab_size, device, max_drafts=max_drafts)
+        self._sampler = Sampler(self._state, ops, group)
+        self._mailbox = Mailbox(MAX_STEPS, num_slots, model.vocab_size, device, max_drafts=max_drafts)
         self._forward = Forward(
             model,
             self._kv,
@@ -207,6 +218,7 @@ class Executor:
             proposer=proposer,
             max_drafts=max_drafts,
             states=self._state_pool,
+            group=group,
         )
         self._graphs: Graphs | None = None
 
@@ -368,6 +380,12 @@ class Executor:
         graphs.capture(keys, tell=tell)
         self._graphs = graphs
 
+    def close(self) -> None:
+        """Delete the captured graphs. Call it after the last step: a group must not close while graphs hold its
+        collectives.
+        """
+        self._graphs = None
+
     def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
         if not rows:
             return
@@ -384,15 +402,15 @@ class Executor:
         later: layer by layer, or once the positions of the rows were read from the device state.
         """
         layout = self._model.layout
-        kv = [] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))
-        states = [] if self._states is None or later else state_accesses(batch.rows, self._states)
+        kv = [] if later else kv_accesses(self._memory, batch.rows, layout, range(layout.num_layers))
+        states = [] if self._states is None or later else state_accesses(self._memory, batch.rows, self._states)
         return [entry.access(write=True), *kv, *states]
 
     def _touch_all_layers(self, rows: Sequence[RowPlan]) -> None:
         layout, states = self._model.layout, self._states
-        self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
+        self._stream.touch(lambda: kv_accesses(self._memory, rows, layout, range(layout.num_layers)))
         if states is not None:
-            self._stream.touch(lambda: state_accesses(rows, states))
+            self._stream.touch(lambda: state_accesses(self._memory, rows, states))
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
         """On a CPU, where the host can read the device state: the rows with exact positions, and without checkpoints
@@ -422,7 +440,7 @@ class Executor:
             for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
                 self._stream.wait(fence)
             if self._traced:
-                self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(layer, layer + 1)))
+                self._stream.touch(lambda: kv_accesses(self._memory, rows, self._model.layout, range(layer, layer + 1)))
 
         return before_layer
 
@@ -438,12 +456,12 @@ class Executor:
             for fence in gates.by_layer[0]:  # rule: states-wait-for-their-load
                 self._stream.wait(fence)
             if self._traced:
-                self._stream.touch(lambda: state_accesses(rows, region))
+                self._stream.touch(lambda: state_accesses(self._memory, rows, region))
 
         return before_states
 
 
-def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
+def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
     """The byte ranges of the pool that some layers of a step read (blocks before the chunk) and write (blocks of the
     chunk).
     """
@@ -452,21 +470,21 @@ def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> lis
     for row in rows:
         for index, block in enumerate(row.block_ids):
             start, stop = layout.layer_span(block, layers.start, layers.stop)
-            accesses.append(Access("kv", start, stop, write=(index + 1) * size > row.min_start))
+            accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
     return accesses
 
 
-def state_accesses(rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:
+def state_accesses(memory: str, rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:
     """The byte ranges of the recurrent states that a step reads and writes."""
     accesses = []
     for ids in (row.states for row in rows):
         if ids is None:
             continue
         if ids.read >= 0:
-            accesses.append(Access("kv", *region.span(ids.read), write=False))
+            accesses.append(Access(memory, *region.span(ids.read), write=False))
         for state_id in (ids.write, ids.checkpoint):
             if state_id >= 0:
-                accesses.append(Access("kv", *region.span(state_id), write=True))
+                accesses.append(Access(memory, *region.span(state_id), write=True))
     return accesses
 
 

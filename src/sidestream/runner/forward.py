@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, ungated
 from sidestream.attention.states import StateBatch, StatePool
 from sidestream.device.base import Stream
+from sidestream.device.group import Group
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout
 from sidestream.ops import Ops
@@ -111,6 +112,7 @@ class Forward:
     proposer     makes drafts and, if it has its own KV, computes it after every pass; None: no drafts
     max_drafts   largest number of drafts of a row
     states       recurrent states; None: the model has none
+    group        the ranks that run the same passes; all of them verify the drafts of rank 0
     """
 
     def __init__(
@@ -125,7 +127,9 @@ class Forward:
         proposer: Proposer | None,
         max_drafts: int,
         states: StatePool | None = None,
+        group: Group | None = None,
     ) -> None:
+        self._group = group
         self._stream = stream
         self._model = model
         self._states = states
@@ -317,6 +321,9 @@ class Forward:
         history = state.history[:, :-1]
         context = Context(history, slots, rows.lengths, rows.tokens, rows.hidden, attend, self._ops)
         tokens = proposer.propose(context, sizes.draft_len)
+        if self._group is not None:
+            tokens = tokens.contiguous()
+            self._group.broadcast(tokens)  # rule: drafts-are-those-of-rank-0
         self._stream.stamp(times[1:2])
         return Proposed(pad(tokens, (0, 0, drafting.start, 0)) if drafting.start else tokens, times)
 

@@ -38,8 +38,9 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class MailboxEntry:
-    """One step's part of the mailbox; `lease` ends when the results were read."""
+    """One step's part of the mailbox's `memory`; `lease` ends when the results were read."""
 
+    memory: str
     lease: Lease
     num_bytes: int
 
@@ -50,7 +51,7 @@ class MailboxEntry:
 
     def access(self, *, write: bool) -> Access:
         """The whole entry, for the tracer."""
-        return Access(MEMORY, self.start, self.start + self.num_bytes, write)
+        return Access(self.memory, self.start, self.start + self.num_bytes, write)
 
 
 class Delivered(NamedTuple):
@@ -95,11 +96,12 @@ class Mailbox:
         self._memory: Memory = device.allocate_host(MEMORY, num_entries * self._entry_bytes)
         self._bytes: npt.NDArray[np.uint8] = self._memory.data.numpy()
         if device.tracer is not None:
-            device.tracer.backed(self._pool.name, MEMORY, self._entry_bytes)
+            device.tracer.backed(self._pool.name, self._memory.name, self._entry_bytes)
 
     def take_entry(self) -> MailboxEntry:
         """A free entry for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
-        return MailboxEntry(self._pool.take(1), self._entry_bytes)  # rule: mailbox-entry-is-leased-until-read
+        # rule: mailbox-entry-is-leased-until-read
+        return MailboxEntry(self._memory.name, self._pool.take(1), self._entry_bytes)
 
     def write(
         self,

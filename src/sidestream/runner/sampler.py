@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sidestream.device.group import Group
 from sidestream.errors import InvariantError
 from sidestream.ops import Ops
 from sidestream.runner.forward import ForwardOutput
@@ -102,7 +103,9 @@ class SamplerOutput:
 class Sampler:
     """Owner of the sampling options that the host must know of each slot, up to date with the last launched step."""
 
-    def __init__(self, state: DecodeState, ops: Ops) -> None:
+    def __init__(self, state: DecodeState, ops: Ops, group: Group | None = None) -> None:
+        """`group`: the ranks that sample the same steps; all of them go on with the tokens of rank 0."""
+        self._group = group
         self._state = state
         self._ops = ops
         self._top_logprobs: dict[int, int] = {}  # requested numbers, for slots that requested any
@@ -171,6 +174,8 @@ class Sampler:
             drawn = draw_tokens(
                 logits, slots, output_indices, state, self._ops, mode=mode, options=options, drafted=drafted
             )
+        if self._group is not None:
+            self._group.broadcast(drawn.tokens)  # rule: sampled-tokens-are-those-of-rank-0
         # rule: sampled-tokens-count-for-later-penalties
         accepted = self._ops.advance(
             drawn.tokens,

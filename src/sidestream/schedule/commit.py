@@ -101,7 +101,7 @@ class Committer:
                     invalidated += self._prefix_cache.invalidate(request)
                     continue
             if states is not None and request.states is not None and self._states is not None:
-                self._states.commit(request.states, states, covers, request.committed_len)
+                self._states.commit(request.states, states, covers, request.committed_len, fence)
             complete = request.committed_len // size  # rule: only-committed-blocks-are-published
             if complete > request.published_blocks:
                 completed.append((request, complete))

@@ -14,7 +14,7 @@ from sidestream.schedule.chunking import reusable_tokens
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request
 from sidestream.schedule.states import StateCache
-from sidestream.types import BlockId, Key, RequestId, StorePlan
+from sidestream.types import BlockId, Fence, Key, RequestId, StorePlan
 
 
 class PrefixCache:
@@ -160,13 +160,15 @@ class PrefixCache:
         for request in running:  # rule: reset-makes-running-requests-private
             request.shares = False
 
-    def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
+    def store_again(self, keys: Iterable[Key], after: tuple[Fence, ...]) -> tuple[StorePlan, Lease] | None:
         """Plan to store the blocks of `keys` that are still on the device. The caller submits the plan, then releases
-        the lease.
+        the lease. `after`: the fence of the last committed step.
         """
         found = {key: block for key in keys if (block := self._blocks.get(key)) is not None}
         if not found:
             return None
-        # No fence to wait for: a block is findable only after the host saw the end of the step that filled it.
-        # rule: deferred-store-leases-its-blocks
-        return StorePlan(tuple(found), tuple(found.values()), (), tuple(found)), self._blocks.share([*found.values()])
+        # A block is findable once rank 0 has ended the step that filled it: other ranks may still be in that step.
+        plan = StorePlan(  # rule: deferred-store-waits-for-every-rank
+            tuple(found), tuple(found.values()), after, tuple(found)
+        )
+        return plan, self._blocks.share([*found.values()])  # rule: deferred-store-leases-its-blocks

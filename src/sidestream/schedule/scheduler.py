@@ -105,6 +105,7 @@ class Scheduler:
         )
         self._committer = Committer(limits, queues=queues, prefix_cache=cache, policy=self._policy, states=self._states)
         self._owed: list[Fence] = []
+        self._committed: tuple[Fence, ...] = ()  # of the last committed step
 
     # ------------------------------------------------------------------ requests
 
@@ -205,11 +206,11 @@ class Scheduler:
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
         """See `PrefixCache.store_again`."""
-        return self._prefix_cache.store_again(keys)
+        return self._prefix_cache.store_again(keys, self._committed)
 
     def store_latest_states(self) -> tuple[StorePlan, Lease] | None:
         """See `StateCache.store_latest`."""
-        return None if self._states is None else self._states.store_latest()
+        return None if self._states is None else self._states.store_latest(self._committed)
 
     # ------------------------------------------------------------------ events of tiers
 
@@ -284,11 +285,12 @@ class Scheduler:
                 request.last_fence = fence  # rule: step-leaves-its-fence
 
     def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
-        """Apply a step whose fence was observed; the caller then calls `publish`. `results`: one for each row that
-        samples.
+        """Apply a step whose fence was observed (with several ranks, rank 0's part of it); the caller then calls
+        `publish`. `results`: one for each row that samples.
 
         Rows of finished or preempted requests are dropped. The caller must `finish` the requests that end.
         """
+        self._committed = (fence,)
         return self._committer.commit(batch, results, fence)
 
     def publish(self, committed: Committed) -> StorePlan | None:

@@ -200,9 +200,10 @@ class StateCache:
         # rule: checkpoint-leaves-a-state-for-each-request
         return self._states.num_available > self._slots.num_available
 
-    def commit(self, states: RequestStates, ids: StateIds, covers: int, committed_len: int) -> None:
+    def commit(self, states: RequestStates, ids: StateIds, covers: int, committed_len: int, fence: Fence) -> None:
         """Commit a step of the request that used the states `ids`; its new state covers `covers` tokens. Releases
-        published checkpoints that no step in flight reads.
+        published checkpoints that no step in flight reads. `fence`: of the step, which other ranks may not have
+        passed yet.
         """
         if ids.checkpoint >= 0:
             candidate = states.candidates.pop(0)
@@ -212,13 +213,13 @@ class StateCache:
                     checkpoints.append((border, candidate))
                     checkpoints.sort(key=itemgetter(0))
             else:
-                candidate.release()  # rule: candidate-that-is-no-checkpoint-is-released
+                candidate.release(after=(fence,))  # rule: candidate-that-is-no-checkpoint-is-released
         states.reached = covers
         states.covered = max(states.covered, covers)
         waiting = {id(made) for _, made in states.unpublished}
         while states.read and states.read[0][0] <= committed_len and id(states.read[0][1]) not in waiting:
             # rule: checkpoint-is-released-after-its-transfers
-            states.read.pop(0)[1].release(until=self._tiers.transfers_fence())
+            states.read.pop(0)[1].release(after=(fence,), until=self._tiers.transfers_fence())
 
     def publish(
         self, states: RequestStates, keys: Sequence[Key], complete: int, *, num_prompt_tokens: int
@@ -257,9 +258,10 @@ class StateCache:
 
     # ------------------------------------------------------------------ stores
 
-    def store_latest(self) -> tuple[StorePlan, Lease] | None:
+    def store_latest(self, after: tuple[Fence, ...]) -> tuple[StorePlan, Lease] | None:
         """Plan to store the newest checkpoint of each request that has left the device, unless it was evicted. The
-        caller submits the plan, then releases the lease.
+        caller submits the plan, then releases the lease. `after`: the fence of the last
+        committed step.
         """
         if not self._to_store:
             return None
@@ -273,8 +275,9 @@ class StateCache:
             for pair in zip(self.part_keys(key), self._region.block_ids(state_id), strict=True)
         ]
         keys, block_ids = zip(*parts, strict=True)
-        # No fence to wait for: a checkpoint is findable only after the host saw the end of the step that wrote it.
-        return StorePlan(keys, block_ids, (), keys), self._states.share([*found.values()])
+        # A checkpoint is findable once rank 0 has ended the step that wrote it: other ranks may still be in that step.
+        # rule: store-of-a-newest-checkpoint-waits-for-every-rank
+        return StorePlan(keys, block_ids, after, keys), self._states.share([*found.values()])
 
     # ------------------------------------------------------------------ forgetting
 

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from sidestream.client.messages import Failure as Said
-from sidestream.client.messages import FrameEncoder, Rejected, decoder_of_outputs
+from sidestream.client.messages import Rejected, decoder_of_outputs
+from sidestream.frames import FrameEncoder
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.torture import POLICIES, Workload, draw_workload, run_one
 from sidestream.testing.torture.shrink import simpler_workloads

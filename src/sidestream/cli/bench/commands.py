@@ -46,6 +46,7 @@ def register(app: typer.Typer) -> None:
     app.command("overhead", cls=Command)(overhead)
     app.command("soak", cls=Command)(soak)
     app.command("replicas", cls=Command)(replicas)
+    app.command("scale", cls=Command)(scale)
     app.command("hybrid", cls=Command)(hybrid)
     app.command("hybrid-engine", cls=Command)(hybrid_engine)
     app.command("transfer", cls=Command)(transfer)
@@ -206,6 +207,47 @@ def replicas(
         as_json,
         lambda on_progress: measure(model, conversations=conversations, turns=turns, on_progress=on_progress),
         served=(model, "auto", CPU),
+    )
+
+
+def scale(
+    ranks: Annotated[
+        list[int] | None,
+        option(
+            "--ranks",
+            metavar="N",
+            help="Number of ranks that plans are sent to, with rank 0; may be given several times.",
+            show_default="2, 4, 8",
+            parse=whole,
+        ),
+    ] = None,
+    seconds: Annotated[
+        int, option("--seconds", metavar="S", help="Seconds in which plans are sent in each way.", parse=whole)
+    ] = 5,
+    output_tokens: OutputTokens = 64,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Repetitions; one rank and two ranks alternate.", parse=whole)
+    ] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Tensor parallelism on this CPU: time until a step's plan has reached all ranks, beside a ring in shared memory
+    and Gloo; CPU time of a rank; and tokens per second of two ranks, divided by those of one.
+    """
+    from sidestream.cli.bench.scale import SIZES, measure
+
+    _check_positive(seconds=seconds, output_tokens=output_tokens, rounds=rounds)
+    check_at_least({"ranks": (min(ranks or SIZES), 2)})
+    _report(
+        "scale",
+        "random weights, 100M parameters",
+        as_json,
+        lambda on_progress: measure(
+            sizes=sorted(set(ranks or SIZES)),
+            seconds=seconds,
+            rounds=rounds,
+            output_tokens=output_tokens,
+            on_progress=on_progress,
+        ),
     )
 
 

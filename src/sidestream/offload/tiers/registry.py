@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from pathlib import Path
 
-from sidestream.config import OffloadConfig, unknown_name
+from sidestream.config import OffloadConfig, parse_bytes, unknown_name
 from sidestream.errors import ConfigError
 from sidestream.offload.tiers import disk
 from sidestream.offload.tiers.base import PersistentTier, TierContext, TierKind
@@ -45,3 +47,33 @@ def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, Persist
                 opened[kind.name] = tier
         undo.pop_all()
     return opened
+
+
+def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
+    """The tiers of one of `size` ranks: its share of the bytes, and a disk directory of its own under `config.disk`.
+
+    Raises ConfigError if the directory holds the blocks of another number of ranks, or if a tier other than the disk
+    is asked for, whose options Sidestream cannot divide.
+    """
+    if size == 1:
+        return config
+    if config.tiers:
+        raise ConfigError(
+            f"tier {next(iter(config.tiers))} was asked for with {size} ranks: ranks share only host memory and disk"
+        )
+    disk = None
+    if config.disk is not None:
+        root = Path(config.disk).expanduser()
+        names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+        if strange := next((name for name in names if not name.endswith(f"-of-{size}")), None):
+            raise ConfigError(
+                f"disk directory {root} holds {strange}, which {size} ranks cannot use: the blocks of each number of "
+                "ranks need a directory of their own; choose another directory, or empty this one"
+            )
+        disk = root / f"rank-{rank}-of-{size}"
+    return dataclasses.replace(
+        config,
+        host=config.host_bytes // size,
+        disk=disk,
+        disk_capacity=parse_bytes(config.disk_capacity, option="offload disk_capacity") // size,
+    )

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from sidestream.client.messages import FrameDecoder, FrameEncoder, Outputs, decoder_of_outputs
+from sidestream.client.messages import Outputs, decoder_of_outputs
 from sidestream.device.sim import SimDevice
 from sidestream.errors import EngineStopped
+from sidestream.frames import FrameDecoder, FrameEncoder
 from sidestream.testing.miniatures.stage import Miniature, Outcome, finish
 
 _TOKENS = (3, 1, 4, 1)

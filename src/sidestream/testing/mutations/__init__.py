@@ -22,7 +22,19 @@ from __future__ import annotations
 
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
-from sidestream.testing.mutations import client, copies, engine, kv, loads, runner, schedule, states, tier_io, tiers
+from sidestream.testing.mutations import (
+    client,
+    copies,
+    engine,
+    kv,
+    loads,
+    ranks,
+    runner,
+    schedule,
+    states,
+    tier_io,
+    tiers,
+)
 from sidestream.testing.mutations.hazards import HAZARDS
 from sidestream.testing.mutations.marks import product_marks
 from sidestream.testing.mutations.mechanism import applied, changed_functions, changed_trees, check_marks
@@ -47,14 +59,13 @@ __all__ = [
     "product_marks",
 ]
 
-_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, engine, client)
+_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, ranks, engine, client)
 
 MUTATIONS: tuple[Mutation, ...] = tuple(mutation for table in _TABLES for mutation in table.MUTATIONS)
 EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for table in _TABLES for equivalent in table.EQUIVALENT)
 EXEMPT: tuple[Exempt, ...] = tuple(exempt for table in _TABLES for exempt in table.EXEMPT)
 
 ELSEWHERE: dict[str, str] = {
-    "H13": "there is one rank",
     "H20": "each decision reads a shared flag once: `generation` of the offload worker, or its `abandoned`, which is "
     "never reset",
     "H35": "clients in schedules read immediately; unit tests check the bounds (`reader-that-falls-behind-is-aborted`, "

@@ -282,7 +282,11 @@ MUTATIONS = (
     Mutation(
         name="mailbox-entry-is-leased-until-read",
         hazard="H17",
-        change=Become("lease = self._pool.take(1)\nlease.release()\nreturn MailboxEntry(lease, self._entry_bytes)"),
+        change=Become(
+            "lease = self._pool.take(1)\n"
+            "lease.release()\n"
+            "return MailboxEntry(self._memory.name, lease, self._entry_bytes)"
+        ),
         consequence="a mailbox slot is free before its step has written it and the host has read it",
         also=(
             Change("read-mailbox-entry-is-released", Delete()),

@@ -31,6 +31,7 @@ Feature = Literal[
     "offload",
     "preempt",
     "priority",
+    "ranks",
     "reset",
     "restart",
     "sampling",

@@ -16,11 +16,12 @@ import msgspec
 
 from sidestream.client.base import OutputQueue
 from sidestream.client.engine_server import EngineServer, engine_info
-from sidestream.client.messages import FrameEncoder, Reply, decoder_of_requests
+from sidestream.client.messages import Reply, decoder_of_requests
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.errors import SidestreamError
+from sidestream.frames import FrameEncoder
 from sidestream.schedule.validation import CheckedRequest
 from sidestream.testing.wire import Wire, WireLoop, WireSelector, wire_pair
 from sidestream.types import Delta

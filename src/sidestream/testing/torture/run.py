@@ -22,11 +22,13 @@ from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import SidestreamError
 from sidestream.offload import tier_io
 from sidestream.offload.loads import layers_per_group
+from sidestream.ranks.fences import local_fence
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.schedule.commit import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
+from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.border import Border
 from sidestream.testing.torture.judge import wrong_accept_lengths
@@ -53,7 +55,8 @@ _PATIENT_STEPS = 100
 # Typical schedules take 40 steps, and schedules that wait for a slow disk 200. If stores are late, each adds up to 160
 # steps.
 _MAX_STEPS = 6000
-# No schedule has this many idle steps in a row unless it hangs.
+# No schedule has this many idle steps in a row, for each rank, unless it hangs: the policy `late` lets one of all
+# actors run in five idle steps.
 _STUCK_STEPS = 1000
 
 
@@ -159,6 +162,8 @@ class Life:
         self.model.weights = weights
         self.head = ToyDraftHead(toy_of(workload), width=max(1, workload.drafts))
         self.disk: ScriptedTier | None = None
+        self.disks: list[ScriptedTier] = []
+        self.others: SimRanks | None = None
         self.handles: dict[int, Handle] = {}
         self.outputs: dict[int, OutputProcessor] = {}
         self.received: dict[tuple[int, int], Sample] = {}
@@ -170,13 +175,18 @@ class Life:
         try:
             if workload.disk_blocks:
                 self.disk = _scratch().open(self.model, self.device, num_blocks=workload.disk_blocks)
+                self.disks.append(self.disk)
+            if workload.ranks > 1:
+                self.others = self._start_ranks(workload)
             self.engine: Engine = build_engine(
-                self.model,
+                self.model if self.others is None else RankToy(self.model, self.others.groups[0]),
                 _config(workload, self.model),
                 device=self.device,
                 threaded=False,
+                ranks=None if self.others is None else self.others.ranks,
+                group=None if self.others is None else self.others.groups[0],
                 tiers=None if self.disk is None else {"disk": self.disk},
-                proposer=ToyProposer(self.head, model=self.model if workload.leaves_hidden else None),
+                proposer=self._proposer(workload),
             )
             if workload.layer_groups:  # steps join loads long before their end: schedules do not measure time
                 self.engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]
@@ -185,6 +195,24 @@ class Life:
         except BaseException:
             self.crash()
             raise
+
+    def _start_ranks(self, workload: Workload) -> SimRanks:
+        """Start the ranks other than 0, each with its own toy and disk."""
+        ranks = SimRanks(self.device, workload.ranks)
+        for rank in range(1, workload.ranks):
+            if workload.disk_blocks:
+                self.disks.append(_scratch().open(self.model, self.device, num_blocks=workload.disk_blocks, rank=rank))
+            ranks.start(
+                rank,
+                RankToy(toy_of(workload), ranks.groups[rank]),
+                _config(workload, self.model),
+                tiers={"disk": self.disks[-1]} if workload.disk_blocks else None,
+                proposer=RankProposer(self._proposer(workload), self.model.vocab_size),
+            )
+        return ranks
+
+    def _proposer(self, workload: Workload) -> ToyProposer:
+        return ToyProposer(self.head, model=self.model if workload.leaves_hidden else None)
 
     def _capture(self, workload: Workload) -> None:
         """Capture one shape and, if the workload has drafts, a shape with few drafts and one without. All other batches
@@ -200,10 +228,11 @@ class Life:
             if workload.drafts
             else []
         )
-        parts.executor.capture(
-            [GraphKey(workload.max_running, workload.chunk_tokens, workload.drafts, has_states=has_states), *few],
-            gate_layers=0 if parts.transfers is None else layers_per_group(layout, self.device.segment_bytes),
-        )
+        for executor in (parts.executor, *(() if self.others is None else self.others.executors)):
+            executor.capture(
+                [GraphKey(workload.max_running, workload.chunk_tokens, workload.drafts, has_states=has_states), *few],
+                gate_layers=0 if parts.transfers is None else layers_per_group(layout, self.device.segment_bytes),
+            )
 
     def crash(self) -> None:
         """Stop like a killed process. Idempotent; does nothing after a close."""
@@ -211,11 +240,11 @@ class Life:
             self.border.close()
             self.border = None
         self.device.kill()
-        if self.disk is not None:
-            self.disk.crash()
+        for disk in self.disks:
+            disk.crash()
 
     def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        self.device.poison(memory, start, stop, after)
+        self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # the memory is rank 0's
 
     def _actor(self) -> str:
         return self.device.turns.current.name if hasattr(self, "device") else HOST
@@ -303,7 +332,7 @@ class _Schedule:
         workload = self._workload
         last = max([0, *(asked.at for asked in workload.requests), *(event.at for event in workload.events)])
         idle = 0
-        for step in range(_MAX_STEPS):
+        for step in range(_MAX_STEPS * workload.ranks):
             self._steps += 1
             for event in workload.events:
                 if event.at == step:
@@ -317,7 +346,7 @@ class _Schedule:
             if not workload.meanwhile:
                 self._clients()
             idle = 0 if self._step() else idle + 1
-            if idle == _STUCK_STEPS:
+            if idle == _STUCK_STEPS * workload.ranks:
                 break
             self._clients()  # unless a step was launched
             if self._life.border is not None:
@@ -495,7 +524,9 @@ class _Schedule:
 
     def _busy(self) -> bool:
         engine = self._life.engine
-        transfers = engine.parts.transfers
+        transfers, others = engine.parts.transfers, self._life.others
+        if others is not None and others.busy:
+            return True
         return engine.loop.in_flight is not None or (transfers is not None and transfers.busy)
 
     def _say(self, text: str) -> None:
@@ -504,7 +535,11 @@ class _Schedule:
 
 def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
     size = model.layout.block_bytes
-    offload = OffloadConfig(host=workload.slots * size, load_deadline_s=LOAD_DEADLINE_S) if workload.slots else None
+    offload = (
+        OffloadConfig(host=workload.slots * size * workload.ranks, load_deadline_s=LOAD_DEADLINE_S)
+        if workload.slots
+        else None
+    )
     return EngineConfig(
         kv_memory=workload.blocks * size + state_bytes(model, workload.states),
         state_memory=state_bytes(model, workload.states) or None,

@@ -57,7 +57,7 @@ class ScriptedDevice(SimDevice):
     def stream(self, name: str) -> SimStream:
         """See `Device.stream`."""
         stream = super().stream(name)
-        operation = name.partition("-")[0]
+        operation = name.rpartition("/")[2].partition("-")[0]  # of any rank
         if operation in ("store", "load"):
             stream.copy = self._around(operation, stream.copy)  # type: ignore[method-assign, assignment, arg-type]
         return stream
@@ -265,14 +265,14 @@ class Scratch:
         self._used: dict[str, int] = {}  # path -> serial number of its last use
         self._process = os.getpid()
 
-    def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int) -> ScriptedTier:
-        """The tier of this model, with the entries of earlier openings since the last `clean`."""
+    def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int, rank: int = 0) -> ScriptedTier:
+        """The tier of this model on a rank, with the entries of earlier openings since the last `clean`."""
         tier = DiskTier.open(
-            Path(self._root.name) / model.fingerprint,
+            Path(self._root.name) / f"{model.fingerprint}-{rank}",
             layout=model.layout,
             fingerprint=model.fingerprint,
             capacity_bytes=num_blocks * entry_bytes(model.layout),
-            tracer=device.tracer,
+            tracer=None if rank else device.tracer,  # rank 0's index keeps the leases of all ranks
         )
         return ScriptedTier(tier, device, self._use)
 

@@ -133,6 +133,7 @@ class Workload:
                                  engine directly
     states                       recurrent states on the device, of a model that keeps one for each request; 0: none
     waiting                      with front ends: maximum number of waiting requests; more are rejected
+    ranks                        ranks that share the model; each has its own streams, memories and disk
     """
 
     seed: int
@@ -157,6 +158,7 @@ class Workload:
     front_ends: int = 0
     waiting: int = 1024
     states: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -207,6 +209,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "meanwhile": lambda w: w.meanwhile,
     "offload": lambda w: w.slots > 0,
     "preempt": lambda w: w.max_running > 1 and w.blocks < sum(blocks_for(asked) * asked.n for asked in w.requests),
+    "ranks": lambda w: w.ranks > 1,
     "priority": lambda w: len({asked.priority for asked in w.requests}) > 1,
     "reset": _happens("reset"),
     "restart": _happens("crash", "restart"),
@@ -234,7 +237,22 @@ def draw_workload(seed: int) -> Workload:
     pin_s = rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0
     workload = dataclasses.replace(workload, pin_s=pin_s)
     workload = _draw_states(random.Random(f"sidestream states {seed}"), workload)
-    return _draw_border(random.Random(f"sidestream front ends {seed}"), workload)
+    workload = _draw_border(random.Random(f"sidestream front ends {seed}"), workload)
+    return _draw_ranks(random.Random(f"sidestream ranks {seed}"), workload)
+
+
+def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
+    """Divide the model among ranks in one workload of eight. Their weights are not updated, and no step fails: a failed
+    step ends an engine with ranks.
+    """
+    if rng.random() >= 1 / 8:
+        return workload
+    return dataclasses.replace(
+        workload,
+        ranks=rng.choice((2, 2, 4)),
+        events=tuple(event for event in workload.events if event.kind != "weights"),
+        faults=tuple(fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "lost")),
+    )
 
 
 def _draw_states(rng: random.Random, workload: Workload) -> Workload:

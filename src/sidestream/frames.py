@@ -1,0 +1,77 @@
+"""Numbered frames of msgpack over a Unix stream socket, between two processes of one engine.
+
+The kernel neither loses nor reorders bytes. The frame numbers detect bugs in Sidestream: a missing, duplicated or
+reordered frame closes the connection before anything is mixed up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from sidestream.errors import EngineStopped, InvariantError
+
+_HEAD = struct.Struct("<II")
+MAX_FRAME_BYTES = 256 << 20
+"""Maximum size of a frame. It is far above any message, so a longer frame means that the connection is broken."""
+
+
+class FrameEncoder:
+    """Encodes messages as numbered frames. Only one thread may use it at a time. `sent`: frames before the first."""
+
+    def __init__(self, *, sent: int = 0) -> None:
+        self._msgpack = msgspec.msgpack.Encoder().encode
+        self._number = sent
+
+    def encode(self, message: Any) -> bytes:
+        """The next frame. Raises InvariantError for a message over `MAX_FRAME_BYTES`."""
+        body = self._msgpack(message)
+        if len(body) > MAX_FRAME_BYTES:
+            raise InvariantError(
+                f"a {type(message).__name__} of {len(body)} bytes: a message has at most {MAX_FRAME_BYTES}"
+            )
+        self._number += 1
+        return _HEAD.pack(len(body), self._number & 0xFFFFFFFF) + body
+
+
+class FrameDecoder(msgspec.Struct):
+    """Decodes one connection's bytes to messages."""
+
+    decoder: msgspec.msgpack.Decoder[Any]
+    buffer: bytearray = msgspec.field(default_factory=bytearray)
+    number: int = 0
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that `data` completes. Raises EngineStopped for a frame that is out of order or cannot be
+        decoded.
+        """
+        buffer, start = self.buffer, 0
+        buffer += data
+        try:
+            while len(buffer) - start >= _HEAD.size:
+                length, number = _HEAD.unpack_from(buffer, start)
+                if length > MAX_FRAME_BYTES:
+                    raise EngineStopped(
+                        f"a frame has {length} bytes, but the limit is {MAX_FRAME_BYTES}: the connection is broken"
+                    )
+                if len(buffer) - start - _HEAD.size < length:
+                    return
+                self.number = (self.number + 1) & 0xFFFFFFFF
+                if number != self.number:  # rule: number-of-a-frame-is-checked
+                    raise EngineStopped(
+                        f"frame {number} came in place of frame {self.number}: the connection is broken"
+                    )
+                body = bytes(memoryview(buffer)[start + _HEAD.size : start + _HEAD.size + length])
+                start += _HEAD.size + length
+                try:
+                    message = self.decoder.decode(body)
+                except Exception as error:  # from msgspec, or from a value that checks itself, such as SamplingParams
+                    raise EngineStopped(
+                        f"a message cannot be read ({error}): both sides must run the same version"
+                    ) from error
+                yield message
+        finally:
+            del buffer[:start]

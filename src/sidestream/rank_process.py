@@ -1,0 +1,85 @@
+"""The process of a rank other than 0: loads its share of the model, and follows rank 0 until that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from sidestream.client.process import config_of
+from sidestream.config import EngineConfig
+from sidestream.device.base import Device
+from sidestream.device.choice import torch_device
+from sidestream.device.cpu import CpuDevice
+from sidestream.device.group import open_group
+from sidestream.device.kinds import on_gpu
+from sidestream.engine.build import build_follower
+from sidestream.errors import ProcessFailed, SidestreamError
+from sidestream.models import load_model
+from sidestream.rank_processes import COLLECTIVE_S, threads_of_rank
+from sidestream.ranks.link import RankConnection
+from sidestream.ranks.messages import Arrived, Begin, Refused, Serving
+from sidestream.version import VERSION
+
+log = logging.getLogger(__name__)
+
+
+def main(descriptor: int) -> None:
+    """Run a rank. `descriptor`: the socket that is connected to rank 0's process, with which this process ends."""
+    faulthandler.enable()
+    link = RankConnection(socket.socket(fileno=descriptor))
+    begin = link.wait_for_begin()
+    if begin is None:
+        sys.exit(1)
+    logging.basicConfig(level=begin.log_level, format=f"rank {begin.rank}: %(levelname)s %(name)s %(message)s")
+    try:
+        follow(begin, link)
+    except BaseException as error:
+        log.critical("rank %d of %d failed", begin.rank, begin.size, exc_info=error)
+        kind = type(error).__name__ if isinstance(error, SidestreamError) else "ProcessFailed"
+        with contextlib.suppress(OSError):
+            link.report(Refused(kind, str(error)))
+        os._exit(1)  # threads may wait for other ranks in a collective
+    os._exit(0)
+
+
+def follow(begin: Begin, link: RankConnection) -> None:
+    """Join the group, load this rank's share, and carry out rank 0's messages until the last one."""
+    if begin.version != VERSION:
+        raise ProcessFailed(
+            f"rank {begin.rank} runs Sidestream {VERSION}, rank 0 {begin.version}: install one version for all"
+        )
+    config = config_of(begin.config)
+    where = torch_device(config.device)
+    link.report(Arrived())
+    group = open_group(Path(begin.directory), rank=begin.rank, size=begin.size, device=where, timeout_s=COLLECTIVE_S)
+    model = load_model(
+        begin.model,
+        dtype=config.dtype,
+        block_tokens=config.block_tokens,
+        device=where,
+        max_model_len=config.max_model_len,
+        group=group,
+    )
+    device = _open_device(config, where)
+    follower = build_follower(model, config, device=device, group=group, take=link.take, report=link.report)
+    link.report(Serving())
+    link.run(follower)
+    device.close()
+    follower.close()
+
+
+def _open_device(config: EngineConfig, device: torch.device) -> Device:
+    if not on_gpu(device):
+        return CpuDevice(compute_threads=threads_of_rank(config))
+    from sidestream.device.cuda import CudaDevice
+
+    cuda = CudaDevice()
+    cuda.warm_up()
+    return cuda

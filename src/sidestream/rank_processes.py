@@ -1,0 +1,197 @@
+"""Starts, watches and ends the processes of the ranks other than 0, for rank 0's process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from sidestream.client.process import child_command, child_environment, how_it_ended, plain
+from sidestream.config import EngineConfig
+from sidestream.device.choice import torch_device
+from sidestream.device.group import Group, open_group
+from sidestream.device.kinds import on_gpu
+from sidestream.errors import ConfigError, EngineStopped, ProcessFailed
+from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.ranks.leader import error_named
+from sidestream.ranks.link import SocketTransport, decoder_of_reports
+from sidestream.ranks.messages import Arrived, Begin, Refused, Serving, ToLeader
+from sidestream.version import VERSION
+
+log = logging.getLogger(__name__)
+
+COLLECTIVE_S = 600.0
+"""Longest wait of a rank for the others inside a collective, such as the first one after compiling."""
+_START_S = 300.0
+_KILL_S = 10.0
+_READ_BYTES = 1 << 16
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Refuse what ranks cannot do, before any process is started. Raises ConfigError."""
+    size = config.tensor_parallel
+    if size == 1:
+        return
+    if config.speculative is not None and config.speculative.proposer != "ngram":
+        raise ConfigError(
+            f"the proposer {config.speculative.proposer} does not run on {size} ranks yet: use ngram, or one rank"
+        )
+    if on_gpu(torch_device(config.device)) and (count := torch.cuda.device_count()) < size:
+        raise ConfigError(
+            f"tensor_parallel is {size}, but this machine has {count} GPUs that can be used: give at most {count}"
+        )
+
+
+def threads_of_rank(config: EngineConfig) -> int:
+    """Threads of each rank's forward pass on a CPU: all ranks together use the cores of one."""
+    return config.compute_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
+
+
+class RankProcesses:
+    """The processes of ranks 1 to `size` - 1. They end when this process ends, however it ends.
+
+    group       the ranks' collectives
+    transport   the sockets of the ranks, with the engine's handle of them
+    """
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        """Start the processes and join their group; then all ranks load. Raises the error of a rank that cannot start,
+        after all of them have ended.
+        """
+        self.size = config.tensor_parallel
+        self._directory = Path(tempfile.mkdtemp(prefix="sidestream-ranks-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sockets: list[socket.socket] = []
+        self._decoders: list[FrameDecoder] = []
+        self._messages: list[deque[ToLeader]] = []  # received and not handled yet
+        self._ending = threading.Lock()
+        device = torch_device(config.device)
+        try:
+            for rank in range(1, self.size):
+                self._start(rank, model, config, device)
+            for rank in range(1, self.size):
+                self._expect(rank, Arrived)
+            self.group: Group = open_group(
+                self._directory, rank=0, size=self.size, device=device, timeout_s=COLLECTIVE_S
+            )
+            self.transport = SocketTransport(self._sockets, self._decoders, how_ended=self._how, end=self._end_all)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, by rank from 1."""
+        return [process.pid for process in self._processes]
+
+    def start_serving(self) -> None:
+        """Wait until every rank has loaded its share and follows. Raises the error of a rank that cannot."""
+        for rank in range(1, self.size):
+            self._expect(rank, Serving)
+        self.transport.start(self._messages)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The reason of an error of the start on rank 0: a rank's own error if one was refused, else `error`."""
+        for rank in range(1, self.size):
+            try:
+                self._expect(rank, Serving, timeout_s=1.0)
+            except ProcessFailed:
+                continue
+            except Exception as theirs:
+                return theirs
+        return error
+
+    def close(self) -> None:
+        """End the group and the processes, which were told to end. Blocks. Idempotent."""
+        for process in self._processes:
+            try:
+                process.wait(_KILL_S)
+            except subprocess.TimeoutExpired:
+                log.warning("rank process %d did not end and is killed", process.pid)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the processes. Idempotent; any thread."""
+        with self._ending:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.kill()
+            for process in self._processes:
+                process.wait(_KILL_S)
+            for each in self._sockets:
+                each.close()
+            if hasattr(self, "group"):  # else the start failed before
+                self.group.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, rank: int, model: str, config: EngineConfig, device: torch.device) -> None:
+        ours, theirs = socket.socketpair()
+        environment = child_environment()
+        environment["OMP_NUM_THREADS"] = str(threads_of_rank(config))
+        if on_gpu(device):
+            given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            environment["CUDA_VISIBLE_DEVICES"] = given[rank] if given else str(rank)
+        with theirs:
+            self._processes.append(
+                subprocess.Popen(
+                    child_command("sidestream.rank_process", theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=environment,
+                    process_group=0,  # Ctrl-C at the terminal reaches the owner only
+                )
+            )
+        self._sockets.append(ours)
+        self._decoders.append(decoder_of_reports())
+        self._messages.append(deque())
+        begin = Begin(
+            version=VERSION,
+            model=model,
+            config=plain(config),
+            rank=rank,
+            size=self.size,
+            directory=str(self._directory),
+            log_level=logging.getLogger("sidestream").getEffectiveLevel(),
+        )
+        ours.sendall(FrameEncoder().encode(begin))
+
+    def _expect(self, rank: int, kind: type[ToLeader], *, timeout_s: float = _START_S) -> None:
+        """Wait for a rank's next message. Raises its error, or ProcessFailed if it ended or sent nothing in time."""
+        connection, decoder = self._sockets[rank - 1], self._decoders[rank - 1]
+        connection.settimeout(timeout_s)
+        messages = self._messages[rank - 1]
+        while not messages:
+            try:
+                data = connection.recv(_READ_BYTES)
+            except TimeoutError:
+                raise ProcessFailed(f"rank {rank} of {self.size} did not start within {timeout_s:g} s") from None
+            except OSError as error:
+                raise ProcessFailed(f"rank {rank} of {self.size}: {error}") from error
+            if not data:
+                raise ProcessFailed(
+                    f"rank {rank} of {self.size} ended while it started: {self._how(rank)}; its messages are above"
+                )
+            messages += decoder.feed(data)
+        match messages.popleft():
+            case Refused(name, text):
+                raise error_named(name, text)
+            case message if not isinstance(message, kind):
+                raise EngineStopped(f"rank {rank} sent {message}, not {kind.__name__}")
+
+    def _how(self, rank: int) -> str:
+        try:
+            return how_it_ended(self._processes[rank - 1].wait(1.0))
+        except subprocess.TimeoutExpired:
+            return "its process still runs"
+
+    def _end_all(self) -> None:
+        for process in self._processes:
+            process.kill()

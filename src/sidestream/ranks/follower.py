@@ -1,0 +1,211 @@
+"""A rank other than 0: carries rank 0's messages out on its own device, and reports what is done.
+
+It decides nothing. A turn takes the messages that have come, enqueues their work, and polls the fences of earlier work;
+it never blocks. Messages are taken in order. Everything that a message names was sent before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sidestream.device.base import CopyBatch, Device, Memory, Rest, Stream
+from sidestream.errors import InvariantError, SidestreamError
+from sidestream.offload.tiers.base import PersistentTier
+from sidestream.offload.tiers.host import HostTier
+from sidestream.offload.tiers.index import Entry, WriteGrant
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.ranks.fences import FenceName
+from sidestream.ranks.leader import COMPUTE
+from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, Step, StepDecoder, TierRead, TierWrite
+from sidestream.ranks.messages import ToLeader as Report
+from sidestream.ranks.messages import ToRank as Message
+from sidestream.runner.executor import MAX_STEPS, Executor
+from sidestream.types import Access, Fence, LayerGates
+
+# Polling interval for host memory that is being pinned.
+_GROWTH_POLL_S = 0.05
+
+
+class _Track:
+    """The work of one stream that is not known to be done, by rank 0's numbers."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self.fences: deque[tuple[int, Fence]] = deque()
+        self.last = 0
+
+
+class Follower:
+    """One rank.
+
+    memory   the device's blocks, as on rank 0
+    tiers    the rank's tiers, whose pools and indices are not used; None: no offload
+    take     returns the next message of rank 0; None: there is none now
+    report   sends a message to rank 0
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        executor: Executor,
+        memory: Memory,
+        tiers: TierStack | None,
+        take: Callable[[], Message | None],
+        report: Callable[[Report], None],
+    ) -> None:
+        self.ended = False
+        """Whether the last message was taken."""
+        self._device = device
+        self.executor = executor
+        self._memory = memory
+        self._tiers = tiers
+        self._take = take
+        self._report = report
+        self._decoder = StepDecoder()
+        self._tracks: dict[str, _Track] = {COMPUTE: _Track(None)}
+        self._ready = Ready(0, final=False)
+        if tiers is None:
+            self._ready = Ready(0, final=True)
+
+    def turn(self) -> Rest:
+        """Take the messages that have come, and report what is done. Returns the fences that cause the next turn."""
+        self._report_ready()
+        self._report_passed()
+        # A step needs room for its inputs, which the device reads until it is done: it waits, and with it all messages
+        # behind it.
+        while len(self._tracks[COMPUTE].fences) < MAX_STEPS and (message := self._take()) is not None:
+            self._apply(message)
+        self._report_passed()
+        fences = tuple(track.fences[0][1] for track in self._tracks.values() if track.fences)
+        return Rest(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any work is not known to be done."""
+        return any(track.fences for track in self._tracks.values())
+
+    def close(self) -> None:
+        """Close the rank's persistent tiers. After the last work."""
+        if self._tiers is not None:
+            self._tiers.close()
+
+    # ------------------------------------------------------------------ messages
+
+    def _apply(self, message: Message) -> None:
+        match message:
+            case Step():
+                self._launch(message)
+            case Copy():
+                self._copy(message)
+            case TierWrite() | TierRead():
+                self._move(message)
+            case End():
+                self.ended = True
+
+    def _launch(self, message: Step) -> None:
+        gates = LayerGates(tuple(tuple(self._unfinished(names)) for names in message.gates))
+        step = self.executor.launch(
+            self._decoder.decode(message), after=tuple(self._unfinished(message.after)), gates=gates
+        )
+        step.drop()
+        self._submitted(COMPUTE, message.number, step.fence)
+
+    def _copy(self, message: Copy) -> None:
+        host, device = self._host.memory, self._memory
+        source, target = (device, host) if message.to_host else (host, device)
+        sources, targets = (np.frombuffer(offsets, "<i8") for offsets in (message.sources, message.targets))
+        batch = CopyBatch(source, target, sources.astype(np.int64), targets.astype(np.int64), message.size)
+        stream = self._stream(message.stream, self._device.stream)
+        for fence in self._unfinished(message.after):  # rule: copy-on-a-rank-waits-for-the-one-before
+            stream.wait(fence)
+        fence = stream.submit_copy(self._device.prepare(batch), 0, len(batch.source_starts), label=message.label)
+        self._submitted(message.stream, message.number, fence)
+
+    def _move(self, message: TierWrite | TierRead) -> None:
+        host, entry = self._host, Entry(message.key, message.serial)
+        assert self._tiers is not None
+        tier, slot = self._tiers.persistent[message.tier], host.slot(message.slot)
+        stream = self._stream(message.stream, self._device.worker)
+        name, span = host.memory.name, host.layout.span(message.slot)
+        if isinstance(message, TierRead):
+            for fence in self._unfinished(message.after):  # rule: read-on-a-rank-waits-for-its-slot
+                stream.wait(fence)
+            fence = stream.submit(
+                lambda: tier.read(entry, slot),
+                lambda: [Access(name, *span, write=True)],
+                label="read block",
+            )
+        else:
+            victim = None if message.victim is None else Entry(*message.victim)
+            fence = stream.submit(
+                lambda: _write(tier, WriteGrant(entry, victim), slot),
+                lambda: [Access(name, *span, write=False)],
+                label="write block",
+            )
+        self._submitted(message.stream, message.number, fence)
+
+    @property
+    def _host(self) -> HostTier:
+        if self._tiers is None:
+            raise InvariantError("rank 0 has tiers, this rank has none")
+        return self._tiers.host
+
+    # ------------------------------------------------------------------ fences
+
+    def _stream(self, name: str, make: Callable[[str], Stream]) -> Stream:
+        track = self._tracks.get(name)
+        if track is None:
+            track = self._tracks[name] = _Track(make(name))
+        assert track.stream is not None
+        return track.stream
+
+    def _submitted(self, stream: str, number: int, fence: Fence) -> None:
+        track = self._tracks[stream]
+        if number != track.last + 1:
+            raise InvariantError(f"work {number} of stream {stream} came after work {track.last}")
+        track.last = number
+        track.fences.append((number, fence))
+
+    def _unfinished(self, names: Sequence[FenceName]) -> list[Fence]:
+        """The fences with these names on this rank, without those that are done."""
+        fences: list[Fence] = []
+        for stream, number in names:
+            track = self._tracks.get(stream)
+            if track is None or number > track.last:
+                raise InvariantError(f"a message names work {number} of stream {stream}, which was not sent")
+            fences += [fence for at, fence in track.fences if at == number]
+        return fences
+
+    def _report_passed(self) -> None:
+        for name, track in self._tracks.items():
+            passed = 0
+            while track.fences and track.fences[0][1].poll():  # rule: rank-reports-only-what-is-done
+                passed, fence = track.fences.popleft()
+                if (failure := fence.failure) is not None:  # rule: rank-reports-its-failures
+                    self._report(Failed(name, passed, _kind_of(failure), str(failure)))
+            if passed:
+                self._report(Passed(name, passed))
+
+    def _report_ready(self) -> None:
+        if self._ready.final:
+            return
+        memory = self._host.memory
+        final = not self._device.grows(memory)  # read first: if nothing more comes, `ready_bytes` below is final
+        ready = Ready(self._device.ready_bytes(memory), final)
+        if ready != self._ready:
+            self._ready = ready
+            self._report(ready)
+
+
+def _write(tier: PersistentTier, grant: WriteGrant, slot: memoryview) -> None:
+    tier.write(grant, slot)
+    if not grant.written:
+        raise InvariantError(f"a tier returned from a write of {grant.entry} without the entry")
+
+
+def _kind_of(error: BaseException) -> str:
+    return type(error).__name__ if isinstance(error, SidestreamError) else "DeviceError"

@@ -1,0 +1,318 @@
+"""Rank 0: a device and an executor that do on every rank what they do here.
+
+The scheduler, the pools and the offload worker know of one device. Its copies and steps are sent to the other ranks
+before rank 0's caller sees their fences, so a rank has received all work that a message names. A fence of the device is
+done when all ranks have passed it (`JointFence`). Waits on the device are each rank's own: no rank's device and no
+rank's host waits for another rank, except inside the collectives of the forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from sidestream import errors
+from sidestream.device.base import CopyBatch, Device, HostThread, Memory, Rest, Stream, no_accesses
+from sidestream.device.channel import Bell
+from sidestream.errors import DeviceError, DeviceLost, InvariantError, SidestreamError
+from sidestream.offload.tier_io import TierWork
+from sidestream.ranks.fences import FenceName, JointFence, Progress, local_fence, local_gates, names_of
+from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, StepEncoder, TierRead, TierWrite, ToLeader
+from sidestream.ranks.messages import ToRank as Message
+from sidestream.runner.executor import Executor, LaunchedStep
+from sidestream.types import HOST, Accesses, BatchPlan, Fence, LayerGates
+
+COMPUTE = "compute"
+"""The stream of steps."""
+
+
+_KNOWN_S = 0.5
+
+
+class Transport(Protocol):
+    """Brings messages to all other ranks, in order."""
+
+    def send(self, message: Message) -> None:
+        """Send a message to every other rank. Never blocks. One call at a time."""
+        ...
+
+    def close(self) -> None:
+        """Wait until every other rank has ended after its last message, `End`, or was ended by force. Idempotent."""
+        ...
+
+    def kill(self) -> None:
+        """End every other rank at once: rank 0 has lost one of them. Never blocks. Idempotent."""
+        ...
+
+
+class Ranks:
+    """Rank 0's handle of the other ranks.
+
+    size   number of ranks, with rank 0
+    """
+
+    def __init__(self, size: int, transport: Transport, *, progress: Progress) -> None:
+        self.size = size
+        self.progress = progress
+        self._transport = transport
+        self._sending = threading.Lock()
+        self._known = threading.Event()  # that a rank is lost
+        self._closed = False
+        self._threads: list[_JointThread] = []
+        self._ready: dict[int, Ready] = {}  # by rank
+        self._on_loss: Callable[[DeviceLost], None] = lambda error: None
+
+    def send(self, message: Message) -> None:
+        """Send a message to all other ranks. Any thread."""
+        with self._sending:
+            self._transport.send(message)  # rule: message-is-sent
+
+    def why_failed(self, failure: BaseException) -> DeviceLost:
+        """The error that ends the engine after a failed step of rank 0: the loss of another rank, if that was the
+        reason. Waits for a moment: the collective may fail before the loss is known.
+        """
+        self._known.wait(_KNOWN_S)
+        lost = self.progress.lost
+        return (
+            DeviceLost(f"a step failed on rank 0, and the other ranks wait for it: {failure}") if lost is None else lost
+        )
+
+    def close(self) -> None:
+        """End rank 0's threads, let the other ranks finish all work that was sent, and end them. Blocks. Idempotent."""
+        for joint in self._threads:  # they send no copy after the last message
+            if joint.thread is not None:
+                joint.thread.close()
+        if not self._closed:
+            self._closed = True
+            self.send(End())
+        self._transport.close()
+
+    def on_loss(self, end: Callable[[DeviceLost], None]) -> None:
+        """Call `end` with the reason when a rank is lost, on any thread."""
+        self._on_loss = end
+
+    # ------------------------------------------------------------------ the thread that hears of the other ranks
+
+    def take_in(self, rank: int, message: ToLeader) -> None:
+        """Apply a message of `rank`."""
+        match message:
+            case Passed(stream, number):
+                self.progress.raise_to(rank, (stream, number))
+                self._wake()
+            case Failed(stream, number, kind, text):
+                if stream == COMPUTE:
+                    self.lose(DeviceLost(f"a step failed on rank {rank}: {text}"))
+                else:
+                    self.progress.fail((stream, number), error_named(kind, f"on rank {rank}: {text}"))
+            case Ready():
+                self._ready[rank] = message
+                self._wake()
+            case _:  # a beat
+                pass
+
+    def lose(self, error: DeviceLost) -> None:
+        """End everything that waits for the other ranks: a rank has ended, or its step has failed. Any thread."""
+        self.progress.lose(error)
+        self._known.set()
+        self._transport.kill()  # the ranks that are left wait for each other in collectives, and rank 0 for them
+        self._wake()
+        self._on_loss(error)
+
+    def _wake(self) -> None:
+        for thread in self._threads:
+            thread.wake_for_fences()
+
+    # ------------------------------------------------------------------ for the joint device
+
+    def add_thread(self, thread: _JointThread) -> None:
+        """Wake `thread` when a rank reports something that the thread may wait for."""
+        self._threads.append(thread)
+
+    def ready_bytes(self, least: int) -> int:
+        """Bytes of host memory that all other ranks can use; `least` of a rank that has not reported."""
+        return min(self._ready[rank].num_bytes if rank in self._ready else least for rank in range(1, self.size))
+
+    @property
+    def grows(self) -> bool:
+        """Whether any rank's host memory is not ready yet."""
+        return not all(rank in self._ready and self._ready[rank].final for rank in range(1, self.size))
+
+
+def error_named(kind: str, text: str) -> SidestreamError:
+    """An error of that class of `sidestream.errors`."""
+    error = getattr(errors, kind, None)
+    return error(text) if isinstance(error, type) and issubclass(error, SidestreamError) else DeviceError(text)
+
+
+class JointStream:
+    """A stream of rank 0 whose copies, and reads and writes of tiers, run on the same stream of every rank."""
+
+    def __init__(self, stream: Stream, ranks: Ranks) -> None:
+        self.name = stream.name
+        self._stream = stream
+        self._ranks = ranks
+        self._number = 0
+        self._after: list[FenceName] = []  # fences that the next work waits for on the other ranks
+
+    def wait(self, fence: Fence) -> None:
+        """See `Stream.wait`."""
+        self._stream.wait(local_fence(fence))
+        self._after += names_of([fence])  # rule: copy-waits-on-every-rank
+
+    def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> JointFence:
+        """See `Stream.submit_copy`."""
+        local = self._stream.submit_copy(batch, first, stop, label=label)
+        sources, targets = (
+            starts[first:stop].astype("<i8").tobytes() for starts in (batch.source_starts, batch.target_starts)
+        )
+        return self._sent(
+            local,
+            lambda number, after: Copy(
+                self.name, number, label, batch.target.name == HOST, sources, targets, batch.size, after
+            ),
+        )
+
+    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> JointFence:
+        """Submit a read or a write of a persistent tier. Raises InvariantError for other work."""
+        if not isinstance(work, TierWork):
+            raise InvariantError(f"stream {self.name}: other ranks cannot run {label or 'work'} of rank 0")
+        local, entry, grant = self._stream.submit(work, accesses, label=label), work.entry, work.grant
+        if grant is None:
+            return self._sent(
+                local,
+                lambda number, after: TierRead(self.name, number, work.tier, work.slot, entry.key, entry.serial, after),
+            )
+        victim = None if work.victim is None else (work.victim.key, work.victim.serial)
+        return self._sent(
+            local,
+            lambda number, after: TierWrite(self.name, number, work.tier, work.slot, entry.key, entry.serial, victim),
+        )
+
+    def _sent(self, local: Fence, message: Callable[[int, tuple[FenceName, ...]], Message]) -> JointFence:
+        """Send a message to the other ranks. Returns the fence of all ranks."""
+        self._number += 1
+        self._ranks.send(message(self._number, tuple(self._after)))
+        self._after.clear()
+        return JointFence(local, (self.name, self._number), self._ranks.progress)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is rank 0's own stream's."""
+        return getattr(self._stream, name)
+
+
+class _JointThread:
+    """A thread of rank 0 that rests on fences of all ranks. See `HostThread`."""
+
+    def __init__(self, turn: Callable[[], Rest], clock: Callable[[], float]) -> None:
+        self._turn = turn
+        self._clock = clock
+        self._resting_for_fences = False
+        self.thread: HostThread | None = None
+
+    def turn(self) -> Rest:
+        """The thread's turn. The device wakes the thread for rank 0's own fences, a report for those of other ranks."""
+        self._resting_for_fences = True  # before the turn polls fences: a report during the turn causes another turn
+        rest = self._turn()
+        self._resting_for_fences = bool(rest.fences)
+        waiting = []
+        for fence in rest.fences:
+            if not (local := local_fence(fence)).poll():
+                waiting.append(local)
+            elif fence.poll():  # rule: fence-that-was-done-meanwhile-causes-a-turn
+                return Rest((), self._clock())
+        return Rest(tuple(waiting), rest.until_s)
+
+    def wake_for_fences(self) -> None:
+        """Take another turn if the last turn asked to be woken by fences."""
+        if self._resting_for_fences and self.thread is not None:
+            self.thread.wake()
+
+
+class _JointDevice:
+    """Rank 0's device, whose copies run on all ranks. See `joint_device`."""
+
+    def __init__(self, device: Device, ranks: Ranks) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._item_bytes: dict[str, int] = {}
+
+    def stream(self, name: str) -> JointStream:
+        """See `Device.stream`."""
+        return JointStream(self._device.stream(name), self._ranks)
+
+    def worker(self, name: str) -> JointStream:
+        """See `Device.worker`."""
+        return JointStream(self._device.worker(name), self._ranks)
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
+        """See `Device.thread`."""
+        joint = _JointThread(turn, self._device.now)
+        joint.thread = self._device.thread(name, joint.turn)
+        self._ranks.add_thread(joint)
+        return joint.thread
+
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
+        """See `Device.allocate_host`."""
+        self._item_bytes[name] = item_bytes
+        return self._device.allocate_host(name, num_bytes, item_bytes=item_bytes)
+
+    def ready_bytes(self, memory: Memory) -> int:
+        """The number of bytes that every rank can use. See `Device.ready_bytes`."""
+        return min(self._device.ready_bytes(memory), self._ranks.ready_bytes(self._item_bytes[memory.name]))
+
+    def grows(self, memory: Memory) -> bool:
+        """See `Device.grows`."""
+        others = self._ranks.grows  # read first: if it is False, their bytes are final
+        return self._device.grows(memory) or others
+
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """Wait for rank 0's own part of a fence. See `Device.wait_host`."""
+        return self._device.wait_host(local_fence(fence), reason=reason, timeout_s=timeout_s, bell=bell)
+
+    def close(self) -> None:
+        """End the other ranks after all their work, then rank 0's own device. See `Device.close`."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._device.close)
+            ends.callback(self._ranks.close)  # rule: other-ranks-end-before-the-device
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is rank 0's own device's."""
+        return getattr(self._device, name)
+
+
+def joint_device(device: Device, ranks: Ranks) -> Device:
+    """A device whose streams copy on every rank, for the offload worker; `device` is rank 0's own.
+
+    The fences of its streams are done when all ranks have passed them. Host memory is as large as the least that is
+    ready on any rank.
+    """
+    return cast(Device, _JointDevice(device, ranks))
+
+
+class _JointExecutor:
+    """Launches each step on all ranks. See `joint_executor`."""
+
+    def __init__(self, executor: Executor, ranks: Ranks) -> None:
+        self._executor = executor
+        self._ranks = ranks
+        self._encoder = StepEncoder()
+
+    def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
+        """See `Executor.launch`. The other ranks receive the step first, so that no rank waits long in a collective."""
+        message = self._encoder.encode(batch, after, gates)
+        self._ranks.send(message)  # rule: step-is-sent-to-every-rank
+        step = self._executor.launch(batch, after=tuple(map(local_fence, after)), gates=local_gates(gates))
+        joint = JointFence(step.fence, (COMPUTE, message.number), self._ranks.progress)
+        return dataclasses.replace(step, on_all_ranks=joint)  # rule: blocks-are-used-until-every-rank-has-passed
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is rank 0's own executor's."""
+        return getattr(self._executor, name)
+
+
+def joint_executor(executor: Executor, ranks: Ranks) -> Executor:
+    """An executor whose steps run on every rank; `executor` is rank 0's own, on its own device."""
+    return cast(Executor, _JointExecutor(executor, ranks))

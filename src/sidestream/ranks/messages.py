@@ -1,0 +1,226 @@
+"""The messages between rank 0 and the other ranks, in the frames of `sidestream.frames`. Values only.
+
+A decode step of 32 requests takes about a kilobyte: block tables are sent as what was added since the slot's last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sidestream.errors import InvariantError
+from sidestream.ranks.fences import FenceName, names_of
+from sidestream.types import BatchPlan, Fence, LayerGates, RowColumns, RowPlan, RowStart, StateIds
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first message to a rank's process. `directory`: where the ranks' group meets."""
+
+    version: str
+    model: str
+    config: dict[str, Any]
+    rank: int
+    size: int
+    directory: str
+    log_level: int
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A step to launch. The columns have the meaning of `RowPlan`'s fields.
+
+    number   number of the step, from 1
+    tokens   of the rows behind the decode rows
+    tables   `(row, kept, added)`: the row's block table is the first `kept` blocks of its slot's last one, and `added`.
+             A row that is not listed has its slot's last table
+    begins   `(row, start)` of the rows whose slots begin
+    states   of each row, if the model keeps recurrent states
+    after    fences that the step waits for
+    gates    fences that each layer waits for; empty: none
+    """
+
+    number: int
+    speculates: bool
+    slots: tuple[int, ...]
+    min_starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    samples: tuple[bool, ...]
+    min_output_indices: tuple[int, ...]
+    drafts: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    tables: tuple[tuple[int, int, tuple[int, ...]], ...]
+    begins: tuple[tuple[int, RowStart], ...]
+    states: tuple[StateIds | None, ...]
+    after: tuple[FenceName, ...]
+    gates: tuple[tuple[FenceName, ...], ...]
+
+
+class Copy(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A copy between the blocks of the device and the slots of host memory.
+
+    sources, targets   int64 byte offsets, little-endian
+    size               bytes of each segment
+    after              fences that the copy waits for on the device
+    """
+
+    stream: str
+    number: int
+    label: str
+    to_host: bool
+    sources: bytes
+    targets: bytes
+    size: int
+    after: tuple[FenceName, ...]
+
+
+class TierWrite(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The write of a host slot to a persistent tier, as the entry `key` and `serial`. `victim` is deleted before."""
+
+    stream: str
+    number: int
+    tier: str
+    slot: int
+    key: bytes
+    serial: int
+    victim: tuple[bytes, int] | None
+
+
+class TierRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The read of an entry of a persistent tier into a host slot. `after`: fences of the slot's earlier uses."""
+
+    stream: str
+    number: int
+    tier: str
+    slot: int
+    key: bytes
+    serial: int
+    after: tuple[FenceName, ...]
+
+
+class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The last message: finish the submitted work, and end."""
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The rank's process runs, and joins the group next."""
+
+
+class Serving(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The rank has loaded its share, and follows from now on."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The rank cannot start. `kind`: the error's class in `sidestream.errors`."""
+
+    kind: str
+    text: str
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The work of a stream up to this number is done."""
+
+    stream: str
+    number: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """This work failed. `kind`: the error's class in `sidestream.errors`."""
+
+    stream: str
+    number: int
+    kind: str
+    text: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """So many bytes of the rank's host memory can be copied now. `final`: no more will come."""
+
+    num_bytes: int
+    final: bool
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The rank is alive, and has nothing else to report."""
+
+
+ToRank = Begin | Step | Copy | TierWrite | TierRead | End
+ToLeader = Arrived | Serving | Refused | Passed | Failed | Ready | Beat
+
+
+class StepEncoder:
+    """Makes the messages of steps. Remembers each slot's block table, as the ranks do. Engine thread only."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[int, ...]] = {}
+        self._number = 0
+
+    def encode(self, batch: BatchPlan, after: Sequence[Fence], gates: LayerGates) -> Step:
+        """The message of the next step."""
+        self._number += 1
+        columns = batch.columns
+        tables = []
+        for index, (slot, wanted) in enumerate(zip(columns.slot, columns.block_ids, strict=True)):
+            held = self._tables.get(slot, ())
+            if wanted is not held:
+                # rule: block-table-of-every-rank-belongs-to-the-slots-owner
+                kept = len(held) if wanted[: len(held)] == held else 0
+                tables.append((index, kept, wanted[kept:]))
+                self._tables[slot] = wanted
+        begins: list[tuple[int, RowStart]] = []
+        if any(columns.begin):
+            begins = [(index, begin) for index, begin in enumerate(columns.begin) if begin is not None]
+        return Step(
+            number=self._number,
+            speculates=batch.speculates,
+            slots=columns.slot,
+            min_starts=columns.min_start,
+            stops=columns.stop,
+            samples=columns.samples,
+            min_output_indices=columns.min_output_index,
+            drafts=columns.drafts,
+            tokens=tuple(tokens for tokens in columns.tokens if tokens is not None),
+            tables=tuple(tables),
+            begins=tuple(begins),
+            states=columns.states if any(states is not None for states in columns.states) else (),
+            after=names_of(after),
+            gates=tuple(map(names_of, gates.by_layer)),
+        )
+
+
+class StepDecoder:
+    """Makes plans of the messages of steps, in their order."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[int, ...]] = {}
+        self._number = 0
+
+    def decode(self, step: Step) -> BatchPlan:
+        """The plan of the next step. Raises InvariantError if a step is missing, or came twice."""
+        if step.number != self._number + 1:  # rule: step-is-the-next-one
+            raise InvariantError(f"step {step.number} came after step {self._number}: each step comes once, in order")
+        self._number = step.number
+        for index, kept, added in step.tables:
+            slot = step.slots[index]
+            self._tables[slot] = (*self._tables.get(slot, ())[:kept], *added)
+        count, decodes = len(step.slots), len(step.slots) - len(step.tokens)
+        begins: list[RowStart | None] = [None] * count
+        for index, begin in step.begins:  # rule: slot-begins-on-every-rank
+            begins[index] = begin
+        # Columns are joined to rows in one pass: building each row by its fields takes three times as long.
+        columns = RowColumns(
+            request_id=step.slots,  # only rank 0 knows requests
+            slot=step.slots,
+            epoch=(0,) * count,
+            min_start=step.min_starts,
+            stop=step.stops,
+            tokens=(None,) * decodes + step.tokens,
+            block_ids=tuple(map(self._tables.__getitem__, step.slots)),
+            samples=step.samples,
+            min_output_index=step.min_output_indices,
+            begin=tuple(begins),
+            drafts=step.drafts,
+            states=step.states or (None,) * count,
+        )
+        rows = tuple(map(RowPlan._make, zip(*columns, strict=True)))
+        return BatchPlan(rows, step.speculates)

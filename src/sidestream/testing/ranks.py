@@ -1,0 +1,358 @@
+"""Several ranks on one simulated device, in one process: for the torture test and for tests of ranks.
+
+Each rank has its own streams, memories and host thread, named `rank1/…`, so that the checker and the policy see them
+like those of rank 0. Messages and collectives take as long as the policy wants.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sidestream.attention.interface import AttentionBatch
+from sidestream.attention.states import StateBatch
+from sidestream.config import EngineConfig
+from sidestream.device.base import Device, HostThread, Memory, Rest
+from sidestream.device.channel import Channel
+from sidestream.device.sim import SimDevice, SimStream
+from sidestream.engine.build import build_follower
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout
+from sidestream.offload.tiers.base import PersistentTier
+from sidestream.ranks.fences import Progress
+from sidestream.ranks.follower import Follower
+from sidestream.ranks.leader import Ranks
+from sidestream.ranks.messages import ToLeader, ToRank
+from sidestream.runner.executor import Executor
+from sidestream.runner.forward import Left
+from sidestream.speculate import Context, Proposer
+from sidestream.types import Fence, Key
+
+
+class RankView:
+    """The part of a simulated device that belongs to one rank: everything is named `rankN/…`."""
+
+    def __init__(self, device: SimDevice, rank: int) -> None:
+        self._device = device
+        self._prefix = f"rank{rank}/"
+        self.tracer = None if device.tracer is None else _RankTracer(device.tracer)
+
+    def stream(self, name: str) -> SimStream:
+        """See `Device.stream`."""
+        return self._device.stream(self._prefix + name)
+
+    def worker(self, name: str) -> SimStream:
+        """See `Device.worker`."""
+        return self._device.worker(self._prefix + name)
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
+        """See `Device.thread`."""
+        return self._device.thread(self._prefix + name, turn)
+
+    def allocate(self, name: str, num_bytes: int) -> Memory:
+        """See `Device.allocate`."""
+        return self._device.allocate(self._prefix + name, num_bytes)
+
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
+        """See `Device.allocate_host`."""
+        return self._device.allocate_host(self._prefix + name, num_bytes, item_bytes=item_bytes)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the device's."""
+        return getattr(self._device, name)
+
+
+class _RankTracer:
+    """The device's tracer without the pools of one rank: nothing reads a rank's mailbox, and rank 0's pools lease all
+    blocks and slots.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def backed(self, pool: str, memory: str, block_bytes: int, first: int = 0) -> None:
+        """See `Tracer.backed`."""
+
+    def took(self, pool: str, block_ids: Sequence[int], after: Sequence[Fence]) -> None:
+        """See `Tracer.took`."""
+
+    def shared(self, pool: str, block_ids: Sequence[int]) -> None:
+        """See `Tracer.shared`."""
+
+    def released(self, pool: str, block_ids: Sequence[int], after: Sequence[Fence]) -> None:
+        """See `Tracer.released`."""
+
+    def published(self, pool: str, block_id: int, key: Key) -> None:
+        """See `Tracer.published`."""
+
+    def forgot(self, pool: str, block_ids: Sequence[int]) -> None:
+        """See `Tracer.forgot`."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the tracer's."""
+        return getattr(self._tracer, name)
+
+
+class Meeting:
+    """Where the compute streams of all ranks exchange tensors: each call returns when every rank has made it."""
+
+    def __init__(self, device: SimDevice, size: int) -> None:
+        self.size = size
+        self._device = device
+        self._calls = [0] * size
+        self._given: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._left: defaultdict[int, int] = defaultdict(lambda: size)
+
+    def exchange(self, rank: int, values: Tensor) -> list[Tensor]:
+        """The values of all ranks."""
+        number = self._calls[rank]
+        self._calls[rank] += 1
+        given = self._given[number]
+        given[rank] = values.clone()
+
+        def missing() -> str | None:
+            absent = next((other for other in range(self.size) if other not in given), None)
+            return None if absent is None else f"rank{absent}/compute" if absent else "compute"
+
+        self._device.turns.block(lambda: len(given) == self.size, missing)
+        self._left[number] -= 1
+        if not self._left[number]:
+            del self._given[number], self._left[number]
+        return [given[other] for other in range(self.size)]
+
+
+class MeetingGroup:
+    """One rank's `Group` over a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, meeting.size
+        self._meeting = meeting
+
+    def all_reduce(self, values: Tensor) -> None:
+        """See `Group`."""
+        values.copy_(torch.stack(self._meeting.exchange(self.rank, values)).sum(0))
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """See `Group`."""
+        return torch.cat(self._meeting.exchange(self.rank, values), dim=-1)
+
+    def broadcast(self, values: Tensor) -> None:
+        """See `Group`."""
+        values.copy_(self._meeting.exchange(self.rank, values)[0])
+
+    def close(self) -> None:
+        """See `Group`."""
+
+
+class RankToy:
+    """One rank's share of a toy model: its tokens are right only if the KV of every rank is.
+
+    Each rank draws from its own KV. If the ranks disagree, all of them get a wrong token.
+    """
+
+    def __init__(self, inner: Any, group: MeetingGroup) -> None:
+        self._inner = inner
+        self._group = group
+        self.layout: KVLayout = inner.layout
+        self.state_layout: StateLayout | None = inner.state_layout
+        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
+        self.vocab_size: int = inner.vocab_size
+        self.num_heads: int = inner.num_heads
+        self.hidden_size: int = inner.hidden_size
+        self.max_model_len: int = inner.max_model_len
+        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logit_rows: Tensor,
+        *,
+        states: StateBatch | None = None,
+    ) -> Tensor:
+        """See `ForwardModel.forward`."""
+        return self._joined(self._inner.forward(tokens, positions, batch, logit_rows, states=states))
+
+    def forward_with_hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logit_rows: Tensor,
+        *,
+        left: Left,
+        states: StateBatch | None = None,
+    ) -> Tensor:
+        """See `ForwardModel.forward_with_hidden`."""
+        logits = self._inner.forward_with_hidden(tokens, positions, batch, logit_rows, left=left, states=states)
+        return self._joined(logits)
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        drawn = logits.argmax(-1)
+        all_drawn = torch.stack(self._group._meeting.exchange(self._group.rank, drawn))
+        wrong = (all_drawn != all_drawn[0]).any(0)
+        logits = torch.where(wrong[:, None], logits.roll(1, -1), logits)
+        # As if the last bits differed: only rank 0 draws the right token.
+        return logits.roll(self._group.rank, -1)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the toy's."""
+        return getattr(self._inner, name)
+
+
+class RankProposer:
+    """The proposer of a rank other than 0: its drafts are wrong, unless they are replaced by those of rank 0."""
+
+    def __init__(self, inner: Any, vocab_size: int) -> None:
+        self._inner = inner
+        self._vocab_size = vocab_size
+
+    def propose(self, context: Context, count: int) -> Tensor:
+        """See `Proposer.propose`."""
+        drafts: Tensor = self._inner.propose(context, count)
+        return (drafts + 1) % self._vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the proposer's."""
+        return getattr(self._inner, name)
+
+
+class _Broadcast:
+    """A `Transport` over channels."""
+
+    def __init__(self, channels: Sequence[Channel[ToRank]], finish: Callable[[], None]) -> None:
+        self._channels = channels
+        self._finish = finish
+
+    def send(self, message: ToRank) -> None:
+        """See `Transport.send`."""
+        for channel in self._channels:
+            channel.put(message)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._finish()
+
+    def kill(self) -> None:
+        """See `Transport.kill`. The device ends all ranks."""
+
+
+class SimRanks:
+    """The other ranks of an engine on a simulated device.
+
+    ranks       for `build_engine`
+    groups      of each rank; the first is for `build_engine`
+    executors   of the other ranks
+    """
+
+    def __init__(self, device: SimDevice, size: int) -> None:
+        self.size = size
+        self._device = device
+        tracer = device.tracer
+        meeting = Meeting(device, size)
+        self.groups = [MeetingGroup(meeting, rank) for rank in range(size)]
+        self._to_ranks = [Channel[ToRank](f"to rank {rank}", tracer=tracer) for rank in range(1, size)]
+        self._reports = [Channel[ToLeader](f"from rank {rank}", tracer=tracer) for rank in range(1, size)]
+        self._threads: list[HostThread] = []
+        self.executors: list[Executor] = []
+        self._followers: list[Follower] = []
+        observed = None if tracer is None else self._observed
+        self.ranks = _WakingRanks(
+            size, _Broadcast(self._to_ranks, self._finish), self._threads, Progress(size, observed=observed)
+        )
+        self._reader: HostThread | None = None
+
+    def start(
+        self,
+        rank: int,
+        model: Any,
+        config: EngineConfig,
+        *,
+        tiers: dict[str, PersistentTier] | None = None,
+        proposer: Proposer | None = None,
+    ) -> None:
+        """Start rank 1, 2, … with its share of the model."""
+        view = cast(Device, RankView(self._device, rank))
+        channel, reports = self._to_ranks[rank - 1], self._reports[rank - 1]
+        follower = build_follower(
+            model,
+            config,
+            device=view,
+            group=self.groups[rank],
+            take=channel.take,
+            report=lambda report: self._put(reports, report),
+            tiers=tiers,
+            proposer=proposer,
+        )
+        if self._reader is None:
+            self._reader = self._device.thread("reports", self._read)
+        self.executors.append(follower.executor)
+        self._followers.append(follower)
+        thread = view.thread("host", follower.turn)
+        self._threads.append(thread)
+        thread.wake()
+
+    @property
+    def busy(self) -> bool:
+        """Whether another rank has work that rank 0 does not know to be done."""
+        return any(self._reports) or any(follower.busy for follower in self._followers)
+
+    def _finish(self) -> None:
+        def late() -> str | None:
+            return next(
+                (f"rank{rank}/host" for rank, each in enumerate(self._followers, 1) if not each.ended or each.busy),
+                None,
+            )
+
+        if not self._device.closed:
+            self._device.turns.block(lambda: late() is None, late)
+
+    def _put(self, reports: Channel[ToLeader], report: ToLeader) -> None:
+        reports.put(report)
+        assert self._reader is not None
+        self._reader.wake()
+
+    def _read(self) -> Rest:
+        for rank, reports in enumerate(self._reports, start=1):
+            while (report := reports.take()) is not None:
+                self.ranks.take_in(rank, report)
+        return Rest()
+
+    def _observed(self, rank: int, stream: str, tick: int) -> None:
+        """Tell the tracer that the calling thread knows, by a report, that a rank's work is done."""
+        tracer = self._device.tracer
+        if tracer is not None and self._device.turns.at_host:
+            tracer.observed(_Reported(f"rank{rank}/{stream}", tick))
+
+
+class _WakingRanks(Ranks):
+    """Wakes the ranks' threads after each message, outside of the lock: waking is a point of the simulator."""
+
+    def __init__(self, size: int, transport: _Broadcast, threads: Sequence[HostThread], progress: Progress) -> None:
+        super().__init__(size, transport, progress=progress)
+        self._to_wake = threads
+
+    def send(self, message: ToRank) -> None:
+        """See `Ranks.send`."""
+        super().send(message)
+        for thread in self._to_wake:
+            thread.wake()
+
+
+class _Reported:
+    """A fence of another rank that a report named."""
+
+    failure = None
+
+    def __init__(self, stream: str, tick: int) -> None:
+        self.stream = stream
+        self.tick = tick
+
+    def poll(self) -> bool:
+        """True: it was reported."""
+        return True

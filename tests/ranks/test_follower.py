@@ -1,0 +1,122 @@
+"""A rank other than 0: carries messages out, and reports."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sidestream.device.cpu import CpuDevice
+from sidestream.errors import InvariantError
+from sidestream.kv.layout import KVLayout
+from sidestream.offload.tiers.host import HostTier
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.ranks.follower import Follower
+from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready
+
+LAYOUT = KVLayout(1, 1, 2, 2, "float32")  # 32 bytes a block
+
+
+class Rank:
+    def __init__(self, device: CpuDevice) -> None:
+        self.device = device
+        self.inbox: deque[Any] = deque()
+        self.reports: list[Any] = []
+        self.memory = device.allocate("kv", 4 * LAYOUT.block_bytes)
+        self.host = HostTier(device.allocate_host("host", 4 * LAYOUT.block_bytes), LAYOUT)
+        executor: Any = None  # these tests launch no step
+        self.follower = Follower(
+            device=device,
+            executor=executor,
+            memory=self.memory,
+            tiers=TierStack(self.host),
+            take=lambda: self.inbox.popleft() if self.inbox else None,
+            report=self.reports.append,
+        )
+
+    def settle(self) -> None:
+        self.follower.turn()
+        while self.follower.busy:
+            self.device.sleep(0.001)
+            self.follower.turn()
+
+
+@pytest.fixture
+def rank() -> Any:
+    device = CpuDevice(compute_threads=1)
+    yield Rank(device)
+    device.close()
+
+
+def copy(stream: str, number: int, source: int, target: int, after: tuple[tuple[str, int], ...] = ()) -> Copy:
+    size = LAYOUT.block_bytes
+    starts = (np.array([at * size], "<i8").tobytes() for at in (source, target))
+    return Copy(stream, number, "store", True, *starts, size, after)
+
+
+def test_a_copy_moves_bytes_and_is_reported_when_it_is_done(rank: Rank) -> None:
+    rank.memory.data[LAYOUT.block_bytes : 2 * LAYOUT.block_bytes] = 7
+    rank.inbox.append(copy("store-0", 1, source=1, target=2))
+    rank.settle()
+    assert bytes(rank.host.slot(2)) == b"\7" * LAYOUT.block_bytes
+    assert rank.reports == [Ready(4 * LAYOUT.block_bytes, True), Passed("store-0", 1)]
+
+
+def test_a_copy_waits_for_the_fences_that_its_message_names(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    make = rank.device.stream
+
+    def stream(name: str) -> Any:
+        made = make(name)
+        monkeypatch.setattr(made, "wait", lambda fence: waited.append(f"{name} waits for {fence.stream}"))
+        return made
+
+    monkeypatch.setattr(rank.device, "stream", stream)
+    held = rank.device.stream("held").submit(lambda: rank.device.sleep(0.05))
+    rank.inbox += [copy("store-0", 1, 0, 0), copy("store-1", 1, 1, 1, (("store-0", 1),))]
+    monkeypatch.setattr(type(held), "poll", lambda fence: False)  # the first copy is not known to be done
+    rank.follower.turn()
+    monkeypatch.undo()
+    assert waited == ["store-1 waits for store-0"]
+    rank.settle()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [copy("store-0", 2, 0, 0)],
+        [copy("store-0", 1, 0, 0), copy("store-0", 1, 0, 0)],
+        [copy("store-1", 1, 0, 0, (("store-0", 1),))],
+    ],
+    ids=["skipped", "twice", "names what was not sent"],
+)
+def test_messages_out_of_order_end_the_rank(rank: Rank, messages: list[Copy]) -> None:
+    rank.inbox += messages
+    with pytest.raises(InvariantError, match=r"came after|was not sent"):
+        rank.follower.turn()
+
+
+def test_a_failure_is_reported_before_the_work_counts_as_done(rank: Rank) -> None:
+    def fail(batch: Any) -> None:
+        raise OSError("the link is down")
+
+    rank.inbox.append(copy("store-0", 1, 0, 0))
+    make = rank.device.stream
+
+    def broken(name: str) -> Any:
+        stream = make(name)
+        stream.copy = fail  # type: ignore[method-assign]
+        return stream
+
+    rank.device.stream = broken  # type: ignore[method-assign]
+    rank.settle()
+    assert rank.reports[1:] == [Failed("store-0", 1, "DeviceError", "the link is down"), Passed("store-0", 1)]
+
+
+def test_the_end_comes_after_all_work(rank: Rank) -> None:
+    rank.inbox += [copy("store-0", 1, 0, 0), End()]
+    rank.settle()
+    assert rank.follower.ended
+    assert rank.reports[-1] == Passed("store-0", 1)

@@ -1,0 +1,35 @@
+"""The tiers of one rank: its part of the bytes, and a directory that no other number of ranks can misread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sidestream.config import OffloadConfig
+from sidestream.errors import ConfigError
+from sidestream.offload.tiers.registry import share_of_rank
+
+
+def test_each_rank_has_its_part(tmp_path: Path) -> None:
+    config = OffloadConfig(host=4096, disk=tmp_path, disk_capacity=1 << 20)
+    shares = [share_of_rank(config, rank, 2) for rank in range(2)]
+    assert [share.host_bytes for share in shares] == [2048, 2048]
+    assert len({share.disk for share in shares}) == 2
+    assert share_of_rank(config, 0, 1) is config
+
+
+def test_directory_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    config = OffloadConfig(host=4096, disk=tmp_path)
+    share = share_of_rank(config, 1, 2)
+    assert share.disk is not None
+    Path(share.disk).mkdir(parents=True)
+    share_of_rank(config, 0, 2)
+    with pytest.raises(ConfigError, match="which 4 ranks cannot use"):
+        share_of_rank(config, 0, 4)
+
+
+def test_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "block").write_bytes(b"")
+    with pytest.raises(ConfigError, match="block, which 2 ranks cannot use"):
+        share_of_rank(OffloadConfig(host=4096, disk=tmp_path), 0, 2)

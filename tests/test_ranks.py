@@ -1,0 +1,104 @@
+"""Tensor parallelism with real processes on a CPU: what users see of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.errors import RequestError
+from sidestream.testing.tiny_models import tiny_model_dir
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+PROMPTS = [[(7 * at + 3 * token) % 90 + 1 for token in range(60)] for at in range(6)]
+PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_running": 4, "compute_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir("llama", tmp_path_factory.mktemp("ranks") / "llama", 0)
+
+
+def answers(llm: LLM) -> tuple[list[Sequence[int]], list[float], list[str]]:
+    """Tokens, log-probabilities and the tier that the prompts came from."""
+    outputs = llm.generate(PROMPTS, PARAMS)
+    tiers = sorted({tier for output in outputs for tier in output.cached.by_tier})
+    return (
+        [tuple(output.token_ids) for output in outputs],
+        [entry.logprob for output in outputs for entry in output.completions[0].logprobs],
+        tiers,
+    )
+
+
+def test_ranks_answer_like_one_with_offload_preemption_and_drafts(model: Path, tmp_path: Path) -> None:
+    """Few blocks, so that requests are preempted and come back from the host tier; then from disk."""
+    options = OPTIONS | {"speculative": SpeculativeConfig("ngram", max_drafts=2)}
+    with LLM(model, kv_memory="200KiB", **options) as llm:
+        expected, expected_logprobs, _ = answers(llm)
+        assert llm.metrics.value("preemptions_total") > 0
+    options["kv_memory"] = "100KiB"  # of each rank, with half of the heads
+    offload = OffloadConfig(host="4MiB", disk=tmp_path / "kv")
+    for tier in ("host", "disk"):
+        with LLM(model, tensor_parallel=2, offload=offload, **options) as llm:
+            for _ in range(2 if tier == "host" else 1):
+                tokens, logprobs, found = answers(llm)
+                assert tokens == expected
+                assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+            assert tier in found
+            assert llm.metrics.value("preemptions_total") > 0 or tier == "disk"
+            assert sum(map(is_rank, children())) == 1
+        assert not any(is_rank(pid) for pid in children())
+    with pytest.raises(ConfigError, match="rank-0-of-2"):
+        LLM(model, offload=offload, **options)
+    with pytest.raises(ConfigError, match=r"holds rank-0-of-2, which 4 ranks cannot use|cannot divide"):
+        LLM(model, tensor_parallel=4, offload=offload, **options)
+
+
+def children() -> list[str]:
+    pid = os.getpid()
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def is_rank(pid: str) -> bool:
+    try:
+        return "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def test_a_killed_rank_ends_the_engine_with_its_reason(model: Path) -> None:
+    llm = LLM(model, tensor_parallel=2, kv_memory="4MiB", **OPTIONS)
+    try:
+        (rank,) = [int(pid) for pid in children() if is_rank(pid)]
+        llm.generate([PROMPTS[0]], PARAMS)
+        os.kill(rank, signal.SIGKILL)
+        start_s = time.monotonic()
+        with pytest.raises(RequestError, match=r"rank 1 of 2 is lost: it was killed by SIGKILL"):
+            llm.generate([PROMPTS[1]], SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
+        assert time.monotonic() - start_s < 10.0  # 0.1 s on a quiet machine
+        assert llm.health().status == "failed"
+    finally:
+        llm.close()
+    assert not any(is_rank(pid) for pid in children())
+
+
+def test_what_ranks_cannot_do_is_refused_before_any_process_starts(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="3 ranks cannot divide: choose one of 1, 2"):
+        LLM(model, tensor_parallel=3, **OPTIONS)
+    with pytest.raises(ConfigError, match="the proposer mtp does not run on 2 ranks yet: use ngram, or one rank"):
+        LLM(model, tensor_parallel=2, speculative=SpeculativeConfig("mtp"), **OPTIONS)
+    with pytest.raises(ConfigError, match="tensor_parallel is 0: it must be a whole number of 1 or more"):
+        LLM(model, tensor_parallel=0, **OPTIONS)
+    hybrid = tiny_model_dir("qwen3_next", tmp_path / "hybrid", 0)
+    with pytest.raises(ModelError, match="recurrent"):
+        LLM(hybrid, tensor_parallel=2, **OPTIONS)
+    assert not any(is_rank(pid) for pid in children())
