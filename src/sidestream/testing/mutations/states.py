@@ -313,7 +313,7 @@ EXEMPT = (
     Exempt("StateCache.plan", ("take",), _LEASED),
     Exempt("StateCache.plan_decode", ("take",), "see candidates-are-released-with-their-request"),
     Exempt("StateCache.publish", ("publish",), "see states-are-published-with-their-blocks"),
-    Exempt("StateCache.store_latest", ("clear", "share"), "see stored-checkpoint-is-released-after-its-copy"),
+    Exempt("StateCache.store_latest", ("clear",), "see stored-checkpoint-is-released-after-its-copy"),
     Exempt("StateCache.forget", ("forget",), "see state-is-forgotten-with-its-block"),
     Exempt("StateCache.forget_all", ("forget_all", "clear"), "see reset-drops-keys-of-states"),
     Exempt("StateCache._is_unused", ("is_cached",), "see admission-needs-a-state"),
