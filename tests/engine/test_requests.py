@@ -35,7 +35,7 @@ PROMPT = prompts(1, 1, longest=12)[0]
             [1] * 90,
             {"min_tokens": 7, "max_tokens": None},
             RequestRejected,
-            "min_tokens is 7: .* room for 6",
+            "min_tokens is 7: .* the limit is 6",
             "min_tokens",
         ),
         ([1] * 5, {"n": 9}, RequestRejected, "n is 9: the engine takes 8", "n"),
