@@ -24,13 +24,13 @@ def test_joint_fence_is_done_when_the_last_rank_has_passed() -> None:
     fence = JointFence(local, ("h2d", 2), progress)
     local.done = True
     assert not fence.poll()
-    progress.raise_to(1, ("h2d", 2))
+    progress.raise_to(1, [("h2d", 2)])
     assert not fence.poll()
-    progress.raise_to(2, ("h2d", 1))
+    progress.raise_to(2, [("h2d", 1)])
     assert not fence.poll()
-    progress.raise_to(2, ("compute", 5))
+    progress.raise_to(2, [("compute", 5)])
     assert not fence.poll()
-    progress.raise_to(2, ("h2d", 3))
+    progress.raise_to(2, [("h2d", 3)])
     assert fence.poll()
     local.done = False
     assert not fence.poll()
@@ -50,7 +50,7 @@ def test_failure_on_any_rank_fails_the_fence() -> None:
 def test_lost_rank_raises_the_first_error_from_every_fence() -> None:
     progress = Progress(2)
     fence = JointFence(_Local(), ("h2d", 1), progress)
-    progress.raise_to(1, ("h2d", 1))
+    progress.raise_to(1, [("h2d", 1)])
     progress.lose(DeviceLost("rank 1 ended"))
     progress.lose(DeviceLost("rank 1 ended again"))
     with pytest.raises(DeviceLost, match=r"rank 1 ended$"):
@@ -61,10 +61,10 @@ def test_observer_hears_of_every_rank_with_the_tick_of_rank_0() -> None:
     heard: list[tuple[int, str, int]] = []
     progress = Progress(3, observed=lambda *what: heard.append(what))
     fence = JointFence(_Local(), ("h2d", 1), progress)
-    progress.raise_to(1, ("h2d", 1))
+    progress.raise_to(1, [("h2d", 1)])
     fence.poll()
     assert heard == []
-    progress.raise_to(2, ("h2d", 1))
+    progress.raise_to(2, [("h2d", 1)])
     fence.poll()
     assert heard == [(1, "h2d", 7), (2, "h2d", 7)]
 

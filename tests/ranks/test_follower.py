@@ -61,7 +61,7 @@ def test_a_copy_moves_bytes_and_is_reported_when_it_is_done(rank: Rank) -> None:
     rank.inbox.append(copy("store-0", 1, source=1, target=2))
     rank.settle()
     assert bytes(rank.host.slot(2)) == b"\7" * LAYOUT.block_bytes
-    assert rank.reports == [Ready(4 * LAYOUT.block_bytes, True), Passed("store-0", 1)]
+    assert rank.reports == [Ready(4 * LAYOUT.block_bytes, True), Passed((("store-0", 1),))]
 
 
 def test_a_copy_waits_for_the_fences_that_its_message_names(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,32 @@ def test_a_failure_is_reported_before_the_work_counts_as_done(rank: Rank) -> Non
 
     rank.device.stream = broken  # type: ignore[method-assign]
     rank.settle()
-    assert rank.reports[1:] == [Failed("store-0", 1, "DeviceError", "the link is down"), Passed("store-0", 1)]
+    assert rank.reports[1:] == [Failed("store-0", 1, "DeviceError", "the link is down"), Passed((("store-0", 1),))]
 
 
 def test_the_end_comes_after_all_work(rank: Rank) -> None:
     rank.inbox += [copy("store-0", 1, 0, 0), End()]
     rank.settle()
     assert rank.follower.ended
-    assert rank.reports[-1] == Passed("store-0", 1)
+    assert rank.reports[-1] == Passed((("store-0", 1),))
+
+
+def test_work_is_never_reported_without_the_work_that_it_waited_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.inbox += [copy("store-0", 1, 0, 0), copy("store-1", 1, 1, 1, (("store-0", 1),))]
+    polled: set[str] = set()
+
+    def poll(fence: Any) -> bool:
+        """Both copies end after the first was polled."""
+        polled.add(fence.stream)
+        return "store-1" in polled
+
+    held = rank.device.stream("held").submit(lambda: None)
+    monkeypatch.setattr(type(held), "poll", poll)
+    rank.follower.turn()
+    monkeypatch.undo()
+    rank.settle()
+    assert [report for report in rank.reports if isinstance(report, Passed)] == [
+        Passed((("store-1", 1), ("store-0", 1)))
+    ]

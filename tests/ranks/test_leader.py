@@ -65,7 +65,7 @@ def test_a_copy_is_sent_before_its_fence_is_there_and_is_done_after_all_ranks(de
     settle(fence, device)
     for rank in (1, 2):
         assert not fence.poll()
-        ranks.take_in(rank, Passed("store-0", 1))
+        ranks.take_in(rank, Passed((("store-0", 1),)))
     assert fence.poll()
     assert fence.failure is None
 
@@ -93,7 +93,7 @@ def test_a_failure_on_another_rank_is_one_of_the_copy(device: CpuDevice) -> None
     fence = joint.stream("load-0").submit_copy(a_copy(joint), 0, 2)
     settle(fence, device)
     ranks.take_in(1, Failed("load-0", 1, "TierError", "no such block"))
-    ranks.take_in(1, Passed("load-0", 1))
+    ranks.take_in(1, Passed((("load-0", 1),)))
     assert fence.poll()
     assert "on rank 1: no such block" in str(fence.failure)
 
@@ -144,7 +144,7 @@ def test_a_report_during_a_turn_causes_another_turn(device: CpuDevice) -> None:
 
     def turn() -> Rest:
         assert not fence.poll()
-        ranks.take_in(1, Passed("store-0", 1))  # all ranks have passed, but this turn has polled before
+        ranks.take_in(1, Passed((("store-0", 1),)))  # all ranks have passed, but this turn has polled before
         return Rest((fence,))
 
     joint_device(Device(), ranks).thread("offload", turn)  # type: ignore[arg-type]

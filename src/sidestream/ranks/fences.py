@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sidestream.errors import DeviceLost
 from sidestream.types import Fence, LayerGates
@@ -47,10 +47,9 @@ class Progress:
 
     # ------------------------------------------------------------------ the thread that hears of the other ranks
 
-    def raise_to(self, rank: int, name: FenceName) -> None:
-        """Record that the work of a stream up to this number is done on `rank`."""
-        stream, number = name
-        self._done[rank - 1][stream] = number
+    def raise_to(self, rank: int, names: Iterable[FenceName]) -> None:
+        """Record that the work of each stream up to its number is done on `rank`."""
+        self._done[rank - 1].update(names)
 
     def fail(self, name: FenceName, error: BaseException) -> None:
         """Record that the work failed on another rank. Called before `raise_to`."""

@@ -7,7 +7,7 @@ it never blocks. Messages are taken in order. Everything that a message names wa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -181,14 +181,22 @@ class Follower:
         return fences
 
     def _report_passed(self) -> None:
+        """Report what is done, as one message. Work that is done while other streams are polled may have waited for
+        work of a stream that was polled before, so all streams are polled until none has more.
+        """
+        passed: dict[str, int] = {}
+        while newly := dict(self._newly_passed()):
+            passed |= newly
+        if passed:
+            self._report(Passed(tuple(passed.items())))
+
+    def _newly_passed(self) -> Iterator[FenceName]:
         for name, track in self._tracks.items():
-            passed = 0
             while track.fences and track.fences[0][1].poll():  # rule: rank-reports-only-what-is-done
-                passed, fence = track.fences.popleft()
+                number, fence = track.fences.popleft()
                 if (failure := fence.failure) is not None:  # rule: rank-reports-its-failures
-                    self._report(Failed(name, passed, _kind_of(failure), str(failure)))
-            if passed:
-                self._report(Passed(name, passed))
+                    self._report(Failed(name, number, _kind_of(failure), str(failure)))
+                yield name, number
 
     def _report_ready(self) -> None:
         if self._ready.final:

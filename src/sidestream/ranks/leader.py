@@ -99,8 +99,8 @@ class Ranks:
     def take_in(self, rank: int, message: ToLeader) -> None:
         """Apply a message of `rank`."""
         match message:
-            case Passed(stream, number):
-                self.progress.raise_to(rank, (stream, number))
+            case Passed(names):
+                self.progress.raise_to(rank, names)
                 self._wake()
             case Failed(stream, number, kind, text):
                 if stream == COMPUTE:

@@ -118,10 +118,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Passed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The work of a stream up to this number is done."""
+    """The work of each of these streams up to its number is done, and so is all work that it waited for."""
 
-    stream: str
-    number: int
+    names: tuple[FenceName, ...]
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -304,10 +304,10 @@ class SimRanks:
 
     def _finish(self) -> None:
         def late() -> str | None:
-            return next(
-                (f"rank{rank}/host" for rank, each in enumerate(self._followers, 1) if not each.ended or each.busy),
-                None,
-            )
+            for rank, each in enumerate(self._followers, 1):
+                if not each.ended or each.busy:
+                    return f"rank{rank}/host"
+            return "reports" if any(self._reports) else None
 
         if not self._device.closed:
             self._device.turns.block(lambda: late() is None, late)
