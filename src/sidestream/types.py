@@ -7,7 +7,7 @@ messages of an older epoch are dropped. H1 to H35 are the hazards in docs/orderi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -174,24 +174,51 @@ class RowColumns(NamedTuple):
     states: tuple[StateIds | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class BatchPlan:
     """The batch of one step, in packed order: decode rows without drafts, decode rows with drafts, then prefill.
 
+    columns      the rows by field
     speculates   a row has drafts, or its positions depend on an earlier step with drafts
-    columns      the same rows by field
     num_decodes  number of decode rows
     """
 
-    rows: tuple[RowPlan, ...]
-    speculates: bool = False
-    columns: RowColumns = field(init=False, repr=False, compare=False)
-    num_decodes: int = field(init=False, repr=False, compare=False)
+    columns: RowColumns
+    speculates: bool
+    num_decodes: int = field(repr=False, compare=False)
+    _rows: tuple[RowPlan, ...] | None = field(repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        columns = RowColumns._make(zip(*self.rows, strict=True) if self.rows else ((),) * len(RowPlan._fields))
+    def __init__(self, rows: Iterable[RowPlan] = (), speculates: bool = False) -> None:
+        rows = tuple(rows)
+        columns = RowColumns._make(zip(*rows, strict=True) if rows else ((),) * len(RowPlan._fields))
+        self._set(columns, speculates, rows)
+
+    @classmethod
+    def of_columns(cls, columns: RowColumns, speculates: bool) -> BatchPlan:
+        """The batch with these columns. Its rows are made when they are used: a plain decode step uses none."""
+        batch = cls.__new__(cls)
+        batch._set(columns, speculates, None)
+        return batch
+
+    def _set(self, columns: RowColumns, speculates: bool, rows: tuple[RowPlan, ...] | None) -> None:
         object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "speculates", speculates)
         object.__setattr__(self, "num_decodes", columns.tokens.count(None))
+        object.__setattr__(self, "_rows", rows)
+
+    @property
+    def rows(self) -> tuple[RowPlan, ...]:
+        """The rows, in packed order."""
+        rows = self._rows
+        if rows is None:
+            rows = tuple(map(RowPlan._make, zip(*self.columns, strict=True)))
+            object.__setattr__(self, "_rows", rows)
+        return rows
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.columns.slot)
 
     @property
     def begins(self) -> Sequence[tuple[int, RowStart]]:
@@ -205,7 +232,7 @@ class BatchPlan:
     def num_prefill_tokens(self) -> int:
         """Tokens of the prefill rows."""
         columns, decodes = self.columns, self.num_decodes
-        if decodes == len(self.rows):  # nearly always
+        if decodes == self.num_rows:  # nearly always
             return 0
         return sum(columns.stop[decodes:]) - sum(columns.min_start[decodes:])
 

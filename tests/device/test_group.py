@@ -73,11 +73,12 @@ def test_collectives_of_threads(size: int) -> None:
         assert run_ranks(size, lambda group, dtype=dtype: check_collectives(group, dtype)) == [True] * size
 
 
-def test_sums_have_equal_bits_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1000, 200_000], ids=["exchanged", "Gloo's own sum"])
+def test_sums_have_equal_bits_on_all_ranks(count: int, tmp_path: Path) -> None:
     groups = open_all(tmp_path, 4)
 
     def summed(group: Group) -> torch.Tensor:
-        values = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
+        values = torch.randn(count, generator=torch.Generator().manual_seed(group.rank)).bfloat16()
         group.all_reduce(values)
         return values
 

@@ -5,7 +5,6 @@ interpreter.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_inputs_are_resolved(seed: int, drafts: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     key, batch = GraphKey(9, rng.choice([0, 60, 300]), drafts), random_batch(rng, drafts)
     if not key.tokens:
-        batch = replace(batch, rows=tuple(row for row in batch.rows if row.tokens is None))
+        batch = BatchPlan([row for row in batch.rows if row.tokens is None], batch.speculates)
     state, sizes = decode_state(rng, draws, batch), sizes_of(batch, key, seed)
     width = rng.choice([3, state.block_tables.shape[1]])
     proposed = torch.randint(300, (SLOTS + 1, drafts), generator=draws) if drafts else None
@@ -229,7 +228,7 @@ def test_a_draft_goes_where_its_block_table_says_and_no_further_than_its_row_has
 def test_rows_that_drafts_are_made_for(seed: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     batch = random_batch(rng, 3)
-    batch = replace(batch, rows=tuple(row for row in batch.rows if row.tokens is None))
+    batch = BatchPlan([row for row in batch.rows if row.tokens is None], batch.speculates)
     state, sizes = decode_state(rng, draws, batch, rng.choice([0, 5, 200])), sizes_of(batch, GraphKey(9, 0, 3), seed)
     drafting = slice(sizes.first_drafting, sizes.decodes)
     if drafting.start == drafting.stop:

@@ -178,7 +178,7 @@ def test_a_step_draws_and_advances_as_each_row_alone_h19_h18(
     # Penalties after drafts are not captured: then the sampler is given the rows.
     by_host = not captured or (mode is SamplingMode.PENALISED and drafts > 0)
     used = SamplingMode.HOST if not captured and seed % 3 == 0 else mode
-    drawn, lengths = Sampler(state, TorchOps()).sample(inputs, given, used, rows if by_host else None)
+    drawn, lengths = Sampler(state, TorchOps()).sample(inputs, given, used, batch if by_host else None)
 
     assert drawn.tokens[: len(tokens)].tolist() == tokens
     assert drawn.finite[: len(tokens)].tolist() == finite

@@ -20,6 +20,8 @@ from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, ProcessFailed
 
 _STORE = "ranks"
+# Largest tensor that more than two ranks send to each other whole.
+_EXCHANGED_BYTES = 1 << 18
 
 
 class Group(Protocol):
@@ -107,6 +109,27 @@ class TorchGroup:
             ) from error
 
 
+class GlooGroup(TorchGroup):
+    """A group of CPUs. It adds small tensors without Gloo's own sum, which takes several rounds of messages."""
+
+    def all_reduce(self, values: Tensor) -> None:
+        """See `Group`. Each rank sends its values to all others, and all add them in the order of the ranks."""
+        if self.size > 2 and values.nbytes > _EXCHANGED_BYTES:
+            super().all_reduce(values)  # each rank sends its values twice at most
+            return
+        gathered = values.new_empty((self.size, *values.shape))
+        gathered[self.rank] = values
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def exchange(backend: Any) -> None:
+            sent = [backend.send([values], rank, 0) for rank in others]
+            for work in (*(backend.recv([gathered[rank]], rank, 0) for rank in others), *sent):
+                work.wait()
+
+        self._run("all_reduce", exchange)
+        torch.sum(gathered, 0, out=values)
+
+
 def _options(name: str) -> Any:
     """Options of a collective that NCCL enqueues on the current stream, instead of a stream of its own."""
     options = getattr(_torch(), name)()
@@ -149,7 +172,8 @@ def open_group(directory: Path, *, rank: int, size: int, device: torch.device, t
             f"rank {rank} of {size} could not connect to the others within {timeout_s:g} s "
             f"({str(error).splitlines()[0]}): look at the output of the other ranks"
         ) from error
-    return TorchGroup(backend, rank=rank, size=size, store=store)
+    kind = TorchGroup if on_gpu(device) else GlooGroup
+    return kind(backend, rank=rank, size=size, store=store)
 
 
 def _meet(store: Any, directory: Path, *, rank: int, size: int, timeout_s: float) -> None:

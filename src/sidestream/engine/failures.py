@@ -29,7 +29,7 @@ class Failures:
     def end_step(self, step: LaunchedStep) -> None:
         """End the requests of a step that failed. Requests that were preempted after its launch are computed again."""
         failure = step.fence.failure
-        logger.error("a step of %d rows failed: its requests end with an error", len(step.batch.rows), exc_info=failure)
+        logger.error("a step of %d rows failed: its requests end with an error", step.batch.num_rows, exc_info=failure)
         step.drop()
         for row in step.batch.rows:
             if self._is_current(row):  # rule: failed-step-ends-its-requests

@@ -148,7 +148,7 @@ class StepLoop:
         if parts.transfers is not None:
             parts.transfers.submit(plan.transfers)  # rule: loads-are-submitted-before-their-step-is-gated
             gates = parts.transfers.gates(plan.batch)
-        if not plan.batch.rows:
+        if not plan.batch.num_rows:
             return None
         step = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
         parts.scheduler.launched(plan.batch, step.last_use)  # rule: launched-step-is-recorded

@@ -73,13 +73,10 @@ class Follower:
 
     def turn(self) -> Rest:
         """Take the messages that have come, and report what is done. Returns the fences that cause the next turn."""
+        self._take_messages()  # first: the other ranks wait for this one in the step's collectives
         self._report_ready()
         self._report_passed()
-        # A step needs room for its inputs, which the device reads until it is done: it waits, and with it all messages
-        # behind it.
-        while len(self._tracks[COMPUTE].fences) < MAX_STEPS and (message := self._take()) is not None:
-            self._apply(message)
-        self._report_passed()
+        self._take_messages()  # there may be room for a step now
         fences = tuple(track.fences[0][1] for track in self._tracks.values() if track.fences)
         return Rest(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
 
@@ -94,6 +91,13 @@ class Follower:
             self._tiers.close()
 
     # ------------------------------------------------------------------ messages
+
+    def _take_messages(self) -> None:
+        """Carry out the messages that have come. A step needs room for its inputs, which the device reads until it is
+        done: without room it waits, and with it all messages behind it.
+        """
+        while len(self._tracks[COMPUTE].fences) < MAX_STEPS and (message := self._take()) is not None:
+            self._apply(message)
 
     def _apply(self, message: Message) -> None:
         match message:

@@ -279,10 +279,9 @@ class Executor:
                     self._state.begin(begins)  # rule: slot-begins-on-the-device
                 run = self._run_eagerly if step.captured is None else self._replay
                 inputs, output = run(batch, step)
-                rows = [row for row in batch.rows if row.samples]
-                if output is None or not rows:
+                if output is None or not any(batch.columns.samples):
                     return
-                drawn, accepted = self._sampler.sample(inputs, output, step.mode, rows)
+                drawn, accepted = self._sampler.sample(inputs, output, step.mode, batch)
                 times = None if output.proposed is None else output.proposed.times
                 self._mailbox.write(step.entry.start, drawn, self._stream, counts=accepted, times=times)
         except BaseException:
@@ -299,7 +298,7 @@ class Executor:
             table_width=max(map(len, batch.columns.block_ids)),
             chunk_lens=tuple(row.num_tokens for row in chunks),
         )
-        rows = self._rows_from_state(batch)
+        rows = self._rows_from_state(batch) if self._traced else ()
         gated = bool(step.gates.by_layer)
         if batch.speculates and not gated and self._traced:
             self._touch_all_layers(rows)
@@ -315,7 +314,7 @@ class Executor:
         assert self._graphs is not None and captured is not None
         gated = bool(step.gates.by_layer)
         self._graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
-        rows = self._rows_from_state(batch)
+        rows = self._rows_from_state(batch) if self._traced else ()
         output = self._graphs.replay(captured, gated=gated)
         if (gated or batch.speculates) and self._traced:
             self._touch_all_layers(rows)
@@ -490,7 +489,7 @@ def state_accesses(memory: str, rows: Sequence[RowPlan], region: StateRegion) ->
 
 def _label_of(batch: BatchPlan) -> str:
     decodes, tokens = batch.num_decodes, batch.num_prefill_tokens
-    if decodes == len(batch.rows):
+    if decodes == batch.num_rows:
         return f"decode {decodes}"
     return f"prefill {tokens} + decode {decodes}" if decodes else f"prefill {tokens}"
 

@@ -35,8 +35,8 @@ from sidestream.errors import InvariantError
 from sidestream.ops import Ops
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.state import DecodeState, SlotSampling
-from sidestream.runner.step_inputs import StepInputs
-from sidestream.types import RowColumns, RowPlan, SamplingSpec
+from sidestream.runner.step_inputs import InputSizes, StepInputs
+from sidestream.types import BatchPlan, RowColumns, RowPlan, SamplingSpec
 
 # Requests may ask for 0 to 20 log-probabilities. Always computing 20 makes the choice among equal values independent of
 # other rows.
@@ -146,31 +146,31 @@ class Sampler:
         inputs: StepInputs,
         output: ForwardOutput,
         mode: SamplingMode,
-        rows: Sequence[RowPlan] | None = None,
+        batch: BatchPlan | None = None,
     ) -> tuple[SamplerOutput, Tensor | None]:
         """Sample at all logits and update the slots. Returns the sampled tokens, and the accept lengths of the sampling
         rows, int64 `[B]`, or None if the step has no drafts.
 
-        rows   the rows that sample. Required by mode HOST, and by PENALISED with drafts. None: the call may be
-               captured, and also samples at padding
+        batch   the step's batch. Required by mode HOST, and by PENALISED with drafts. None: the call may be captured,
+                and also samples at padding
         """
         state, proposed = self._state, output.proposed
-        count = len(output.logits) if rows is None else sum(1 + row.drafts for row in rows)
+        count = len(output.logits) if batch is None else InputSizes.of(batch).logits
         logits, penalised = output.logits[:count], mode is SamplingMode.PENALISED
         if mode is SamplingMode.ARGMAX:
             drawn = SamplerOutput(*self._ops.argmax(logits), None)
         else:
             options: list[SlotSampling] = []
             if mode is SamplingMode.HOST:
-                options = [state.sampling_of(row.slot) for row in rows or () for _ in range(1 + row.drafts)]
+                options = [state.sampling_of(row.slot) for row in _sampling_rows(batch) for _ in range(1 + row.drafts)]
                 penalised = any(option.spec.penalised for option in options)
             slots = inputs.slots_of_logits(count, padding_slot=state.padding_slot)
             # rule: sampling-uses-the-index-of-its-output
             output_indices = output.positions[:count] + 1 - state.rules.prompt_len[slots]
             drafted = None
-            if rows is not None and proposed is not None and penalised:
+            if batch is not None and proposed is not None and penalised:
                 # rule: drafts-count-for-later-penalties-in-their-row
-                drafted = self._drafted_before(rows, proposed.tokens)
+                drafted = self._drafted_before(_sampling_rows(batch), proposed.tokens)
             drawn = draw_tokens(
                 logits, slots, output_indices, state, self._ops, mode=mode, options=options, drafted=drafted
             )
@@ -261,6 +261,10 @@ def _forbid(logits: Tensor, options: Sequence[SlotSampling], output_indices: Ten
     early, where, flat = output_indices[state.index(of)] < state.index(least), state.index(indices), logits.view(-1)
     flat.index_copy_(0, where, torch.where(early, -torch.inf, flat[where]))
     return logits
+
+
+def _sampling_rows(batch: BatchPlan | None) -> list[RowPlan]:
+    return [] if batch is None else [row for row in batch.rows if row.samples]
 
 
 def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -72,8 +72,8 @@ class InputSizes:
             longest, num_drafts = max(columns.drafts, default=0), sum(columns.drafts)
             first_drafting = columns.drafts[:decodes].count(0)
         logits = sum(columns.samples) + num_drafts
-        chunks, prefill_tokens = len(batch.rows) - decodes, batch.num_prefill_tokens
-        has_states = bool(batch.rows) and columns.states[0] is not None
+        chunks, prefill_tokens = batch.num_rows - decodes, batch.num_prefill_tokens
+        has_states = bool(columns.states) and columns.states[0] is not None
         return cls(decodes, chunks, prefill_tokens, longest, num_drafts, logits, first_drafting, has_states)
 
     @property
@@ -322,7 +322,7 @@ def demand_of(batch: BatchPlan) -> tuple[int, int, int, int]:
     """
     decodes = batch.num_decodes
     longest = max(batch.columns.drafts, default=0) if batch.speculates else 0
-    return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, longest
+    return decodes, batch.num_rows - decodes, batch.num_prefill_tokens, longest
 
 
 def pack(
@@ -354,8 +354,8 @@ def pack(
     else:
         count = _pack_drafting(columns, decodes, decode_slots, starts, parts)
     _pack_chunks(batch, sizes, count, block_tokens, parts)
-    if sizes.has_states and batch.rows:
-        rows = np.array([*range(decodes), *range(sizes.decodes, sizes.decodes + len(batch.rows) - decodes)])
+    if sizes.has_states and batch.num_rows:
+        rows = np.array([*range(decodes), *range(sizes.decodes, sizes.decodes + batch.num_rows - decodes)])
         # rule: states-of-a-row-are-its-owners
         parts.state_reads[rows], parts.state_writes[rows], parts.state_checkpoints[rows] = zip(
             *columns.states, strict=True

@@ -75,11 +75,11 @@ class RequestQueues:
         """Count the planned step as waited for every request that has work but no row in it. Ignores a plan without
         rows.
         """
-        if not batch.rows:
+        if not batch.num_rows:
             return
         for request in self.waiting.values():
             request.waited_steps += 1
-        if len(batch.rows) < len(self.running):
+        if batch.num_rows < len(self.running):
             served = set(batch.columns.request_id)
             for request in self.running.values():
                 if request.id not in served and (request.in_prefill or request.can_decode):

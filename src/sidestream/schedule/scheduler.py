@@ -260,7 +260,7 @@ class Scheduler:
             self._policy.charge([self._queues.running[row.request_id].spec_record for row in step.prefills])
         plan = step.build()
         self._queues.age(plan.batch)
-        self._owed = [] if plan.batch.rows else step.after
+        self._owed = [] if plan.batch.num_rows else step.after
         return plan
 
     def plan_loads(self) -> Sequence[TransferPlan]:
@@ -302,5 +302,5 @@ class Scheduler:
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """Record the duration of a step that has only decode rows."""
         if self._policy.max_drafts:
-            rows, columns = len(batch.rows), batch.columns
+            rows, columns = batch.num_rows, batch.columns
             self._policy.record_step(rows, max(columns.drafts), seconds, sum(columns.stop) / rows)

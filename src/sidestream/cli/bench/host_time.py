@@ -133,7 +133,7 @@ class _StepClock:
             return worked
 
         def counted(batch: BatchPlan, **more: Any) -> LaunchedStep:
-            rows[0] = 0 if batch.num_prefill_tokens else len(batch.rows)
+            rows[0] = 0 if batch.num_prefill_tokens else batch.num_rows
             return launch(batch, **more)
 
         def awaited(*given: Any, **more: Any) -> bool:

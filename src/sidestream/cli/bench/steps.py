@@ -80,7 +80,7 @@ class StepClock:
         run = executor._run
 
         def marked(batch: BatchPlan, step: PreparedStep) -> None:
-            columns, rows = batch.columns, len(batch.rows)
+            columns, rows = batch.columns, batch.num_rows
             begin, end = at_hand.pop() if at_hand else (new(), new())
             self.launched_steps.append(
                 Seen(rows, batch.num_tokens, rows - columns.tokens.count(None), sum(columns.drafts))

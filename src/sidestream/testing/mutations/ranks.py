@@ -70,7 +70,7 @@ MUTATIONS = (
     Mutation(
         name="slot-begins-on-every-rank",
         hazard="H13",
-        change=Value("()"),
+        change=Value("{}"),
         consequence="a slot of another rank keeps the state of the request before",
         needs=_RANKS,
     ),
