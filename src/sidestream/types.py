@@ -353,6 +353,7 @@ class LoadPlan:
     prefetch   no step waits for this load yet; other loads go first
     num_whole  number of leading blocks that hold recurrent state. State is not split by layer: these blocks are copied
                whole, before all KV blocks
+    covers     number of tokens that this state covers; a state with another number is a miss
     """
 
     request_id: RequestId
@@ -362,6 +363,7 @@ class LoadPlan:
     after: tuple[Fence, ...]
     prefetch: bool = False
     num_whole: int = 0
+    covers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

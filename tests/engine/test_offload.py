@@ -21,7 +21,7 @@ from sidestream.offload import tier_io
 from sidestream.offload.loads import Loads
 from sidestream.runner.executor import _VARIANTS, _row
 from sidestream.testing import faults
-from sidestream.testing.toy import ToyModel
+from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream.types import BatchPlan, CachedTokens, LayerGates, LoadPlan
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
@@ -299,6 +299,38 @@ def test_load_whose_blocks_left_host_memory_meanwhile_is_a_miss_and_no_failure(m
             1,
             0,
         )
+
+
+def test_state_that_covers_other_tokens_is_a_miss_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StatefulToyModel()
+    with serving(blocks=64, slots=64, model=model) as rig:
+        cold(rig)
+        assert rig.engine.parts.tiers is not None
+        host, states, covers = rig.engine.parts.tiers.host, rig.engine.parts.states, []
+        assert states is not None
+        rig.engine.call(states.forget_all)
+        load = Loads.submit
+
+        def of_other_tokens(self: Loads, job_id: int, plan: LoadPlan) -> None:
+            if plan.num_whole and not covers:
+                assert model.state_layout is not None
+                part, first = divmod(model.state_layout.covered_offset, model.layout.block_bytes)
+                index = host.pool.get(plan.keys[part])
+                assert index is not None
+                number = host.slot(index)[first : first + 8]
+                assert int.from_bytes(number, "little") == plan.covers
+                covers.append(plan.covers)
+                number[:] = (plan.covers - 4).to_bytes(8, "little")
+            load(self, job_id, plan)
+
+        monkeypatch.setattr(Loads, "submit", of_other_tokens)
+        assert rig.ask(PROMPT).cached.total < covers[0]
+        assert rig.counted("load_fallbacks_total", "coverage") == 1
+        rig.settle()
+        rig.forget_device()
+        rig.engine.call(states.forget_all)
+        assert rig.ask(PROMPT).cached.host == covers[0]  # the state of this second answer
+        assert rig.counted("load_fallbacks_total", "coverage") == 1
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

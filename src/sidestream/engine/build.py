@@ -427,6 +427,7 @@ def _build_transfers(
         costs=costs,
         metrics=metrics,
         load_deadline_s=plan.config.offload.load_deadline_s,
+        states=None if plan.region is None else plan.region.layout,
         notify=inbox.bell.ring,
     )
 

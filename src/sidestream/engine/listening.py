@@ -101,8 +101,8 @@ class Listener:
                     scheduler.promoted(request_id, epoch, again=complete or reason == "no_room")
                 case LoadReady(request_id, epoch):
                     scheduler.load_ready(request_id, epoch)  # rule: ready-load-joins-a-step
-                case LoadFailed(request_id, epoch, gone):
-                    self._metrics.inc("load_fallbacks_total", 1, "gone" if gone else "load_failed")
+                case LoadFailed(request_id, epoch, reason):
+                    self._metrics.inc("load_fallbacks_total", 1, reason)
                     scheduler.load_failed(request_id, epoch)
                 case StoreAgain(keys):
                     self._store_again(keys)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from sidestream.device.base import Device
 from sidestream.device.channel import Channel, Mark
 from sidestream.kv.pool import FencedPool, merge_fences
+from sidestream.kv.state_layout import StateLayout
 from sidestream.metrics import Metrics
 from sidestream.offload.copy import BlockMemory
 from sidestream.offload.costs import CostModel
@@ -45,11 +46,11 @@ class LoadReady:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A load failed, or its source blocks were `gone` before it began: its device blocks must not be used."""
+    """The device blocks of a load must not be used. `reason`: see `LoadMissed`."""
 
     request_id: RequestId
     epoch: int
-    gone: bool = False
+    reason: str
 
 
 TransferEvent = Promoted | LoadReady | LoadFailed | StoreAgain
@@ -125,6 +126,7 @@ class OffloadConnector:
     """The scheduler's view of the tiers, and the engine thread's handle of all transfers in flight.
 
     pools    those of device blocks whose releases wait for transfers
+    states   layout of the model's recurrent states; None: it has none
     notify   function that the worker's thread calls when there is an event to `poll`
     """
 
@@ -138,6 +140,7 @@ class OffloadConnector:
         costs: CostModel,
         metrics: Metrics,
         load_deadline_s: float,
+        states: StateLayout | None = None,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self.tiers = tiers
@@ -165,6 +168,7 @@ class OffloadConnector:
             commands=self._commands,
             events=self._events,
             settled=self._settled,
+            states=states,
         )
         self._switches = self._worker.switches
         self._thread = device.thread("offload", self._worker.turn)
@@ -283,7 +287,7 @@ class OffloadConnector:
                 load = self._loads[event.job_id]
                 if not load.reported:  # rule: load-failure-is-not-reported-again-at-the-end
                     load.reported = True
-                    events.append(LoadFailed(load.plan.request_id, load.plan.epoch, event.gone))
+                    events.append(LoadFailed(load.plan.request_id, load.plan.epoch, event.reason))
             elif isinstance(event, Promoted):
                 self._num_promotions -= 1
                 events.append(event)
@@ -307,7 +311,7 @@ class OffloadConnector:
         for load in self._loads.values():
             if load.has_failed():  # rule: load-failure-is-known-with-its-step
                 load.reported = True
-                events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
+                events.append(LoadFailed(load.plan.request_id, load.plan.epoch, "load_failed"))
         return events
 
     # ------------------------------------------------------------------ resets and the end

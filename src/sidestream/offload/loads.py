@@ -8,11 +8,13 @@ their fences are reported.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sidestream.device.base import Device
 from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout
 from sidestream.offload import pacing
 from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
 from sidestream.offload.copy import BlockMemory, layers_batch
@@ -25,7 +27,9 @@ from sidestream.types import HOST, LoadPlan
 
 
 class Loads:
-    """Load jobs from their command to their end. `report` sends an event to the engine thread."""
+    """Load jobs from their command to their end. `report` sends an event to the engine thread. `states`: layout of the
+    recurrent states in the blocks that are loaded whole; None: there are none.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Loads:
         log: TransferLog,
         costs: CostModel,
         report: Callable[[LoadSubmitted | LoadMissed], None],
+        states: StateLayout | None,
     ) -> None:
         self._device = device
         self._memory = memory
@@ -51,6 +56,7 @@ class Loads:
         self._log = log
         self._costs = costs
         self._report = report
+        self._states = states
         self._waiting: deque[LoadJob] = deque()  # jobs with blocks that have not begun
         self._jobs: dict[Copy, LoadJob] = {}
 
@@ -69,16 +75,35 @@ class Loads:
         return {"waiting loads": len(self._waiting), "load copies": len(self._jobs)}
 
     def submit(self, job_id: int, plan: LoadPlan) -> None:
-        """Lease the source slots and queue the job. If a source block was evicted, the load is a miss."""
+        """Lease the source slots and queue the job. If a source block was evicted, or the recurrent state is not the
+        one after the planned number of tokens, the load is a miss.
+        """
         source_ids = self._host.pool.match(plan.keys)
         if len(source_ids) < len(plan.keys) or self._switches.abandoned:  # rule: missing-source-fails-the-load
-            self._report(LoadMissed(job_id, gone=not self._switches.abandoned))  # rule: missing-load-is-reported
-            self._unsettled.settle(job_id)  # rule: missing-load-is-settled
+            self._miss(job_id, "load_failed" if self._switches.abandoned else "gone")
+            return
+        slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
+        if plan.num_whole and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens
+            slots.release()
+            self._tiers.forget(plan.keys[: plan.num_whole])  # or the next request would miss it again
+            self._miss(job_id, "coverage")
             return
         # A hit in host memory also counts as a use of the entries in slower tiers.
         self._tiers.touch_persistent(plan.keys)
-        slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
         self._waiting.append(LoadJob(job_id, plan, slots, self._device.now()))
+
+    def _miss(self, job_id: int, reason: str) -> None:
+        self._report(LoadMissed(job_id, reason))  # rule: missing-load-is-reported
+        self._unsettled.settle(job_id)  # rule: missing-load-is-settled
+
+    def _covered(self, slots: Sequence[int]) -> int:
+        """The number of tokens that the state in the first of these slots covers, as the kernel that made it wrote."""
+        assert self._states is not None
+        part, first = divmod(self._states.covered_offset, self._host.layout.block_bytes)
+        tracer = self._device.tracer
+        if tracer is not None:
+            tracer.host_touched(lambda: self._host_memory.accesses([slots[part]], write=False), "read coverage")
+        return int.from_bytes(self._host.slot(slots[part])[first : first + 8], sys.byteorder, signed=True)
 
     def begin_piece(self) -> None:
         """Begin the next piece of the first job, unless the job has failed."""
@@ -149,7 +174,7 @@ class Loads:
         if not job.settled:  # rule: load-settles-once
             return
         if not self._log.ended("load", job.failure, len(job.plan.keys), job.submitted_s):
-            self._report(LoadMissed(job.job_id))  # rule: failed-load-is-reported
+            self._report(LoadMissed(job.job_id, "load_failed"))  # rule: failed-load-is-reported
         job.slots.release()  # rule: load-releases-its-slots
         self._unsettled.settle(job.job_id)  # rule: ended-load-is-settled
 

@@ -74,10 +74,12 @@ class LoadSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class LoadMissed:
-    """Event: a load failed, or its source blocks had been evicted (`gone`). Its device blocks must not be used."""
+    """Event: the device blocks of a load must not be used. `reason`: `"load_failed"`; `"gone"`, its source blocks had
+    been evicted; `"coverage"`, its recurrent state does not cover the tokens that the plan says.
+    """
 
     job_id: int
-    gone: bool = False
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Protocol
 from sidestream.device.base import Device, Rest
 from sidestream.device.channel import Channel, Mark
 from sidestream.errors import TierTimeout
+from sidestream.kv.state_layout import StateLayout
 from sidestream.metrics import Metrics
 from sidestream.offload import pacing
 from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
@@ -70,6 +71,7 @@ class OffloadWorker:
         commands: Channel[Command],
         events: Channel[WorkerEvent],
         settled: Mark,
+        states: StateLayout | None = None,
     ) -> None:
         """`settled` always holds the largest id up to which every job has settled."""
         self.switches = Switches()
@@ -114,6 +116,7 @@ class OffloadWorker:
             log=log,
             costs=costs,
             report=events.put,
+            states=states,
         )
         self._promotions = Promotions(
             tiers=tiers,

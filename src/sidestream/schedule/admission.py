@@ -97,6 +97,7 @@ class Admission:
                     tuple(loaded_ids),
                     after,
                     num_whole=reuse.num_state_parts,
+                    covers=reuse.num_blocks * self._limits.block_tokens,
                 )
             )
         num_hits, num_found = len(hits), reuse.num_blocks

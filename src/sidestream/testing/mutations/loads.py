@@ -266,6 +266,17 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="state-covers-the-planned-tokens",
+            hazard="H15",
+            change=Never(),
+            consequence="a request continues from a state of another number of tokens",
+            needs=frozenset({"offload", "states"}),
+        ),
+        "no fault that is drawn gives a stored state another number of tokens: this check is for defects in other code",
+        noticed_by="engine/test_offload.py::test_state_that_covers_other_tokens_is_a_miss_and_is_dropped",
+    ),
+    Equivalent(
+        Mutation(
             name="load-settles-after-its-last-piece-began",
             hazard="H10",
             at="load-is-settled",
@@ -334,6 +345,8 @@ EXEMPT = (
     ),
     Exempt("OffloadConnector.close", ("poll",), LOOKS),
     Exempt("Part.bytes_left", ("poll",), _FOR_SPEED),
+    Exempt("Loads.submit", ("abandoned",), "decides which reason is counted"),
+    Exempt("Loads.submit", ("release", "forget"), "see state-covers-the-planned-tokens"),
     Exempt("Loads.begin_piece", ("failure",), QUEUE),
     Exempt("Loads._begin_piece", ("begun",), COUNT),
     Exempt("Loads._begin_piece", ("add",), QUEUE),
