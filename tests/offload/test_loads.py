@@ -171,10 +171,10 @@ def test_failed_load_is_reported_once_by_worker_or_engine(
     rig.pass_through("load-0")
     if not fence_first:
         rig.settle()
-        assert rig.transfers.poll() == [LoadFailed(1, 0)]
+        assert rig.transfers.poll() == [LoadFailed(1, 0, "load_failed")]
     else:
         assert rig.transfers.poll() == []  # the offload worker has not looked
-        assert rig.transfers.failed_loads() == [LoadFailed(1, 0)]
+        assert rig.transfers.failed_loads() == [LoadFailed(1, 0, "load_failed")]
     assert rig.transfers.poll() == rig.transfers.failed_loads() == []
     assert rig.poll() == rig.transfers.failed_loads() == []
     lease.release()
@@ -198,5 +198,5 @@ def test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_
     monkeypatch.setattr(rig.transfers._events, "take", then_settle)
     assert rig.transfers.poll() == []
     assert settled
-    assert rig.transfers.poll() == [LoadFailed(1, 0, gone=True)]
+    assert rig.transfers.poll() == [LoadFailed(1, 0, "gone")]
     lease.release()

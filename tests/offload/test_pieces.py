@@ -111,7 +111,7 @@ def test_load_with_a_failed_piece_is_never_reported_as_ready(rig: Rig, monkeypat
         rig.load(keys("a", "b"), lease.ids)
         rig.settle()
     rig.drain("load")  # the second piece is given when the first has ended
-    assert rig.finish("load") == [LoadFailed(1, 0)]
+    assert rig.finish("load") == [LoadFailed(1, 0, "load_failed")]
     assert (failed, rig.ready) == (["load-0"], [])
     lease.release()
 
@@ -197,7 +197,7 @@ def test_load_with_a_failed_piece_begins_no_more_pieces(rig: Rig, monkeypatch: p
         failing.setattr(HostStream, "copy", fail)
         rig.load(keys("a", "b"), lease.ids)
         rig.drain("load")
-        assert rig.finish("load") == [LoadFailed(1, 0)]
+        assert rig.finish("load") == [LoadFailed(1, 0, "load_failed")]
     assert (copied, rig.ready) == (["load-0"], [])
     assert rig.host.pool.num_used == 1  # of the one that waits
     lease.release()

@@ -255,7 +255,7 @@ def test_failed_load_is_reported_once_and_lets_go_of_everything(
     lease = rig.blocks.take(1)
     monkeypatch.setattr(HostStream, "copy", fail_at)
     rig.load(keys("a"), lease.ids, request_id=7, epoch=3)
-    assert rig.finish("load") == [LoadFailed(7, 3)]
+    assert rig.finish("load") == [LoadFailed(7, 3, "load_failed")]
     assert rig.poll() == []
     assert rig.counted("load", "failed") == 1
     assert rig.transfers.transfers_fence() is None
@@ -268,7 +268,7 @@ def test_load_of_blocks_that_are_gone_is_a_failed_load(rig: Rig) -> None:
     lease = rig.blocks.take(2)
     rig.load(keys("a", "never stored"), lease.ids, request_id=7, epoch=3)
     assert rig.transfers.busy
-    assert rig.poll() == [LoadFailed(7, 3, gone=True)]
+    assert rig.poll() == [LoadFailed(7, 3, "gone")]
     assert rig.transfers.transfers_fence() is None
     lease.release()
     assert rig.host.pool.num_used == 0
