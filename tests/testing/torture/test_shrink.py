@@ -9,8 +9,9 @@ import pytest
 
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, find
+from sidestream.testing.steering import minimise
 from sidestream.testing.torture import Failure, kill, render, rerun, shrink
-from sidestream.testing.torture.shrink import minimise, simpler_workloads
+from sidestream.testing.torture.shrink import simpler_workloads
 from sidestream.testing.torture.workload import blocks_for, draw_workload
 
 RULES = ("release-waits-for-the-last-step", "settled-blocks-are-released", "store-waits-for-step")

@@ -19,9 +19,10 @@ from sidestream.device.sim.policies import HOST, Policy
 from sidestream.device.sim.stream import SimEvent, SimFence, SimStream
 from sidestream.device.sim.thread import SimThread
 from sidestream.device.sim.turns import Turns
+from sidestream.device.sim.views import view_accesses
 from sidestream.errors import InvariantError
 from sidestream.metrics import Timeline
-from sidestream.types import Fence, Tracer
+from sidestream.types import Accesses, Fence, Tracer
 
 POISON = 0xA5
 
@@ -156,6 +157,21 @@ class SimDevice:
     def event(self, name: str) -> SimEvent:
         """See `Device.event`."""
         return SimEvent(self, name)
+
+    def accesses(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> Accesses:
+        """Declares that work reads and writes these tensors, views of this device's memories, of any dtype and strides.
+
+        Raises InvariantError for another tensor.
+        """
+        found = view_accesses(self._memories.values(), reads=reads, writes=writes)
+        return lambda: found
+
+    def host_touched(
+        self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), label: str = ""
+    ) -> None:
+        """Declare that the calling host thread itself reads and writes these tensors now. See `Tracer.host_touched`."""
+        if self.tracer is not None:
+            self.tracer.host_touched(self.accesses(reads=reads, writes=writes), label)
 
     def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
         """Overwrite unused bytes when the fences `after`, their last uses, are done. A memory of another name belongs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,7 @@ class SimFence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    run: Callable[[], None]
+    run: Callable[[], object]
     accesses: Accesses
     label: str
     records: Mapping[SimEvent, SimFence | None] = field(default_factory=dict)
@@ -137,10 +137,25 @@ class SimStream:
 
     # ------------------------------------------------------------------ submission
 
-    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> SimFence:
-        """See `Stream.submit`. During a capture, the work goes into the graph, and its fence is never done."""
+    def submit(
+        self,
+        work: Callable[[], object],
+        accesses: Accesses = no_accesses,
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        label: str = "",
+    ) -> SimFence:
+        """See `Stream.submit`. During a capture, the work goes into the graph, and its fence is never done.
+
+        Instead of `accesses`, `reads` and `writes` may name tensors: see `SimDevice.accesses`.
+        """
         if self._device.closed:
             raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
+        if reads or writes:
+            if accesses is not no_accesses:
+                raise InvariantError(f"{label or 'work'} has both accesses and tensors: give one of them")
+            accesses = self._device.accesses(reads=reads, writes=writes)
         item = _Work(work, accesses, label or "work", self._device.records)
         if self._capture is not None:
             self._capture.append(item)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidestream.device.sim import Deadlock
-from sidestream.errors import InvariantError
-from sidestream.testing.checker import simulated
+from sidestream.testing.explore import Rules, replay
 from sidestream.testing.miniatures.border import BORDER
 from sidestream.testing.miniatures.copies import COPIES
 from sidestream.testing.miniatures.requests import REQUESTS
@@ -21,6 +19,10 @@ from sidestream.testing.miniatures.stage import Miniature, Outcome
 from sidestream.testing.miniatures.tiers import TIERS
 
 __all__ = ["MINIATURES", "Caught", "Miniature", "Outcome", "run_miniature"]
+
+# Work of miniatures fails on purpose. A pool raises an error, for example for a double release.
+_RULES = Rules(faults=(Exception,))
+_ORACLES = {"error": "balance", "deadlock": "order"}
 
 MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
 
@@ -45,20 +47,13 @@ class Caught:
 
 def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bool) -> Caught | None:
     """Run `miniature` once. None if no oracle detected a failure. Raises ConfigError for an unknown policy."""
-    device, checker = simulated(policy, seed)
-    verdicts: list[tuple[str, str]] = []
-    try:
-        outcome = miniature.run(device, protected)
-        device.close()
-        verdicts += outcome.verdicts()
-        checker.check_idle()
-    except InvariantError as error:  # a pool raises this, for example for a double release
-        verdicts.append(("balance", str(error)))
-    except Deadlock as error:
-        verdicts.append(("order", str(error)))
-    finally:
-        device.kill()
-    verdicts = [("checker", str(finding)) for finding in checker.findings[:1]] + verdicts
+    outcomes: list[Outcome] = []
+    run = replay(
+        lambda device: outcomes.append(miniature.run(device, protected)), policy, seed, rules=_RULES, trace=False
+    )
+    objections = [("checker", problem.text) for problem in run.problems if problem.oracle == "checker"]
+    raised = [(_ORACLES[problem.oracle], problem.text) for problem in run.problems if problem.oracle != "checker"]
+    verdicts = objections[:1] + [verdict for outcome in outcomes for verdict in outcome.verdicts()] + raised
     if not verdicts:
         return None
     return Caught(tuple(dict.fromkeys(oracle for oracle, _ in verdicts)), verdicts[0][1])

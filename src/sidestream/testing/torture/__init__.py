@@ -35,9 +35,9 @@ from sidestream.testing.torture.replay import Replay, load_replay
 from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.service import ServiceReport, torture_service
 from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
-from sidestream.testing.torture.trace import TraceLine, explain, render
 from sidestream.testing.torture.verdict import ORACLES, Finding
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
+from sidestream.testing.trace import TraceLine, explain, render
 
 __all__ = [
     "DEVICES",

@@ -17,7 +17,7 @@ import torch
 from sidestream.client.output import OutputProcessor
 from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig
 from sidestream.device.sim import Deadlock, Policy
-from sidestream.device.sim.policies import HOST, Choice
+from sidestream.device.sim.policies import HOST
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import SidestreamError
 from sidestream.offload import tier_io
@@ -29,16 +29,17 @@ from sidestream.schedule.commit import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
+from sidestream.testing.steering import Watched
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.border import Border
 from sidestream.testing.torture.judge import wrong_accept_lengths
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, state_bytes, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
-from sidestream.testing.torture.trace import Recorder, TraceLine
 from sidestream.testing.torture.verdict import Finding, Verdict
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.testing.toy import ToyDraftHead, ToyProposer
+from sidestream.testing.trace import Recorder, TraceLine
 from sidestream.types import BatchPlan, Delta, Fence, LayerGates, RowResult
 
 _IDLE_S = 1e-4
@@ -84,23 +85,6 @@ class Outcome:
     def oracles(self) -> tuple[str, ...]:
         """Names of the oracles with findings, without duplicates."""
         return tuple(dict.fromkeys(finding.oracle for finding in self.findings))
-
-
-class _Watched:
-    """Records the deviations of a policy."""
-
-    def __init__(self, inner: Policy) -> None:
-        self._inner = inner
-        self.count = 0
-        self.deviations: dict[int, str] = {}
-
-    def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
-        name = self._inner.choose(choice)
-        if name != (choice.current if choice.current in choice.able else choice.able[0]):
-            self.deviations[self.count] = name
-        self.count += 1
-        return name
 
 
 def run_schedule(
@@ -253,7 +237,7 @@ class Life:
 class _Schedule:
     def __init__(self, workload: Workload, policy: Policy, reference: Reference, *, trace: bool) -> None:
         self._workload = workload
-        self._policy = _Watched(policy)
+        self._policy = Watched(policy)
         self._verdict = Verdict(workload, reference)
         self._script = Script(workload)
         self._lines: list[TraceLine] | None = [] if trace else None

@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from sidestream.device.sim import make_policy
 from sidestream.device.sim.policies import Policy, Steered
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, applied
+from sidestream.testing.steering import minimise
 from sidestream.testing.torture.campaign import Failure
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.workload import Asked, Workload, blocks_for
-
-T = TypeVar("T")
 
 MAX_RUNS = 300
 
@@ -169,30 +167,6 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
         yield _changed(workload, eos_every=0)
     if workload.meanwhile:
         yield _changed(workload, meanwhile=False)
-
-
-def minimise(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A subset of `items` that still fails, and from which no part of the tried sizes can be removed: delta debugging,
-    Zeller and Hildebrandt 2002.
-
-    `items` themselves fail. Terminates when `fails` always returns False, so a bounded number of calls bounds this
-    function.
-    """
-    if fails(()):
-        return []
-    kept, parts = list(items), 2
-    while len(kept) >= 2:
-        size = -(-len(kept) // parts)
-        for start in range(0, len(kept), size):
-            rest = kept[:start] + kept[start + size :]
-            if fails(rest):
-                kept, parts = rest, max(parts - 1, 2)
-                break
-        else:
-            if parts >= len(kept):
-                break
-            parts = min(len(kept), parts * 2)
-    return kept
 
 
 def _simpler_requests(asked: Asked) -> Iterator[Asked]:

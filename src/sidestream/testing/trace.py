@@ -54,7 +54,8 @@ class TraceLine:
 class Recorder:
     """Forwards all events to `checker`; records lines if `lines` is a list.
 
-    stale   keys that became findable for bytes taken before the last reset (H8)
+    stale     keys that became findable for bytes taken before the last reset (H8)
+    failures  exceptions that work has raised, each with its work's name
     """
 
     def __init__(self, checker: Checker, actor: Callable[[], str], lines: list[TraceLine] | None) -> None:
@@ -67,6 +68,7 @@ class Recorder:
         self._memories: dict[str, tuple[str, int, int]] = {}
         self._objections = 0
         self.stale: list[str] = []
+        self.failures: list[tuple[str, BaseException]] = []
 
     def say(self, text: str, fence: str = "", memory: str = "", spans: Iterable[tuple[int, int]] = ()) -> None:
         """Add a line for the running actor; `spans` of bytes, or of ids of a pool without memory."""
@@ -129,6 +131,8 @@ class Recorder:
 
     def finished(self, fence: Fence) -> None:
         """See `Tracer.finished`."""
+        if fence.failure is not None:
+            self.failures.append((name_of(fence), fence.failure))
         if self._lines is not None:
             self.say(f"ends {name_of(fence)}{'' if fence.failure is None else ': it failed'}", name_of(fence))
         self._checker.finished(fence)

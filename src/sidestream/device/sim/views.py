@@ -1,0 +1,54 @@
+"""Byte ranges of tensors that are views of a memory: accesses without offsets written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from sidestream.device.base import Memory
+from sidestream.errors import InvariantError
+from sidestream.types import Access
+
+
+def view_accesses(
+    memories: Iterable[Memory], *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
+) -> list[Access]:
+    """The bytes of each tensor, one access for each contiguous run. Tensors are views of `memories`, of any dtype and
+    strides.
+
+    Raises InvariantError for another tensor.
+    """
+    owners = {part.untyped_storage().data_ptr(): memory for memory in memories for part in memory.parts}
+    found = []
+    for write, tensors in ((False, reads), (True, writes)):
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            memory = owners.get(tensor.untyped_storage().data_ptr())
+            if memory is None or len(memory.parts) > 1:
+                raise InvariantError(
+                    f"a tensor of shape {tuple(tensor.shape)} is not a view of a memory of this device: "
+                    "slice or view the `data` of a memory that the device has allocated"
+                )
+            first = memory.data.storage_offset() * memory.data.element_size()
+            found += [Access(memory.name, start - first, stop - first, write) for start, stop in _runs(tensor)]
+    return found
+
+
+def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The contiguous byte ranges of a tensor in its storage, in ascending order."""
+    size = tensor.element_size()
+    length, outer = size, []
+    for count, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda axis: axis[1]):
+        step = stride * size
+        if count == 1 or step == 0:
+            continue
+        if not outer and step == length:
+            length *= count
+        else:
+            outer.append((count, step))
+    starts = {tensor.storage_offset() * size}
+    for count, step in outer:
+        starts = {start + index * step for start in starts for index in range(count)}
+    return [(start, start + length) for start in sorted(starts)]

@@ -1,0 +1,273 @@
+"""Runs a program on the simulated device in many orders, and reduces the first failing one to a short interleaving.
+
+    explore(program)                    schedules of all policies until the first finding, which is then shrunk
+    replay(program, "late", 17)         one of these schedules again
+    replay(program, found.turns)        the shrunk schedule again
+
+A program is a function of a `SimDevice`. It allocates memories, makes streams, submits work that declares the tensors
+it reads and writes (`SimStream.submit`, `SimDevice.host_touched`), and orders the streams. It raises AssertionError
+when its results are wrong. Nothing of Sidestream's engine takes part.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sidestream.device.sim import Deadlock, Policy, SimDevice, make_policy
+from sidestream.device.sim.policies import HOST, Steered
+from sidestream.errors import ConfigError
+from sidestream.testing import shadow
+from sidestream.testing.checker import Checker
+from sidestream.testing.findings import Finding
+from sidestream.testing.steering import Watched, minimise
+from sidestream.testing.trace import Recorder, TraceLine, explain, render
+from sidestream.types import Fence
+
+Program = Callable[[SimDevice], object]
+
+SCHEDULES = 300
+"""Default number of schedules of `explore`."""
+
+_SHRINK_RUNS = 200
+shadow.hide_frames_of(__file__)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a run.
+
+    oracle     "checker": the ordering checker has a finding, `objection`. "assertion": the program or its work raised
+               AssertionError. "deadlock": no thread or stream can continue. "error": any other exception
+    text       the finding as a sentence
+    """
+
+    oracle: str
+    text: str
+    objection: Finding | None = None
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The oracle, and for the checker the kind of the finding."""
+        return self.oracle, "" if self.objection is None else self.objection.kind
+
+    def __str__(self) -> str:
+        return f"{self.oracle}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The result of one schedule.
+
+    problems   the checker's findings first; empty: the run is clean
+    turns      decision number → chosen actor, where it was not the running one; repeats the schedule
+    decisions  number of decisions
+    actors     names of the host, and of all streams and threads that could run beside another
+    lines      the interleaving
+    """
+
+    problems: tuple[Problem, ...]
+    turns: Mapping[int, str]
+    decisions: int
+    actors: tuple[str, ...]
+    lines: tuple[TraceLine, ...] = ()
+
+    @property
+    def oracles(self) -> tuple[str, ...]:
+        """The oracles with findings, without duplicates."""
+        return tuple(dict.fromkeys(problem.oracle for problem in self.problems))
+
+    def __str__(self) -> str:
+        """The interleaving and the first problem."""
+        problem = self.problems[0] if self.problems else None
+        objection = problem.objection if problem is not None else None
+        parts = [render(self.lines, objection)]
+        if problem is not None:
+            parts += ["", str(problem), *([explain(objection)] if objection is not None else [])]
+        return "\n".join(parts).rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A failing schedule, and the shortest one with the same kind of problem.
+
+    schedule      its number, from 1
+    policy, seed  repeat it
+    problem       its first problem
+    turns         the forced switches of the shrunk schedule: decision number → actor
+    shrunk        the shrunk schedule's run, with its interleaving
+    runs          number of runs that shrinking took
+    """
+
+    schedule: int
+    policy: str
+    seed: int
+    problem: Problem
+    turns: Mapping[int, str]
+    shrunk: Run
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exploration:
+    """The result of `explore`.
+
+    schedules   number of schedules that were run, without those of shrinking
+    found       None: no schedule had a finding
+    """
+
+    schedules: int
+    found: Found | None
+
+    def __str__(self) -> str:
+        """The shrunk interleaving and the calls that repeat it, for people."""
+        found = self.found
+        if found is None:
+            return f"no finding in {self.schedules} schedules"
+        again = f"replay(program, {found.policy!r}, {found.seed}); shrunk: replay(program, {dict(found.turns)})"
+        head = f"found by schedule {found.schedule}, shrunk in {found.runs} runs to {len(found.turns)} forced switches:"
+        return "\n".join([head, str(found.shrunk), f"again: {again}"])
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a program may do without a finding.
+
+    waits    reasons for which the host may block (`SimDevice.wait_host`); a full queue or a copy from pageable memory
+             blocks it, too
+    faults   exceptions that work may raise, such as injected faults; the program reads them from the fences
+    """
+
+    waits: Collection[str] = ("step",)
+    faults: tuple[type[BaseException], ...] = ()
+
+
+DEFAULT_RULES = Rules()
+
+
+def explore(
+    program: Program,
+    *,
+    schedules: int = SCHEDULES,
+    seed: int = 0,
+    policies: Sequence[str] = (),
+    rules: Rules = DEFAULT_RULES,
+) -> Exploration:
+    """Run `program` in `schedules` orders, until the first finding, and shrink it; blocks.
+
+    The `policies` are used in turn (see `sidestream.device.sim.policies`). By default they are random, late, early,
+    PCT of depth 2 and 3 for the program's length, and one that starves each stream. Schedule `n` has seed `seed + n`.
+    The result depends on the arguments only, if the program has no other source of chance.
+
+    Raises ConfigError for an unknown policy, a number out of range, or a program that fails differently each time.
+    """
+    if schedules < 1:
+        raise ConfigError(f"schedules is {schedules}: give a whole number from 1")
+    for number, (policy, run) in enumerate(_schedules(program, schedules, seed, policies, rules)):
+        if run.problems:
+            shrunk, runs = _shrink(program, run, rules)
+            found = Found(number + 1, policy, seed + number, run.problems[0], shrunk.turns, shrunk, runs)
+            return Exploration(number + 1, found)
+    return Exploration(schedules, None)
+
+
+def replay(
+    program: Program,
+    policy: str | Mapping[int, str],
+    seed: int = 0,
+    *,
+    rules: Rules = DEFAULT_RULES,
+    trace: bool = True,
+) -> Run:
+    """Run one schedule: of a policy with its seed, or of the turns of a shrunk schedule.
+
+    `trace`: record the interleaving. Raises ConfigError for an unknown policy.
+    """
+    chosen = make_policy(policy, random.Random(seed)) if isinstance(policy, str) else Steered(dict(policy))
+    return run_program(program, chosen, rules=rules, trace=trace)
+
+
+def run_program(program: Program, policy: Policy, *, rules: Rules = DEFAULT_RULES, trace: bool = False) -> Run:
+    """Run `program` once on a fresh device, run the work that it leaves, and apply the oracles.
+
+    Never raises for an error of the program, except for an interrupt.
+    """
+    lines: list[TraceLine] = []
+
+    def actor() -> str:
+        return device.turns.current.name
+
+    def poison(memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
+        device.poison(memory, start, stop, after)
+
+    checker = Checker(poison=poison, allowed_waits=frozenset(rules.waits))
+    recorder = Recorder(checker, actor, lines if trace else None)
+    watched = Watched(policy)
+    device = SimDevice(watched, tracer=recorder)
+    raised: list[Problem] = []
+    try:
+        program(device)
+        device.close()
+        checker.check_idle()
+    except Exception as error:
+        raised.append(_problem(error, ""))
+    finally:
+        device.kill()
+    failed = [_problem(error, work) for work, error in recorder.failures if not isinstance(error, rules.faults)]
+    objections = [Problem("checker", str(finding), finding) for finding in checker.findings]
+    return Run((*objections, *raised, *failed), watched.deviations, watched.count, tuple(watched.actors), tuple(lines))
+
+
+def _schedules(
+    program: Program, schedules: int, seed: int, policies: Sequence[str], rules: Rules
+) -> Iterator[tuple[str, Run]]:
+    """Each schedule's policy and run. The first run tells the names of the streams and the length of the program."""
+    for number in range(schedules):
+        policy = policies[number % len(policies)] if policies else "random"
+        run = replay(program, policy, seed + number, rules=rules, trace=False)
+        if not policies:
+            length = max(run.decisions, 1)
+            starving = (f"starve:{name}" for name in run.actors if name != HOST)
+            policies = ("random", "late", "early", f"pct:2:{length}", f"pct:3:{length}", *starving)
+        yield policy, run
+
+
+def _shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
+    """The run of a short schedule whose first problem is of the same kind as that of `run`, and the number of runs.
+
+    Raises ConfigError when `run` cannot be repeated.
+    """
+    kind, left = run.problems[0].kind, _SHRINK_RUNS
+
+    def fails(turns: Sequence[tuple[int, str]]) -> bool:
+        nonlocal left
+        if left <= 0:
+            return False
+        left -= 1
+        again = replay(program, dict(turns), rules=rules, trace=False)
+        return bool(again.problems) and again.problems[0].kind == kind
+
+    turns = sorted(run.turns.items())
+    if not fails(turns):
+        raise ConfigError(
+            f"the same schedule does not fail again with {run.problems[0]}: the program depends on something else, "
+            "such as a clock, or objects that an earlier run has changed"
+        )
+    shrunk = replay(program, dict(minimise(turns, fails)), rules=rules)
+    return shrunk, _SHRINK_RUNS - left
+
+
+def _problem(error: BaseException, work: str) -> Problem:
+    """The problem that an exception of the program means, or of its work."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{work + ', ' if work else ''}{Path(at.filename).name}:{at.lineno} {at.name}"
+    match error:
+        case AssertionError():
+            return Problem("assertion", f"{str(error) or at.line or 'a result is wrong'} ({where})")
+        case Deadlock():
+            return Problem("deadlock", str(error))
+        case _:
+            return Problem("error", f"{type(error).__name__}: {error} ({where})")

@@ -1,0 +1,157 @@
+"""Any program on the simulated device: found, shrunk, replayed and printed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from sidestream.device.sim import SimDevice
+from sidestream.errors import ConfigError
+from sidestream.testing.explore import Rules, explore, replay
+
+
+def store(device: SimDevice, *, waits: bool) -> None:
+    """A store that reads a block; without the wait, perhaps before the step has written it."""
+    kv = device.allocate("kv", 64).data.view(4, 16)
+    host = device.allocate_host("host", 64).data.view(4, 16)
+    compute, copies = device.stream("compute"), device.stream("store")
+    step = compute.submit(partial(kv[1].fill_, 7), writes=[kv[1]], label="step")
+    if waits:
+        copies.wait(step)
+    stored = copies.submit(partial(host[2].copy_, kv[1]), reads=[kv[1]], writes=[host[2]], label="store")
+    device.wait_host(stored, reason="step")
+    device.host_touched(reads=[host[2]], label="the host reads")
+    assert host[2].tolist() == [7] * 16
+
+
+def third_turn(device: SimDevice) -> None:
+    """Declares nothing; goes wrong only if the second stream runs between two pieces of work of the first."""
+    first, second, seen = device.stream("first"), device.stream("second"), list[str]()
+    for name in ("a", "b", "c"):
+        first.submit(partial(seen.append, name))
+    second.submit(partial(seen.append, "X"))
+    device.close()
+    assert seen != ["a", "b", "X", "c"], "X came third"
+
+
+def circle(device: SimDevice) -> None:
+    first, second = device.stream("first"), device.stream("second")
+    gate = first.capture(lambda: None)
+    captured = list[object]()
+    second.capture(lambda: captured.append(second.submit(lambda: None)))
+    first.wait(captured[0])  # a fence of captured work is never done
+    device.wait_host(first.replay(gate), reason="step")
+
+
+def test_a_race_is_found_with_its_bytes_and_the_missing_wait() -> None:
+    exploration = explore(partial(store, waits=False))
+    assert exploration.found is not None
+    objection = exploration.found.problem.objection
+    assert objection is not None
+    assert (objection.kind, objection.memory, objection.start, objection.stop) == ("race", "kv", 16, 32)
+    text = str(exploration)
+    assert "missing: compute:1 ──▶ store:1" in text
+    assert "submits store:1 `store` reads kv[16:32], not after compute:1" in text
+
+
+def test_the_program_with_the_wait_is_clean_in_all_schedules() -> None:
+    exploration = explore(partial(store, waits=True), schedules=60)
+    assert (exploration.schedules, exploration.found) == (60, None)
+    assert str(exploration) == "no finding in 60 schedules"
+
+
+def test_a_wrong_result_is_a_finding_and_is_shrunk_to_the_switches_that_it_needs() -> None:
+    exploration = explore(third_turn)
+    assert exploration.found is not None
+    assert exploration.found.problem.kind == ("assertion", "")
+    assert "X came third" in exploration.found.problem.text and "test_explore.py" in exploration.found.problem.text
+    drawn = replay(third_turn, exploration.found.policy, exploration.found.seed)
+    assert len(exploration.found.turns) <= 3
+    assert len(exploration.found.turns) <= len(drawn.turns)
+    for at in exploration.found.turns:
+        fewer = {turn: name for turn, name in exploration.found.turns.items() if turn != at}
+        assert not replay(third_turn, fewer).problems, "every switch that is left is needed"
+
+
+def test_policy_and_seed_and_the_shrunk_turns_repeat_the_finding() -> None:
+    found = explore(third_turn, seed=5).found
+    assert found is not None
+    assert replay(third_turn, found.policy, found.seed).problems[0] == found.problem
+    again = replay(third_turn, found.turns)
+    assert again == found.shrunk
+    assert again.problems[0].kind == found.problem.kind
+
+
+def test_the_same_arguments_give_the_same_exploration() -> None:
+    assert explore(third_turn) == explore(third_turn)
+
+
+def test_every_stream_is_starved_by_one_policy() -> None:
+    """Only a starved stream `slow` lets a hundred pieces of work of `fast` pass."""
+
+    def overtaken(device: SimDevice) -> None:
+        slow, fast, seen = device.stream("slow"), device.stream("fast"), list[str]()
+        slow.submit(partial(seen.append, "slow"))
+        for _ in range(100):
+            fast.submit(partial(seen.append, "fast"))
+        device.close()
+        assert seen[-1] != "slow"
+
+    found = explore(overtaken, schedules=20).found
+    assert found is not None
+    assert explore(overtaken, schedules=20, policies=("random", "early")).found is None
+
+
+def test_a_hang_is_a_finding() -> None:
+    found = explore(circle).found
+    assert found is not None
+    assert found.problem.oracle == "deadlock"
+    assert "first for second" in found.problem.text
+
+
+def test_an_assertion_of_work_and_any_other_exception_are_findings_unless_the_rules_expect_them() -> None:
+    def raising(error: BaseException) -> None:
+        raise error
+
+    def program(device: SimDevice, error: BaseException) -> None:
+        device.stream("disk").submit(partial(raising, error), label="read")
+
+    wrong, broken = (explore(partial(program, error=error)).found for error in (AssertionError("7, not 8"), OSError()))
+    assert wrong is not None and wrong.problem.oracle == "assertion" and "7, not 8 (disk:1" in wrong.problem.text
+    assert broken is not None and broken.problem.oracle == "error" and "OSError" in broken.problem.text
+    assert explore(partial(program, error=OSError()), schedules=5, rules=Rules(faults=(OSError,))).found is None
+
+    def buggy(device: SimDevice) -> None:
+        raise KeyError("block")
+
+    outside = explore(buggy).found
+    assert outside is not None and outside.problem.oracle == "error" and "KeyError" in outside.problem.text
+
+
+def test_the_host_waits_for_the_reasons_that_the_rules_name_only() -> None:
+    def flush(device: SimDevice) -> None:
+        device.wait_host(device.stream("store").submit(lambda: None), reason="flush")
+
+    late = ("late",)
+    found = explore(flush, policies=late).found
+    assert found is not None and found.problem.kind == ("checker", "stall")
+    assert explore(flush, policies=late, schedules=3, rules=Rules(waits=("flush",))).found is None
+
+
+def test_a_program_that_an_earlier_run_has_changed_is_refused() -> None:
+    runs = list[int]()
+
+    def once(device: SimDevice) -> None:
+        runs.append(1)
+        assert len(runs) > 1, "only the first run fails"
+
+    with pytest.raises(ConfigError, match="does not fail again with assertion: only the first run fails"):
+        explore(once)
+
+
+def test_numbers_and_policies_out_of_range_are_errors() -> None:
+    with pytest.raises(ConfigError, match="schedules is 0"):
+        explore(third_turn, schedules=0)
+    with pytest.raises(ConfigError, match="policy is 'sometimes'"):
+        explore(third_turn, policies=("sometimes",))
