@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sidestream.device.sim import SimDevice
+from sidestream.errors import InvariantError
 from sidestream.testing.explore import Rules, replay
 from sidestream.testing.miniatures.border import BORDER
 from sidestream.testing.miniatures.copies import COPIES
@@ -20,9 +22,9 @@ from sidestream.testing.miniatures.tiers import TIERS
 
 __all__ = ["MINIATURES", "Caught", "Miniature", "Outcome", "run_miniature"]
 
-# Work of miniatures fails on purpose. A pool raises an error, for example for a double release.
+# Work of miniatures fails on purpose.
 _RULES = Rules(faults=(Exception,))
-_ORACLES = {"error": "balance", "deadlock": "order"}
+_NAMES = {"assertion": "balance", "deadlock": "order"}
 
 MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
 
@@ -46,14 +48,24 @@ class Caught:
 
 
 def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bool) -> Caught | None:
-    """Run `miniature` once. None if no oracle detected a failure. Raises ConfigError for an unknown policy."""
+    """Run `miniature` once. None if no oracle detected a failure. Raises ConfigError for an unknown policy, and
+    InvariantError for a miniature that raises an unexpected exception.
+    """
     outcomes: list[Outcome] = []
-    run = replay(
-        lambda device: outcomes.append(miniature.run(device, protected)), policy, seed, rules=_RULES, trace=False
-    )
-    objections = [("checker", problem.text) for problem in run.problems if problem.oracle == "checker"]
-    raised = [(_ORACLES[problem.oracle], problem.text) for problem in run.problems if problem.oracle != "checker"]
-    verdicts = objections[:1] + [verdict for outcome in outcomes for verdict in outcome.verdicts()] + raised
+
+    def program(device: SimDevice) -> None:
+        try:
+            outcomes.append(miniature.run(device, protected))
+        except InvariantError as error:  # a pool raises this, for example for a double release
+            raise AssertionError(str(error)) from error
+
+    run = replay(program, policy, seed, rules=_RULES, trace=False)
+    by_oracle = {problem.oracle: problem.text for problem in reversed(run.problems)}
+    if "error" in by_oracle:
+        raise InvariantError(f"miniature {miniature.name} raised {by_oracle['error']}")
+    verdicts = [("checker", by_oracle["checker"])] if "checker" in by_oracle else []
+    verdicts += [verdict for outcome in outcomes for verdict in outcome.verdicts()]
+    verdicts += [(name, by_oracle[oracle]) for oracle, name in _NAMES.items() if oracle in by_oracle]
     if not verdicts:
         return None
     return Caught(tuple(dict.fromkeys(oracle for oracle, _ in verdicts)), verdicts[0][1])
