@@ -11,6 +11,7 @@ A table stands between its marker and `<!-- end -->`. NAME is a file of bench/re
     NAME FIGURE: what it means
     -->
     <!-- hazards -->                  the hazards, from the code (`hazards.py`)
+    <!-- races -->                    other engines' races, from examples/races (`races.py`)
     <!-- sampling options -->         the sampling options, from the code (`sampling_options.py`)
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hazards import hazard_table
+from races import race_table
 from sampling_options import option_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +37,7 @@ _SELECTED = re.compile(
     r"(<!-- selected\n(?P<rows>(?:[\w\-.]+ \w+: .+\n)+)-->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
 _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- (?:figures|bounds|selected)\b")
 _OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -85,6 +88,7 @@ def rewritten(text: str) -> str:
     )
     text = _SELECTED.sub(lambda found: found[1] + selected_table(found["rows"]) + found["end"], text)
     text = _OPTIONS.sub(lambda found: found[1] + option_table() + found[3], text)
+    text = _RACES.sub(lambda found: found[1] + race_table() + found["end"], text)
     return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found["end"], text)
 
 

@@ -128,7 +128,8 @@ class Exploration:
         if found is None:
             return f"no finding in {self.schedules} schedules"
         again = f"replay(program, {found.policy!r}, {found.seed}); shrunk: replay(program, {dict(found.turns)})"
-        head = f"found by schedule {found.schedule}, shrunk in {found.runs} runs to {len(found.turns)} forced switches:"
+        switches = "1 forced switch" if len(found.turns) == 1 else f"{len(found.turns)} forced switches"
+        head = f"found by schedule {found.schedule}, shrunk in {found.runs} runs to {switches}:"
         return "\n".join([head, str(found.shrunk), f"again: {again}"])
 
 
@@ -209,9 +210,13 @@ def run_program(program: Program, policy: Policy, *, rules: Rules = DEFAULT_RULE
     device = SimDevice(watched, tracer=recorder)
     raised: list[Problem] = []
     try:
-        program(device)
+        try:
+            program(device)
+        except AssertionError as error:  # the work that is left may tell the cause
+            raised.append(_problem(error, ""))
         device.close()
-        checker.check_idle()
+        if not raised:
+            checker.check_idle()
     except Exception as error:
         raised.append(_problem(error, ""))
     finally:

@@ -1,0 +1,122 @@
+"""The table of other engines' races for docs/races.md, from the programs in examples/races: their docstrings, and the
+schedules that show the races.
+
+    python bench/races.py --json    # the figures of all programs, with 300 schedules of each fix; ten seconds
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sidestream.testing.explore import SCHEDULES, Exploration, explore, replay
+
+SAMPLE = 50
+RACES = Path(__file__).resolve().parent.parent / "examples" / "races"
+_PROJECTS = {"vllm": "vLLM", "sglang": "SGLang", "rtp-llm": "RTP-LLM", "tokenspeed": "TokenSpeed"}
+_THREAD = re.compile(r"https://github\.com/[\w.-]+/(?P<name>[\w.-]+)/(?:pull|issues)/(?P<number>\d+)")
+_PART = re.compile(r"^(Thread|Simplified|Fix)( \(ours\))?: (.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """One file of examples/races.
+
+    title       first line of its docstring
+    thread      address of the public thread
+    parts       the docstring's other parts, by name: `Thread`, `Simplified` and `Fix`
+    program     function of a device and `fixed`
+    """
+
+    path: Path
+    title: str
+    thread: str
+    parts: dict[str, str]
+    program: Callable[..., None]
+
+    def run(self, *, fixed: bool) -> Exploration:
+        """300 schedules, or fewer until the first finding."""
+        return explore(partial(self.program, fixed=fixed))
+
+    @property
+    def label(self) -> str:
+        """Project and number of the thread."""
+        found = _THREAD.fullmatch(self.thread)
+        assert found is not None
+        return f"{_PROJECTS.get(found['name'], found['name'])} #{found['number']}"
+
+
+def races() -> list[Race]:
+    """All programs, by file name. Raises ValueError for a docstring without thread, simplification or fix."""
+    return [_race(path) for path in sorted(RACES.glob("*.py"))]
+
+
+def race_table() -> str:
+    """One markdown row for each race."""
+    lines = [
+        "| thread | race | the checker's finding | wrong results | fix |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for race in races():
+        found = race.run(fixed=False).found
+        assert found is not None
+        kind = found.problem.kind[1] or found.problem.oracle
+        cells = (
+            f"[{race.label}]({race.thread})<br>[{race.path.name}](../examples/races/{race.path.name})",
+            race.title,
+            f"`{kind}`, schedule {found.schedule}",
+            f"{wrong_results(race.program)} of {SAMPLE}",
+            race.parts["Fix"],
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def wrong_results(program: Callable[..., None]) -> int:
+    """The number of random schedules, of `SAMPLE`, in which the published program's own assertion fails."""
+    published = partial(program, fixed=False)
+    runs = (replay(published, "random", seed, trace=False) for seed in range(SAMPLE))
+    return sum("assertion" in run.oracles for run in runs)
+
+
+def figures() -> dict[str, int]:
+    """Races found within 300 schedules each, the schedules that the slowest took, and findings with the fixes."""
+    found = [result.found.schedule for race in races() if (result := race.run(fixed=False)).found is not None]
+    return {
+        "museum_total": len(races()),
+        "museum_found": len(found),
+        "museum_schedules_max": max(found),
+        "museum_schedules_with_fix": SCHEDULES * len(races()),
+        "museum_findings_with_fix": sum(race.run(fixed=True).found is not None for race in races()),
+    }
+
+
+def _race(path: Path) -> Race:
+    source = path.read_text(encoding="utf-8")
+    title, _, rest = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
+    parts = {name: _sentence(f"{'ours: ' if ours else ''}{text}") for name, ours, text in _PART.findall(rest)}
+    thread = _THREAD.search(parts.get("Thread", ""))
+    if thread is None or set(parts) != {"Thread", "Simplified", "Fix"}:
+        raise ValueError(
+            f"{path.name}: its docstring has {sorted(parts)}: give Thread with an address, Simplified, Fix"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Race(path, title, thread[0], parts, module.program)
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    print(json.dumps(figures(), indent=1) if sys.argv[1:] == ["--json"] else race_table())
