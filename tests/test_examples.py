@@ -96,9 +96,9 @@ def test_an_architecture_of_ones_own_is_served(
     assert re.fullmatch(r"clipped: \((\d+, ){7}\d+\)", capsys.readouterr().out.strip())
 
 
-def python_of(page: str) -> str:
-    """The first Python block of a page."""
-    return (EXAMPLES.parent / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+def python_of(page: str, block: int = 1) -> str:
+    """A Python block of a page, the first by default."""
+    return (EXAMPLES.parent / page).read_text(encoding="utf-8").split("```python\n")[block].split("```")[0]
 
 
 def test_the_code_of_the_readme_answers(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:
@@ -115,6 +115,20 @@ def test_the_checker_finds_the_race_of_the_ordering_page(capsys: pytest.CaptureF
     script.write_text(python_of("docs/ordering.md"), encoding="utf-8")
     runpy.run_path(str(script))
     assert "nothing orders `store` after compute:1" in capsys.readouterr().out
+
+
+def test_the_program_of_the_ordering_page_is_explored_as_the_page_shows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(python_of("docs/ordering.md", 2), encoding="utf-8")
+    runpy.run_path(str(script))
+    page = (EXAMPLES.parent / "docs" / "ordering.md").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out.splitlines()
+    shown = page.partition("left. The same call gives the same result.\n\n```\n")[2].partition("```")[0].splitlines()
+    assert len(printed) == len(shown)
+    for ours, theirs in zip(shown, printed, strict=True):
+        assert re.fullmatch(".*".join(map(re.escape, ours.split("…"))), theirs)
 
 
 class _PrivateConfig(LlamaConfig):

@@ -3,13 +3,13 @@ torture test built on the checker.
 
 To check another KV offloading implementation:
 
-1. `device, checker = sidestream.testing.checker.simulated(policy, seed)`, then memories and streams from that device.
-2. Submit each copy and each computation with the byte ranges that it touches (`Stream.submit(work, accesses)`); order
-   streams with `Stream.wait`. Work runs only when the policy chooses it.
-3. Call `device.close()`, which runs the remaining work. `checker.findings` lists the accesses that no wait ordered.
-Then
-   compare the bytes in host memory.
+1. Write a program: a function of a `SimDevice` that makes memories and streams, submits each copy and each computation
+   with the tensors that it touches (`SimStream.submit`), orders streams with `SimStream.wait`, and raises
+   AssertionError if its results are wrong.
+2. `sidestream.testing.explore.explore(program)` runs it in many orders and prints the first finding as a short
+   interleaving; `replay` repeats a schedule.
 
-Report leases through `checker.backed`, `took`, `released` and `published` (see `sidestream.types.Tracer`). Without
-these calls, the checker checks only accesses. `examples/two_stream_offloader.py` is a complete program of this kind.
+Report leases through `device.tracer`: `backed`, `took`, `released` and `published` (see `sidestream.types.Tracer`).
+Without these calls, the checker checks only accesses. `examples/two_stream_offloader.py` and the programs in
+`examples/races` are complete.
 """

@@ -31,7 +31,7 @@ def view_accesses(
                     f"a tensor of shape {tuple(tensor.shape)} is not a view of a memory of this device: "
                     "slice or view the `data` of a memory that the device has allocated"
                 )
-            first = memory.data.storage_offset() * memory.data.element_size()
+            first = int(memory.data.storage_offset())
             found += [Access(memory.name, start - first, stop - first, write) for start, stop in _runs(tensor)]
     return found
 
@@ -39,7 +39,8 @@ def view_accesses(
 def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """The contiguous byte ranges of a tensor in its storage, in ascending order."""
     size = tensor.element_size()
-    length, outer = size, []
+    length = size
+    outer: list[tuple[int, int]] = []
     for count, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda axis: axis[1]):
         step = stride * size
         if count == 1 or step == 0:
@@ -48,7 +49,7 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
             length *= count
         else:
             outer.append((count, step))
-    starts = {tensor.storage_offset() * size}
+    starts = {int(tensor.storage_offset()) * size}
     for count, step in outer:
         starts = {start + index * step for start in starts for index in range(count)}
     return [(start, start + length) for start in sorted(starts)]
