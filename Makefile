@@ -86,6 +86,8 @@ bench: $(VENV)/.dev
 	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json
 	$(BIN)/sidestream torture --mutations --json > bench/results/torture-mutations.json.new
 	mv bench/results/torture-mutations.json.new bench/results/torture-mutations.json
+	$(BIN)/python bench/races.py --json > bench/results/races-cpu.json.new
+	mv bench/results/races-cpu.json.new bench/results/races-cpu.json
 	$(MAKE) tables
 
 # Every benchmark of the GPU, with a Python whose torch has CUDA: `make bench-gpu PYTHON=…`. Results are committed, by the card's name.

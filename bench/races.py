@@ -1,7 +1,8 @@
 """The table of other engines' races for docs/races.md, from the programs in examples/races: their docstrings, and the
 schedules that show the races.
 
-    python bench/races.py --json    # the figures of all programs, with 300 schedules of each fix; ten seconds
+    python bench/races.py           # the table
+    python bench/races.py --json    # the figures: bench/results/races-cpu.json. Ten seconds of one core
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from sidestream.cli.bench.report import Figure, at_least, at_most, environment
 from sidestream.testing.explore import SCHEDULES, Exploration, explore, replay
 
 SAMPLE = 50
@@ -86,16 +88,18 @@ def wrong_results(program: Callable[..., None]) -> int:
     return sum("assertion" in run.oracles for run in runs)
 
 
-def figures() -> dict[str, int]:
+def figures() -> list[Figure]:
     """Races found within 300 schedules each, the schedules that the slowest took, and findings with the fixes."""
-    found = [result.found.schedule for race in races() if (result := race.run(fixed=False)).found is not None]
-    return {
-        "museum_total": len(races()),
-        "museum_found": len(found),
-        "museum_schedules_max": max(found),
-        "museum_schedules_with_fix": SCHEDULES * len(races()),
-        "museum_findings_with_fix": sum(race.run(fixed=True).found is not None for race in races()),
-    }
+    programs = races()
+    found = [result.found.schedule for race in programs if (result := race.run(fixed=False)).found is not None]
+    fixed = [race.run(fixed=True) for race in programs]
+    return [
+        Figure("museum_total", len(programs), "programs"),
+        Figure("museum_found", len(found), "programs", at_least(len(programs))),
+        Figure("museum_schedules_max", max(found, default=0), "schedules", at_most(SCHEDULES)),
+        Figure("museum_findings_with_fix", sum(run.found is not None for run in fixed), "programs", at_most(0)),
+        Figure("museum_schedules_with_fix", sum(run.schedules for run in fixed), "schedules"),
+    ]
 
 
 def _race(path: Path) -> Race:
@@ -119,4 +123,8 @@ def _sentence(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(figures(), indent=1) if sys.argv[1:] == ["--json"] else race_table())
+    if sys.argv[1:] == ["--json"]:
+        report = {"bench": "races", "environment": environment("no model"), "command": "python bench/races.py --json"}
+        print(json.dumps(report | {"figures": [figure.plain() for figure in figures()]}, indent=2))
+    else:
+        print(race_table())

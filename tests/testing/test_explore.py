@@ -74,6 +74,44 @@ def test_a_wrong_result_is_a_finding_and_is_shrunk_to_the_switches_that_it_needs
         assert not replay(third_turn, fewer).problems, "every switch that is left is needed"
 
 
+def test_shrinking_keeps_the_kind_of_problem() -> None:
+    """Without switches this program fails with another exception."""
+
+    def program(device: SimDevice) -> None:
+        third_turn(device)
+        raise KeyError("not third")
+
+    seed = next(seed for seed in range(100) if replay(program, "random", seed).oracles == ("assertion",))
+    found = explore(program, schedules=1, seed=seed, policies=("random",)).found
+    assert found is not None
+    assert found.problem.oracle == found.shrunk.problems[0].oracle == "assertion"
+    assert replay(program, {}).oracles == ("error",)
+
+
+def test_shrinking_ends_after_200_runs_and_its_result_still_fails() -> None:
+    """Eighty switches are needed, and each of them is tried."""
+
+    def alternating(device: SimDevice) -> None:
+        first, second, seen = device.stream("first"), device.stream("second"), list[int]()
+        for turn in range(80):
+            (second if turn % 2 else first).submit(partial(seen.append, turn))
+        device.close()
+        assert seen != list(range(80))
+
+    found = explore(alternating, policies=("early",)).found
+    assert found is not None and found.runs == 200
+    assert replay(alternating, found.turns).oracles == ("assertion",)
+
+
+def test_work_that_a_program_leaves_is_run_and_judged() -> None:
+    def program(device: SimDevice) -> None:
+        kv, first, second = device.allocate("kv", 8).data, device.stream("first"), device.stream("second")
+        for stream in (first, second):
+            stream.submit(kv.zero_, writes=[kv])
+
+    assert replay(program, "late").oracles == ("checker",)
+
+
 def test_policy_and_seed_and_the_shrunk_turns_repeat_the_finding() -> None:
     found = explore(third_turn, seed=5).found
     assert found is not None

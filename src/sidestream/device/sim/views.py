@@ -45,7 +45,7 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
         step = stride * size
         if count == 1 or step == 0:
             continue
-        if not outer and step == length:
+        if step == length:
             length *= count
         else:
             outer.append((count, step))
