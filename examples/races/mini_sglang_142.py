@@ -1,6 +1,6 @@
 """Pages of a finished request are free while the page table of the step in flight still points at them.
 
-Thread: https://github.com/sgl-project/mini-sglang/pull/142 (open when read): its text was not available, so this
+Thread: https://github.com/sgl-project/mini-sglang/issues/142 (open when read): its text was not available, so this
     program follows a summary of one line: pages are freed while the table points at them.
 Simplified: a pool of one page with leases. The new owner's KV arrives on another stream, here a load.
 Fix: the release names the step that still uses the page, and the new owner waits for that step.
