@@ -101,6 +101,7 @@ LONGEST = (
     "main_job/test_demo_model.py",
     "test_examples.py",
     "contributing/test_worked_pages.py",
+    "races/test_museum.py",
     "testing/torture/test_same_seed.py",
     "speculate/test_mtp.py",
     "models/test_distil.py",
