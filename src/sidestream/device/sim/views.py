@@ -19,25 +19,26 @@ def view_accesses(
 
     Raises InvariantError for another tensor.
     """
-    owners = {part.untyped_storage().data_ptr(): memory for memory in memories for part in memory.parts}
+    known = [(part.data_ptr(), memory) for memory in memories for part in memory.parts]
     found = []
     for write, tensors in ((False, reads), (True, writes)):
         for tensor in tensors:
             if not tensor.numel():
                 continue
-            memory = owners.get(tensor.untyped_storage().data_ptr())
-            if memory is None or len(memory.parts) > 1:
+            address = tensor.data_ptr()
+            owner = next(((base, one) for base, one in known if base <= address < base + one.num_bytes), None)
+            if owner is None or len(owner[1].parts) > 1:
                 raise InvariantError(
                     f"a tensor of shape {tuple(tensor.shape)} is not a view of a memory of this device: "
                     "slice or view the `data` of a memory that the device has allocated"
                 )
-            first = int(memory.data.storage_offset())
-            found += [Access(memory.name, start - first, stop - first, write) for start, stop in _runs(tensor)]
+            first, name = address - owner[0], owner[1].name
+            found += [Access(name, first + start, first + stop, write) for start, stop in _runs(tensor)]
     return found
 
 
 def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """The contiguous byte ranges of a tensor in its storage, in ascending order."""
+    """The contiguous byte ranges of a tensor, relative to its first element, in ascending order."""
     size = tensor.element_size()
     length = size
     outer: list[tuple[int, int]] = []
@@ -49,7 +50,7 @@ def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
             length *= count
         else:
             outer.append((count, step))
-    starts = {int(tensor.storage_offset()) * size}
+    starts = {0}
     for count, step in outer:
         starts = {start + index * step for start in starts for index in range(count)}
     return [(start, start + length) for start in sorted(starts)]
