@@ -25,6 +25,7 @@ COMMANDS = {
     "engine": ["--shape", "tiny"],
     "hybrid-engine": ["--shape", "tiny-hybrid"],
     "throughput": ["--shape", "tiny"],
+    "ranks": ["--shape", "tiny-two-heads"],
     "host-tier": ["--shape", "tiny", "--host", "16MiB", "--rounds", "1"],
 }
 FIGURES = {
@@ -52,6 +53,15 @@ FIGURES = {
         "hybrid_speculative_idle_share",
     },
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
+    "ranks": {
+        "tp2_over_tp1_decode_b1",
+        "tp2_over_tp1_ttft_cold_32",
+        "tp2_over_tp1_ttft_host_128",
+        "tp2_over_tp1_load_gb_s",
+        "tp2_idle_share_max",
+        "tp2_host_waits_besides_commits",
+        "tp2_resume_ttft_ms",
+    },
     "host-tier": {"host_tier_ready_s_per_gib", "round_2_found_in_host"},
 }
 

@@ -292,6 +292,11 @@ def joint_device(device: Device, ranks: Ranks) -> Device:
     return cast(Device, _JointDevice(device, ranks))
 
 
+def local_device(device: Device) -> Device:
+    """Rank 0's own device of a joint device; any other device itself."""
+    return device._device if isinstance(device, _JointDevice) else device
+
+
 class _JointExecutor:
     """Launches each step on all ranks. See `joint_executor`."""
 
@@ -316,3 +321,8 @@ class _JointExecutor:
 def joint_executor(executor: Executor, ranks: Ranks) -> Executor:
     """An executor whose steps run on every rank; `executor` is rank 0's own, on its own device."""
     return cast(Executor, _JointExecutor(executor, ranks))
+
+
+def local_executor(executor: Executor) -> Executor:
+    """Rank 0's own executor of a joint executor; any other executor itself."""
+    return executor._executor if isinstance(executor, _JointExecutor) else executor

@@ -67,6 +67,23 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
             "linear_num_value_heads": 4,
         },
     ),
+    "qwen3-32b": (
+        Qwen3Config,
+        {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    ),
+    "tiny-two-heads": (
+        Qwen3Config,
+        {
+            "vocab_size": 512,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+    ),
     "tiny": (
         Qwen3Config,
         {

@@ -47,6 +47,7 @@ def register(app: typer.Typer) -> None:
     app.command("soak", cls=Command)(soak)
     app.command("replicas", cls=Command)(replicas)
     app.command("scale", cls=Command)(scale)
+    app.command("ranks", cls=Command)(ranks)
     app.command("hybrid", cls=Command)(hybrid)
     app.command("hybrid-engine", cls=Command)(hybrid_engine)
     app.command("transfer", cls=Command)(transfer)
@@ -248,6 +249,35 @@ def scale(
             output_tokens=output_tokens,
             on_progress=on_progress,
         ),
+    )
+
+
+def ranks(
+    device: GpuDevice = CUDA,
+    shape: Shape = "qwen3-8b",
+    tensor_parallel: Annotated[
+        int, option("--tensor-parallel", metavar="N", help="Number of ranks to compare with one.", parse=whole)
+    ] = 2,
+    kv_memory: Annotated[
+        str | None,
+        option("--kv-memory", metavar="SIZE", help="KV memory of each rank.", show_default="8GiB; on a CPU 8MiB"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tensor parallelism on GPUs: times of steps, first tokens and a resume with several ranks, divided by those with
+    one; and the rate of loads from host memory.
+    """
+    from sidestream.cli.bench.ranks import measure
+
+    check_at_least({"tensor_parallel": (tensor_parallel, 2)})
+    _report(
+        "ranks",
+        f"{shape}, random weights",
+        as_json,
+        lambda on_progress: measure(
+            device=device, shape=shape, ranks=tensor_parallel, kv_memory=kv_memory, on_progress=on_progress
+        ),
+        bounded=device == CUDA,
     )
 
 

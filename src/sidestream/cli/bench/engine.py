@@ -26,11 +26,13 @@ from sidestream.cli.bench.requests import Answer, ask, ask_at_once
 from sidestream.cli.bench.steps import StepClock
 from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig, unknown_name
 from sidestream.device.choice import torch_device
-from sidestream.device.kinds import CUDA, on_gpu
+from sidestream.device.kinds import CUDA
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.garbage import freeze_gc_heap
+from sidestream.kv.layout import KVLayout
 from sidestream.models.adapter import PagedModel
+from sidestream.ranks.leader import local_device, local_executor
 from sidestream.testing.random_models import random_model, random_module
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
@@ -82,69 +84,39 @@ _TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.
 
 
 class Rig:
-    """The engine, a StepClock on its executor, and measurements of the hardware's limits."""
+    """An engine, a StepClock on its executor, and measurements of the hardware's limits. With ranks: those of rank 0.
+
+    vocab_size   number of token ids, of which prompts are drawn
+    end          closes the engine and what belongs to it
+    """
 
     def __init__(
-        self,
-        device: str,
-        shape: str,
-        sizes: Sizes,
-        on_progress: Callable[[str], None],
-        *,
-        speculative: SpeculativeConfig | None = None,
+        self, engine: Engine, *, vocab_size: int, end: Callable[[], None], on_progress: Callable[[str], None]
     ) -> None:
-        self.torch_device = torch_device(device)
-        on_progress("making the model")
-        self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
-        embedding = self.model.module.get_input_embeddings().weight
-        tied = self.model.module.get_output_embeddings().weight is embedding
-        # Parameters that a step reads completely. An input embedding that is not also the output layer is only indexed.
-        self.num_weights_read = sum(part.numel() for part in self.model.module.parameters()) - (
-            0 if tied else embedding.numel()
-        )
-        start, phases = time.perf_counter(), dict[str, float]()
-
-        def starting(what: str, done: int, total: int) -> None:
-            if what not in phases:
-                phases[what] = time.perf_counter()
-                on_progress(f"starting the engine: {what}")
-
-        starting("making its parts", 0, 0)
-        self.engine: Engine = build_engine(
-            self.model,
-            EngineConfig(
-                device=device,
-                kv_memory=sizes.kv_memory,
-                max_running=sizes.max_running,
-                max_model_len=sizes.max_model_len,
-                offload=OffloadConfig(host=sizes.host),
-                speculative=speculative,
-            ),
-            tell=starting,
-        )
-        self.startup_s = time.perf_counter() - start
-        ends = [*phases.values(), start + self.startup_s]
-        self.phases = {what: end - begin for (what, begin), end in zip(phases.items(), ends[1:], strict=True)}
-        self._unfreeze_gc_heap = freeze_gc_heap()  # as LLM does
-        self.parts = self.engine.parts
+        self.engine = engine
+        self.parts = engine.parts
+        self.layout: KVLayout = self.parts.layout
+        self.device = local_device(self.parts.device)
         assert self.parts.costs is not None
         # Without cost estimates, the engine always loads from host memory and never recomputes.
         self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
+        self._vocab_size = vocab_size
+        self._end = end
         self._random = np.random.default_rng(0)
-        self.clock = StepClock(self.parts.device, self.parts.executor)
-        self._stamps = self.parts.device.allocate_host("busy stamps", 16)
+        self.clock = StepClock(self.device, local_executor(self.parts.executor))
+        self._stamps = self.device.allocate_host("busy stamps", 16)
         on_progress("measuring the hardware")
-        self.link = Link(self.parts.device, 64 << 20 if device == CUDA else 1 << 20, in_a_row=8)
+        self._on_gpu = self.device.kind == CUDA
+        self.link = Link(self.device, 64 << 20 if self._on_gpu else 1 << 20, in_a_row=8)
         self.link.seconds()
 
     def close(self) -> None:
         """Close the engine."""
-        self.engine.close()
-        self._unfreeze_gc_heap()
+        self._end()
 
     def prompt(self, num_tokens: int) -> list[int]:
         """A new random prompt that is in no cache."""
-        return [int(token) for token in self._random.integers(1, self.model.vocab_size, num_tokens)]
+        return [int(token) for token in self._random.integers(1, self._vocab_size, num_tokens)]
 
     def moment(self, most_s: float) -> float:
         """A random time up to `most_s`."""
@@ -180,29 +152,86 @@ class Rig:
 
     def host_waits(self) -> int:
         """Waits of the host for the device, besides those for a step that is to be committed."""
-        waits = self.parts.device.host_waits()
+        waits = self.device.host_waits()
         return sum(count for reason, count in waits.items() if reason not in ("step", "benchmark"))
 
     def busy_s(self, work: Callable[[], object]) -> float:
         """Device time of `work`, which the host enqueues on a new stream; minimum of three runs."""
-        stream = self.parts.device.stream(f"bench {time.perf_counter_ns()}")
+        stream = self.device.stream(f"bench {time.perf_counter_ns()}")
         taken = []
         for _ in range(3):
 
             def timed() -> None:
-                stamp(self.parts.device, self._stamps, 0)
+                stamp(self.device, self._stamps, 0)
                 work()
-                stamp(self.parts.device, self._stamps, 8)
+                stamp(self.device, self._stamps, 8)
 
-            self.parts.device.wait_host(stream.submit(timed), reason="benchmark")
+            self.device.wait_host(stream.submit(timed), reason="benchmark")
             begin, end = self._stamps.data.view(torch.int64).tolist()
             taken.append(float(end - begin) / 1e9)
         return min(taken)
 
+    def bytes_a_second_to_device(self) -> float:
+        """Rate of copies from pinned host memory."""
+        return 8 * (64 << 20 if self._on_gpu else 1 << 20) / median(self.link.seconds()["to_device"] for _ in range(5))
+
+
+class ModelRig(Rig):
+    """A rig with a new engine of one rank, for a model of random weights."""
+
+    def __init__(
+        self,
+        device: str,
+        shape: str,
+        sizes: Sizes,
+        on_progress: Callable[[str], None],
+        *,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
+        self.torch_device = torch_device(device)
+        on_progress("making the model")
+        self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
+        embedding = self.model.module.get_input_embeddings().weight
+        tied = self.model.module.get_output_embeddings().weight is embedding
+        # Parameters that a step reads completely. An input embedding that is not also the output layer is only indexed.
+        self.num_weights_read = sum(part.numel() for part in self.model.module.parameters()) - (
+            0 if tied else embedding.numel()
+        )
+        start, phases = time.perf_counter(), dict[str, float]()
+
+        def starting(what: str, done: int, total: int) -> None:
+            if what not in phases:
+                phases[what] = time.perf_counter()
+                on_progress(f"starting the engine: {what}")
+
+        starting("making its parts", 0, 0)
+        engine = build_engine(
+            self.model,
+            EngineConfig(
+                device=device,
+                kv_memory=sizes.kv_memory,
+                max_running=sizes.max_running,
+                max_model_len=sizes.max_model_len,
+                offload=OffloadConfig(host=sizes.host),
+                speculative=speculative,
+            ),
+            tell=starting,
+        )
+        self.startup_s = time.perf_counter() - start
+        ends = [*phases.values(), start + self.startup_s]
+        self.phases = {what: end - begin for (what, begin), end in zip(phases.items(), ends[1:], strict=True)}
+        unfreeze_gc_heap = freeze_gc_heap()  # as LLM does
+
+        def end() -> None:
+            engine.close()
+            unfreeze_gc_heap()
+
+        super().__init__(engine, vocab_size=self.model.vocab_size, end=end, on_progress=on_progress)
+
     def bandwidth(self) -> float:
         """Memory read bandwidth of the device in bytes per second."""
         data = torch.zeros(
-            (2 << 30 if on_gpu(self.torch_device) else 32 << 20) // 8,
+            (2 << 30 if self._on_gpu else 32 << 20) // 8,
             dtype=torch.int64,
             device=self.torch_device,
         )
@@ -210,17 +239,9 @@ class Rig:
 
     def flops(self) -> float:
         """FLOP/s of a large matrix product."""
-        size = 8192 if on_gpu(self.torch_device) else 256
+        size = 8192 if self._on_gpu else 256
         left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=self.torch_device) for _ in range(2))
         return 2 * size**3 / self.busy_s(lambda: left @ right)
-
-    def bytes_a_second_to_device(self) -> float:
-        """Rate of copies from pinned host memory."""
-        return (
-            8
-            * (64 << 20 if on_gpu(self.torch_device) else 1 << 20)
-            / median(self.link.seconds()["to_device"] for _ in range(5))
-        )
 
 
 def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Callable[[str], None]) -> list[Figure]:
@@ -229,7 +250,7 @@ def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Calla
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))
     sizes = _FULL if device == CUDA else _TINY
-    rig = Rig(device, shape, sizes, on_progress)
+    rig = ModelRig(device, shape, sizes, on_progress)
     try:
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.startup_s, "s", at_most(60.0))]
@@ -238,7 +259,7 @@ def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Calla
             for what, seconds in rig.phases.items()
         ]
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
-        ways = {"decode": decode, "prefill": _prefill, "ttft": ttft, "resume": _resume, "async": _async}
+        ways = {"decode": decode, "prefill": _prefill, "ttft": ttft, "resume": resume, "async": _async}
         for part in parts:
             figures += ways[part](rig, sizes, step_s, on_progress)
         figures.append(Figure("host_waits_besides_commits", rig.host_waits(), "waits", at_most(0)))
@@ -247,14 +268,14 @@ def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Calla
     return figures
 
 
-def decode(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def decode(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     """Step times over the time to read weights, KV and states; the baseline `generate`; and the device's idle time."""
     bandwidth = rig.bandwidth()
     figures, idle_shares = [Figure("memory_read_gb_s", bandwidth / 1e9, "GB/s")], []
     for rows, context, bound in sizes.decode:
         on_progress(f"decode, {rows} rows")
         lengths, idle = rig.steps(rows, context, sizes.outputs)
-        read = 2 * rig.num_weights_read + rows * context * rig.model.layout.token_bytes
+        read = 2 * rig.num_weights_read + rows * context * rig.layout.token_bytes
         floor = (read + 2 * rows * rig.state_bytes) / bandwidth  # a state is read and written
         figures.append(Figure(f"decode_b{rows}_over_floor", median(lengths) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"decode_b{rows}_ms", 1e3 * median(lengths), "ms"))
@@ -267,7 +288,7 @@ def decode(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
     return [*figures, Figure("idle_share_max", max(idle_shares), "share", at_most(0.02))]
 
 
-def _generate(rig: Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figure]:
+def _generate(rig: ModelRig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figure]:
     """Step time of transformers' own `generate` with the same shape and batch, without prefill."""
     module, figures = random_module(rig.model.name, device=rig.torch_device), []
     for rows, context, _ in sizes.decode:
@@ -293,9 +314,9 @@ def _generate(rig: Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figu
     return figures
 
 
-def _prefill(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def _prefill(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     flops, figures = rig.flops(), []
-    layout = rig.model.layout
+    layout = rig.layout
     for length, _ in sizes.cold:
         on_progress(f"prefill, {length} tokens")
         taken = []
@@ -336,14 +357,15 @@ def ttft(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], Non
                     "the benchmark measures something else"
                 )
             warm.append(answer.ttft_s)
-        floor = (length * rig.model.layout.token_bytes + rig.state_bytes) / rate + step_s
+        floor = (length * rig.layout.token_bytes + rig.state_bytes) / rate + step_s
         figures.append(Figure(f"ttft_host_over_floor{suffix}", median(warm) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"ttft_cold_over_host{suffix}", median(cold) / median(warm), "ratio", at_least(gain)))
         figures.append(Figure(f"ttft_host_ms_{length}", 1e3 * median(warm), "ms"))
     return [*figures, Figure("link_to_device_gb_s", rate / 1e9, "GB/s"), Figure("one_step_ms", 1e3 * step_s, "ms")]
 
 
-def _resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+def resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+    """ITL of decoding requests while a long request's KV is loaded, and the TTFT of the long request."""
     on_progress("decoding while a long request resumes")
     count = min(_OTHERS, sizes.max_running - 1)
     long = rig.prompt(sizes.resumed)
@@ -358,7 +380,7 @@ def _resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], 
         time.sleep(rig.moment(2 * step_s))
         began = time.perf_counter()
         answer = rig.ask(long, _LONG_OUTPUTS).wait()
-        if answer.cached.host < sizes.resumed - rig.model.layout.block_tokens:
+        if answer.cached.host < sizes.resumed - rig.layout.block_tokens:
             raise SidestreamError(
                 f"{answer.cached.host} of {sizes.resumed} tokens came back from host memory: "
                 "the benchmark measures something else"
@@ -374,8 +396,8 @@ def _resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], 
                     alone.append(after - before)
         rig.forget_device()
     rate = rig.bytes_a_second_to_device()
-    blocks = (sizes.resumed - 1) // rig.model.layout.block_tokens
-    floor = (blocks * rig.model.layout.block_bytes + rig.state_bytes) / rate + step_s
+    blocks = (sizes.resumed - 1) // rig.layout.block_tokens
+    floor = (blocks * rig.layout.block_bytes + rig.state_bytes) / rate + step_s
     return [
         Figure("itl_p99_during_resume", _p99(during) / _p99(alone), "ratio", at_most(1.05)),
         Figure("itl_p99_during_resume_ms", 1e3 * _p99(during), "ms"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
-from sidestream.cli.bench.engine import Rig, Sizes, decode, ttft
+from sidestream.cli.bench.engine import ModelRig, Sizes, decode, ttft
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.config import SpeculativeConfig
 from sidestream.device.kinds import CUDA
@@ -33,7 +33,7 @@ _TINY = Sizes("16MiB", "16MiB", 512, 8, ((1, 32, 1.5), (8, 16, 1.5)), (), ((128,
 def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """The figures of one engine without drafts and one with. On a CPU, bounds do not hold."""
     sizes = replace(_FULL if device == CUDA else _TINY, block_tokens=block_tokens)
-    rig = Rig(device, shape, sizes, on_progress)
+    rig = ModelRig(device, shape, sizes, on_progress)
     try:
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.startup_s, "s")]
@@ -46,7 +46,7 @@ def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable
         rig.close()
     on_progress("an engine with drafts")
     drafting = SpeculativeConfig("ngram", _DRAFTS, adaptive=False)
-    rig = Rig(device, shape, replace(sizes, max_running=_VERIFIED_ROWS), on_progress, speculative=drafting)
+    rig = ModelRig(device, shape, replace(sizes, max_running=_VERIFIED_ROWS), on_progress, speculative=drafting)
     try:
         rig.ask(rig.prompt(40), 4).wait()
         lengths, idle = rig.steps(_VERIFIED_ROWS, sizes.others_context, 4 * sizes.outputs, drafts=_DRAFTS)

@@ -16,7 +16,7 @@ Shape = Annotated[
     option(
         "--shape",
         metavar="SHAPE",
-        help="Model shape, with random weights: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
+        help="Model shape, with random weights: qwen3-8b, qwen3-32b, llama-3.2-1b, qwen3-0.6b or tiny.",
     ),
 ]
 Requests = Annotated[int, option("--requests", metavar="N", help="Concurrent requests.", parse=whole)]

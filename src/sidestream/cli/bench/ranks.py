@@ -1,0 +1,180 @@
+"""Tensor parallelism on GPUs: the same model with random weights on one rank and on several, one after another.
+
+Times of decode steps, of first tokens without cached KV and from host memory, of a resume, and the rate at which all
+ranks load KV from host memory, each over its own link.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from sidestream.cli.bench.engine import Rig, Sizes, resume
+from sidestream.cli.bench.report import Bound, Figure, at_least, at_most
+from sidestream.config import OffloadConfig
+from sidestream.device.choice import torch_device
+from sidestream.device.kinds import CUDA
+from sidestream.errors import SidestreamError
+from sidestream.llm import LLM
+from sidestream.testing.random_models import SHAPES, random_checkpoint
+from sidestream.testing.tiny_models import tiny_model_dir
+
+# Steps at these numbers of rows, and first tokens of this length, have bounds for two ranks.
+_BOUNDED_ROWS = (1, 32)
+_BOUNDED_LENGTH = 8192
+_ROUNDS = 5
+
+_FULL = Sizes(
+    kv_memory="8GiB",
+    host="24GiB",
+    max_model_len=40960,
+    max_running=128,
+    decode=((1, 1024, 0.0), (32, 1024, 0.0), (128, 512, 0.0)),
+    cold=((128, 0.0), (2048, 0.0), (_BOUNDED_LENGTH, 0.0)),
+    from_host=((8192, 0.0, 0.0), (16384, 0.0, 0.0)),
+    others_context=1024,
+    resumed=16000,
+    outputs=64,
+)
+_TINY = Sizes("8MiB", "16MiB", 512, 4, ((1, 32, 0.0), (4, 16, 0.0)), ((32, 0.0),), ((128, 0.0, 0.0),), 32, 200, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Of one number of ranks. Seconds, by rows or by tokens; `resume`: the figures of `resume`.
+
+    idle_share     idle time of rank 0's device between decode steps, at the worst number of rows
+    load_bytes_s   bytes per second of all ranks together, from the submission of a load to its end
+    """
+
+    step_s: dict[int, float]
+    cold_s: dict[int, float]
+    host_s: dict[int, float]
+    idle_share: float
+    load_bytes_s: float
+    host_waits: int
+    resume: dict[str, Figure]
+
+
+def measure(
+    *, device: str, shape: str, ranks: int, kv_memory: str | None, on_progress: Callable[[str], None]
+) -> list[Figure]:
+    """The figures of `ranks` ranks beside one. `kv_memory`: of each rank; None: the usual size of the benchmark."""
+    sizes = _FULL if device == CUDA else _TINY
+    if kv_memory is not None:
+        sizes = replace(sizes, kv_memory=kv_memory)
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
+        on_progress("writing random weights")
+        words = tiny_model_dir("llama", Path(scratch, "words"), seed=0)
+        model = Path(scratch, "model")
+        random_checkpoint(shape, model, tokenizer=words, device=torch_device(device))
+        one, many = (_times(str(model), device, shape, size, sizes, on_progress) for size in (1, ranks))
+    return _figures(one, many, ranks, sizes)
+
+
+def _times(model: str, device: str, shape: str, size: int, sizes: Sizes, on_progress: Callable[[str], None]) -> _Times:
+    def tell(text: str) -> None:
+        on_progress(f"{size} rank{'s' * (size > 1)}: {text}")
+
+    tell("starting")
+    llm = LLM(
+        model,
+        device=device,
+        tensor_parallel=size,
+        dtype="bfloat16",
+        kv_memory=sizes.kv_memory,
+        max_running=sizes.max_running,
+        max_model_len=sizes.max_model_len,
+        offload=OffloadConfig(host=sizes.host),
+        generation_config="none",
+    )
+    try:
+        rig = Rig(llm.engine, vocab_size=SHAPES[shape][1]["vocab_size"], end=llm.close, on_progress=tell)
+    except BaseException:
+        llm.close()
+        raise
+    try:
+        return _measured(rig, size, sizes, tell)
+    finally:
+        rig.close()
+
+
+def _measured(rig: Rig, size: int, sizes: Sizes, tell: Callable[[str], None]) -> _Times:
+    rig.ask(rig.prompt(40), 4).wait()
+    step_s, cold_s, host_s, shares = dict[int, float](), dict[int, float](), dict[int, float](), list[float]()
+    for rows, context, _ in sizes.decode:
+        tell(f"decode, {rows} rows")
+        lengths, idle = rig.steps(rows, context, sizes.outputs)
+        step_s[rows] = median(lengths)
+        shares.append(sum(idle) / sum(lengths))
+    for length, _ in sizes.cold:
+        tell(f"first token, {length} tokens cold")
+        cold_s[length] = median(rig.ask(rig.prompt(length), 1).wait().ttft_s for _ in range(_ROUNDS))
+    rates = []
+    for length, *_ in sizes.from_host:
+        tell(f"first token, {length} tokens from host memory")
+        taken = []
+        for _ in range(_ROUNDS):
+            prompt = rig.prompt(length + 1)
+            rig.ask(prompt, 1).wait()
+            rig.forget_device()
+            before = _loaded(rig)
+            answer = rig.ask(prompt, 1).wait()
+            if answer.cached.host != length:
+                raise SidestreamError(
+                    f"{answer.cached.host} of {length} tokens came from host memory: "
+                    "the benchmark measures something else"
+                )
+            taken.append(answer.ttft_s)
+            rig.forget_device()  # waits for the end of the load
+            num_bytes, seconds = (now - then for now, then in zip(_loaded(rig), before, strict=True))
+            rates.append(size * num_bytes / seconds)  # each rank loads its heads
+        host_s[length] = median(taken)
+    figures = {figure.name: figure for figure in resume(rig, sizes, step_s[1], tell)}
+    return _Times(step_s, cold_s, host_s, max(shares), max(rates), rig.host_waits(), figures)
+
+
+def _loaded(rig: Rig) -> tuple[float, float]:
+    """Bytes that rank 0 has loaded, and the seconds of its loads."""
+    metrics = rig.parts.metrics
+    seconds = metrics.snapshot().histograms["transfer_seconds"].get(("load",))
+    return metrics.value("transfer_bytes_total", "load"), 0.0 if seconds is None else seconds.total
+
+
+def _figures(one: _Times, many: _Times, ranks: int, sizes: Sizes) -> list[Figure]:
+    figures = []
+    for rows, _, _ in sizes.decode:
+        bound = at_most(0.62) if ranks == 2 and rows in _BOUNDED_ROWS else None
+        figures += _pair("decode_b{}", rows, one.step_s[rows], many.step_s[rows], ranks, bound)
+    for length, _ in sizes.cold:
+        bound = at_most(0.6) if ranks == 2 and length == _BOUNDED_LENGTH else None
+        figures += _pair("ttft_cold_{}", length, one.cold_s[length], many.cold_s[length], ranks, bound)
+    for length, *_ in sizes.from_host:
+        figures += _pair("ttft_host_{}", length, one.host_s[length], many.host_s[length], ranks, None)
+    gain = at_least(1.9) if ranks == 2 else None
+    figures += [
+        Figure(f"tp{ranks}_over_tp1_load_gb_s", many.load_bytes_s / one.load_bytes_s, "ratio", gain),
+        Figure(f"tp{ranks}_load_gb_s", many.load_bytes_s / 1e9, "GB/s"),
+        Figure("tp1_load_gb_s", one.load_bytes_s / 1e9, "GB/s"),
+        Figure(f"tp{ranks}_idle_share_max", many.idle_share, "share", at_most(0.02)),
+        Figure("tp1_idle_share_max", one.idle_share, "share"),
+        Figure(f"tp{ranks}_host_waits_besides_commits", many.host_waits, "waits", at_most(0)),
+    ]
+    for size, times in ((ranks, many), (1, one)):
+        figures += [
+            replace(times.resume[name], name=f"tp{size}_{name}", bound=None)
+            for name in ("resume_ttft_ms", "itl_p99_during_resume", "itl_p99_during_resume_ms", "itl_median_alone_ms")
+        ]
+    return figures
+
+
+def _pair(name: str, of: int, one_s: float, many_s: float, ranks: int, bound: Bound | None) -> list[Figure]:
+    what = name.format(of)
+    return [
+        Figure(f"tp{ranks}_over_tp1_{what}", many_s / one_s, "ratio", bound),
+        Figure(f"tp{ranks}_{what}_ms", 1e3 * many_s, "ms"),
+        Figure(f"tp1_{what}_ms", 1e3 * one_s, "ms"),
+    ]
