@@ -177,12 +177,13 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The KV that all layers with one window read.
+    """Which KV a layer reads. One object serves all layers with the same sliding window.
 
-    index   first pool row of the keys of each block that a row sees, row after row; then those of the values
-    spans   range of the tokens in these blocks that each row sees
-    masks   additive `[queries, tokens seen]` of the rows after the decode rows; if a row has few queries, repeated for
-            each head that shares a KV head
+    index   pool row where each block's keys begin, for the blocks of all batch rows in order; then the same for the
+            values
+    spans   for each batch row, the range of tokens that it sees, counted over all gathered blocks
+    masks   for each row after the decode rows, an additive mask `[queries, tokens seen]`; for at most `_FEW_QUERIES`
+            queries, it is repeated once per query head of a KV head
     """
 
     index: torch.Tensor
@@ -193,8 +194,8 @@ class _Seen:
 class _Addresses:
     """Location of one batch's tokens in the pool; computed by the first layer and shared by the others.
 
-    The pool is viewed as rows, each with one token's keys or values in one layer. Relative to a layer's first row, the
-    row of a token depends only on its block and offset; so one index serves all layers.
+    The pool is viewed as rows, each with one token's keys or values in one layer. Counted from a layer's first pool
+    row, a token has the same row number in every layer. So one index serves all layers.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
@@ -203,7 +204,7 @@ class _Addresses:
         self._block_rows, rest = divmod(batch.kv.stride(0), width)
         if rest:
             raise InvariantError(
-                f"blocks are {batch.kv.stride(0)} numbers apart, a token has {width}: a multiple expected"
+                f"the block stride is {batch.kv.stride(0)} elements: not a multiple of the {width} elements of a token"
             )
         rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
         self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
@@ -228,8 +229,8 @@ class _Addresses:
         return self._pool[layer * 2 * self._block_tokens :]
 
     def halves_from(self, layer: int) -> torch.Tensor:
-        """Runs of a block's keys or values by first row, relative to the layer's first row: `[rows, block_tokens,
-        kv_heads, head_dim]`.
+        """View `[rows, block_tokens, kv_heads, head_dim]`: entry i is the `block_tokens` pool rows that start i rows
+        after the layer's first row.
         """
         return self._halves[layer * 2 * self._block_tokens :]
 

@@ -290,7 +290,7 @@ def plain(value: Any) -> Any:
 
 
 def config_of(values: Mapping[str, Any]) -> EngineConfig:
-    """The EngineConfig of which `plain` made `values`."""
+    """The EngineConfig that `values` describe: the inverse of `plain`."""
     from sidestream.config import KVEventsConfig, OffloadConfig, SpeculativeConfig
 
     kinds = {"kv_events": KVEventsConfig, "offload": OffloadConfig, "speculative": SpeculativeConfig}

@@ -1,7 +1,7 @@
 """KV events in vLLM's format: tell routers which blocks this engine can reuse. docs/kv-events.md explains the format.
 
 The engine thread calls `flush` after each step: it takes the changes of the key log and puts them into a bounded queue.
-A thread of its own turns the changes into events, and hands them to the callbacks and to the sockets (kv_sockets.py).
+Another thread turns the changes into events, and hands them to the callbacks and to the sockets (kv_sockets.py).
 The engine thread never waits for either.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Routers know these media. A decoder takes a medium that it does not know for the device, so other tiers are EXTERNAL.
+# The media that routers know. A decoder treats an unknown medium as the device, so other tiers are sent as EXTERNAL.
 _MEDIA: Mapping[str, str] = {DEVICE: "GPU", HOST: "CPU", "disk": "DISK"}
 _OTHER_MEDIUM = "EXTERNAL"
 _HASH_BYTES = 8
@@ -44,7 +44,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     token_ids          tokens of all the blocks; empty if the medium is not the device
     block_size         tokens of a block
     medium             `"GPU"`: the device, of any kind; `"CPU"`: host memory; `"DISK"`; `"EXTERNAL"`: another tier
-    extra_keys         the cache salt of the request, as the only key of the sequence's first block; None: no salt
+    extra_keys         one entry per block: `(cache salt,)` for the sequence's first block, None for later ones. None:
+                       the request has no salt, or the sequence's first block is not in this event
     """
 
     block_hashes: tuple[int, ...]
@@ -164,7 +165,9 @@ class KVEvents:
         self._callbacks: list[OnBatch] = []
         self._queue: deque[tuple[int, float, list[KeyChange]]] = deque()
         self._sequence = 0  # of the next batch
-        self._behind = True  # the next batch begins with AllBlocksCleared; the first, for routers of an earlier engine
+        self._behind = (
+            True  # the next batch begins with AllBlocksCleared; also the first: routers may know an earlier engine
+        )
         self._bell = Bell()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -181,7 +184,9 @@ class KVEvents:
         self._callbacks.append(on_batch)
 
     def flush(self) -> None:
-        """Queue the changes since the last call. Engine thread, or the closing thread after its end. Never blocks."""
+        """Queue the changes since the last call. Never blocks. Call it on the engine thread or, after that has
+        ended, on the thread that closes the engine.
+        """
         changes = self.log.drain()
         if not changes:
             return
@@ -208,7 +213,7 @@ class KVEvents:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
             if self._thread.is_alive():
-                logger.warning("a callback of KV events blocks: their sockets are not closed")
+                logger.warning("a callback of KV events did not return: the sockets of KV events stay open")
                 return
         if self._sockets is not None:
             self._sockets.close()

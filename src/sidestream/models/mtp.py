@@ -53,8 +53,8 @@ _DEEPSEEK = {
 }
 _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
 _OWN_FORMAT = "sidestream-mtp"
-# Config fields that must be the same for head and model: first for Sidestream's own files, then for checkpoints, whose
-# tensor names depend on the number of layers.
+# Config fields that must be equal for head and model. `_FACTS` is for Sidestream's own files, `_CHECKPOINT_FACTS` for
+# checkpoints, whose tensor names depend on the number of layers.
 _FACTS = ("model_type", "hidden_size", "vocab_size")
 _CHECKPOINT_FACTS = ("hidden_size", "vocab_size", "num_hidden_layers")
 _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
@@ -63,7 +63,8 @@ _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>
 class MtpHead(nn.Module):
     """The head of one model. It shares the model's embedding and output matrix.
 
-    feeds_normed   True: the head receives its own hidden state after its norm (Qwen); False: before it (DeepSeek, GLM)
+    feeds_normed   True: the next draft's input is the hidden state after the head's last norm (Qwen); False: the one
+                   before that norm (DeepSeek, GLM)
     """
 
     def __init__(self, model: Any, *, feeds_normed: bool) -> None:
@@ -103,8 +104,8 @@ class MtpHead(nn.Module):
                 tensor.data = tensor.data.to(theirs[name].dtype)
 
     def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
-        """The hidden states that predict the tokens after `tokens`, and the hidden states that are the next input. Both
-        are `[N, T, hidden_size]`.
+        """Two hidden states, both `[N, T, hidden_size]`: the input of the output matrix for the tokens after `tokens`,
+        and `before` of the next call.
 
         tokens, positions   int64 `[N, T]`
         before              `[N, T, hidden_size]`
@@ -127,14 +128,14 @@ class MtpHead(nn.Module):
         )
         if hasattr(
             base.rotary_emb, "mrope_section"
-        ):  # Qwen3.5's rotary embedding takes time, height and width, which are equal for text
+        ):  # Qwen3.5 has three positions per token (time, height, width), which are equal for text
             positions = positions.expand(3, *positions.shape)
         return joined, base.rotary_emb(joined, position_ids=positions, **self._rotary)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """Like `forward`, but for packed tokens and the block pool: both results are `[T, hidden_size]`. Also writes
-        the KV to the layer of the pool behind the model's.
+        the KV to the first pool layer after the model's layers.
         """
         count = len(tokens)
         predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(batch))

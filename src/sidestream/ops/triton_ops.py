@@ -13,9 +13,9 @@ from torch import Tensor
 from sidestream.ops import draft_kernels, step_kernels
 from sidestream.ops.interface import DraftRows, PackedRows, ResolvedInputs, SlotTensors
 
-# Number of programs of a draw that run at the same time.
+# Number of Triton programs of a draw (random sampling) that should run at the same time.
 _PROGRAMS = 512
-# Number of low bits of a float32 that are zero in every number of the type.
+# By dtype: how many low bits are zero in each of its numbers after conversion to float32.
 _SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -219,10 +219,12 @@ class TritonOps:
 def _draw(
     logits: Tensor, slots: Tensor, output_indices: Tensor, finite: Tensor, sampling: Tensor, tokens: Tensor
 ) -> None:
-    """Overwrite `tokens`, which holds the argmax of each row of logits, for rows whose slot draws at random."""
+    """`tokens` holds the argmax of each row of logits. Overwrite it with a random sample in rows whose slot asks for
+    one.
+    """
     (places, width), stride, spare = logits.shape, logits.stride(0), _SPARE_BITS[logits.dtype]
     tiles, turns = -(-width // step_kernels.TILE.value), -(-(32 - spare) // step_kernels.BITS.value)
-    # As many programs as a GPU runs at the same time, if there are enough rows. Each program processes several tiles.
+    # Logits per program, so that about `_PROGRAMS` programs run; with few rows fewer, at most `PARTS` for each row.
     span = max(-(-tiles * places // _PROGRAMS), -(-tiles // step_kernels.PARTS.value)) * step_kernels.TILE.value
     parts = -(-width // span)
 

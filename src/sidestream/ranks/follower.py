@@ -30,7 +30,7 @@ _GROWTH_POLL_S = 0.05
 
 
 class _Track:
-    """The work of one stream that is not known to be done, by rank 0's numbers."""
+    """One stream, and the fences of its work that were not seen done yet, with the numbers of rank 0's messages."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -58,7 +58,7 @@ class Follower:
         report: Callable[[Report], None],
     ) -> None:
         self.ended = False
-        """Whether the last message was taken."""
+        """Whether the message `End` was taken."""
         self._device = device
         self.executor = executor
         self._memory = memory
@@ -82,19 +82,19 @@ class Follower:
 
     @property
     def busy(self) -> bool:
-        """Whether any work is not known to be done."""
+        """Whether some work may still be running."""
         return any(track.fences for track in self._tracks.values())
 
     def close(self) -> None:
-        """Close the rank's persistent tiers. After the last work."""
+        """Close the rank's persistent tiers. Call it when no work is left."""
         if self._tiers is not None:
             self._tiers.close()
 
     # ------------------------------------------------------------------ messages
 
     def _take_messages(self) -> None:
-        """Carry out the messages that have come. A step needs room for its inputs, which the device reads until it is
-        done: without room it waits, and with it all messages behind it.
+        """Carry out the messages that have come. The inputs of a step stay in a buffer until the step is done: while
+        `MAX_STEPS` steps are in flight, no further message is taken, of any kind.
         """
         while len(self._tracks[COMPUTE].fences) < MAX_STEPS and (message := self._take()) is not None:
             self._apply(message)
@@ -185,8 +185,8 @@ class Follower:
         return fences
 
     def _report_passed(self) -> None:
-        """Report what is done, as one message. Work that is done while other streams are polled may have waited for
-        work of a stream that was polled before, so all streams are polled until none has more.
+        """Report what is done, as one message. A stream may finish work while later streams are polled, and their
+        work may have waited for it: all streams are polled again until none has more.
         """
         passed: dict[str, int] = {}
         while newly := dict(self._newly_passed()):
@@ -206,7 +206,7 @@ class Follower:
         if self._ready.final:
             return
         memory = self._host.memory
-        final = not self._device.grows(memory)  # read first: if nothing more comes, `ready_bytes` below is final
+        final = not self._device.grows(memory)  # read first: if the memory does not grow, `ready_bytes` below is final
         ready = Ready(self._device.ready_bytes(memory), final)
         if ready != self._ready:
             self._ready = ready
@@ -216,7 +216,7 @@ class Follower:
 def _write(tier: PersistentTier, grant: WriteGrant, slot: memoryview) -> None:
     tier.write(grant, slot)
     if not grant.written:
-        raise InvariantError(f"a tier returned from a write of {grant.entry} without the entry")
+        raise InvariantError(f"the write of {grant.entry} to a tier returned, but the tier does not hold the entry")
 
 
 def _kind_of(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Rank 0: a device and an executor that do on every rank what they do here.
 
-The scheduler, the pools and the offload worker know of one device. Its copies and steps are sent to the other ranks
-before rank 0's caller sees their fences, so a rank has received all work that a message names. A fence of the device is
-done when all ranks have passed it (`JointFence`). Waits on the device are each rank's own: no rank's device and no
-rank's host waits for another rank, except inside the collectives of the forward pass.
+The scheduler, the pools and the offload worker know of one device. A copy or a step is sent to the other ranks before
+rank 0's caller gets its fence: if a message refers to a fence, its receiver has the work of that fence already. A fence
+of the device is done when all ranks have passed it (`JointFence`). Each device waits only for fences of its own rank.
+No device and no host waits for another rank, except in the collectives of the forward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait until every other rank has ended after its last message, `End`, or was ended by force. Idempotent."""
+        """Wait until every other rank has ended: by itself after the message `End`, or killed. Idempotent."""
         ...
 
     def kill(self) -> None:
@@ -59,7 +59,7 @@ class Ranks:
         self.progress = progress
         self._transport = transport
         self._sending = threading.Lock()
-        self._known = threading.Event()  # that a rank is lost
+        self._known = threading.Event()  # set when a rank is lost
         self._closed = False
         self._threads: list[_JointThread] = []
         self._ready: dict[int, Ready] = {}  # by rank
@@ -71,8 +71,8 @@ class Ranks:
             self._transport.send(message)  # rule: message-is-sent
 
     def why_failed(self, failure: BaseException) -> DeviceLost:
-        """The error that ends the engine after a failed step of rank 0: the loss of another rank, if that was the
-        reason. Waits for a moment: the collective may fail before the loss is known.
+        """The error that ends the engine when a step failed on rank 0. If another rank was lost, that loss is the
+        error. Waits for a moment: the collective may fail before the loss is known.
         """
         self._known.wait(_KNOWN_S)
         lost = self.progress.lost
@@ -82,7 +82,7 @@ class Ranks:
 
     def close(self) -> None:
         """End rank 0's threads, let the other ranks finish all work that was sent, and end them. Blocks. Idempotent."""
-        for joint in self._threads:  # they send no copy after the last message
+        for joint in self._threads:  # first: no thread may send a copy after `End`
             if joint.thread is not None:
                 joint.thread.close()
         if not self._closed:
@@ -110,14 +110,14 @@ class Ranks:
             case Ready():
                 self._ready[rank] = message
                 self._wake()
-            case _:  # a beat
+            case _:  # a heartbeat
                 pass
 
     def lose(self, error: DeviceLost) -> None:
         """End everything that waits for the other ranks: a rank has ended, or its step has failed. Any thread."""
         self.progress.lose(error)
         self._known.set()
-        self._transport.kill()  # the ranks that are left wait for each other in collectives, and rank 0 for them
+        self._transport.kill()  # the ranks that still run would wait forever in a collective, and rank 0 with them
         self._wake()
         self._on_loss(error)
 
@@ -132,23 +132,25 @@ class Ranks:
         self._threads.append(thread)
 
     def ready_bytes(self, least: int) -> int:
-        """Bytes of host memory that all other ranks can use; `least` of a rank that has not reported."""
+        """Bytes of host memory that every other rank can use. A rank that has not reported counts as `least` bytes."""
         return min(self._ready[rank].num_bytes if rank in self._ready else least for rank in range(1, self.size))
 
     @property
     def grows(self) -> bool:
-        """Whether any rank's host memory is not ready yet."""
+        """Whether another rank's host memory is not ready yet."""
         return not all(rank in self._ready and self._ready[rank].final for rank in range(1, self.size))
 
 
 def error_named(kind: str, text: str) -> SidestreamError:
-    """An error of that class of `sidestream.errors`."""
+    """An error of the class `kind` in `sidestream.errors`; DeviceError if there is no such class."""
     error = getattr(errors, kind, None)
     return error(text) if isinstance(error, type) and issubclass(error, SidestreamError) else DeviceError(text)
 
 
 class JointStream:
-    """A stream of rank 0 whose copies, and reads and writes of tiers, run on the same stream of every rank."""
+    """A stream of rank 0. Its copies, and its reads and writes of tiers, run on every rank, on the stream of the same
+    name.
+    """
 
     def __init__(self, stream: Stream, ranks: Ranks) -> None:
         self.name = stream.name
@@ -199,12 +201,12 @@ class JointStream:
         return JointFence(local, (self.name, self._number), self._ranks.progress)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is rank 0's own stream's."""
+        """All other attributes are those of rank 0's own stream."""
         return getattr(self._stream, name)
 
 
 class _JointThread:
-    """A thread of rank 0 that rests on fences of all ranks. See `HostThread`."""
+    """A thread of rank 0 whose next turn may wait for fences of all ranks. See `HostThread`."""
 
     def __init__(self, turn: Callable[[], Rest], clock: Callable[[], float]) -> None:
         self._turn = turn
@@ -213,8 +215,10 @@ class _JointThread:
         self.thread: HostThread | None = None
 
     def turn(self) -> Rest:
-        """The thread's turn. The device wakes the thread for rank 0's own fences, a report for those of other ranks."""
-        self._resting_for_fences = True  # before the turn polls fences: a report during the turn causes another turn
+        """The thread's turn. Rank 0's device wakes the thread when rank 0's part of a fence is done; a report wakes it
+        for the parts of other ranks.
+        """
+        self._resting_for_fences = True  # set before fences are polled: a report during the turn causes another turn
         rest = self._turn()
         self._resting_for_fences = bool(rest.fences)
         waiting = []
@@ -265,7 +269,7 @@ class _JointDevice:
 
     def grows(self, memory: Memory) -> bool:
         """See `Device.grows`."""
-        others = self._ranks.grows  # read first: if it is False, their bytes are final
+        others = self._ranks.grows  # read first: if False, `ready_bytes` of the other ranks is final
         return self._device.grows(memory) or others
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
@@ -279,15 +283,15 @@ class _JointDevice:
             ends.callback(self._ranks.close)  # rule: other-ranks-end-before-the-device
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is rank 0's own device's."""
+        """All other attributes are those of rank 0's own device."""
         return getattr(self._device, name)
 
 
 def joint_device(device: Device, ranks: Ranks) -> Device:
     """A device whose streams copy on every rank, for the offload worker; `device` is rank 0's own.
 
-    The fences of its streams are done when all ranks have passed them. Host memory is as large as the least that is
-    ready on any rank.
+    The fences of its streams are done when all ranks have passed them. Of host memory, only as many
+    bytes count as ready as are ready on every rank.
     """
     return cast(Device, _JointDevice(device, ranks))
 
@@ -314,7 +318,7 @@ class _JointExecutor:
         return dataclasses.replace(step, on_all_ranks=joint)  # rule: blocks-are-used-until-every-rank-has-passed
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is rank 0's own executor's."""
+        """All other attributes are those of rank 0's own executor."""
         return getattr(self._executor, name)
 
 

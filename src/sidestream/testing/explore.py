@@ -63,9 +63,9 @@ class Run:
     """The result of one schedule.
 
     problems   the checker's findings first; empty: the run is clean
-    turns      decision number → chosen actor, where it was not the running one; repeats the schedule
+    turns      decisions that switched to another actor: decision number → chosen actor. `replay` repeats the schedule
     decisions  number of decisions
-    actors     names of the host, and of all streams and threads that could run beside another
+    actors     names of all actors that could be chosen in some decision: the host, streams and threads
     lines      the interleaving
     """
 
@@ -92,10 +92,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A failing schedule, and the shortest one with the same kind of problem.
+    """A failing schedule, and a short one with the same kind of problem.
 
     schedule      its number, from 1
-    policy, seed  repeat it
+    policy, seed  give both to `replay` to repeat the schedule
     problem       its first problem
     turns         the forced switches of the shrunk schedule: decision number → actor
     shrunk        the shrunk schedule's run, with its interleaving
@@ -137,8 +137,7 @@ class Exploration:
 class Rules:
     """What a program may do without a finding.
 
-    waits    reasons for which the host may block (`SimDevice.wait_host`); a full queue or a copy from pageable memory
-             blocks it, too
+    waits    reasons for which the host may block: those of `SimDevice.wait_host`, `"queue full"` and `"pageable copy"`
     faults   exceptions that work may raise, such as injected faults; the program reads them from the fences
     """
 
@@ -159,9 +158,10 @@ def explore(
 ) -> Exploration:
     """Run `program` in `schedules` orders, until the first finding, and shrink it; blocks.
 
-    The `policies` are used in turn (see `sidestream.device.sim.policies`). By default they are random, late, early,
-    PCT of depth 2 and 3 for the program's length, and one that starves each stream. Schedule `n` has seed `seed + n`.
-    The result depends on the arguments only, if the program has no other source of chance.
+    The `policies` are used in turn (see `sidestream.device.sim.policies`). By default they are random, late, early, PCT
+    (probabilistic concurrency testing) of depth 2 and 3, and for each stream or thread one policy that starves it.
+    Schedule `n` has seed `seed + n`. The result depends on the arguments only, if the program has no other source of
+    chance.
 
     Raises ConfigError for an unknown policy, a number out of range, or a program that fails differently each time.
     """
@@ -241,7 +241,8 @@ def _schedules(
 
 
 def _shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
-    """The run of a short schedule whose first problem is of the same kind as that of `run`, and the number of runs.
+    """A short schedule that fails as `run` does: its first problem has the same kind. Returns its run, and the number
+    of replays.
 
     Raises ConfigError when `run` cannot be repeated.
     """
@@ -266,7 +267,7 @@ def _shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
 
 
 def _problem(error: BaseException, work: str) -> Problem:
-    """The problem that an exception of the program means, or of its work."""
+    """The problem for an exception that the program raised, or its work: then `work` is the label of the work."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{work + ', ' if work else ''}{Path(at.filename).name}:{at.lineno} {at.name}"
     match error:
