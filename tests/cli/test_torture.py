@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sidestream.engine import Engine
-from sidestream.testing.mutations import applied, find
-from sidestream.testing.torture import draw_workload
+from sidestream.testing.mutations import Equivalent, applied, find
+from sidestream.testing.torture import draw_workload, excuses
 from sidestream.testing.torture.replay import Replay
 
 from .conftest import Run
@@ -41,7 +41,10 @@ def figures(stdout: str) -> dict[str, float]:
         (("--workers", "0"), "workers is 0: give a whole number from 1"),
         (("--policy", "lat"), "policy is 'lat': give random, late, early, starve:STREAM or pct:DEPTH"),
         (("--policy", "pct:0"), "policy is 'pct:0'"),
-        (("finish-releases",), "finish-releases is given without --mutations: give both, or leave it out"),
+        (("finish-releases",), "finish-releases is given without --mutations or --excuses: give one of them, or leave"),
+        (("--excuses", "finish-releases"), "finish-releases"),
+        (("--excuses", "--schedules", "-1"), "schedules is -1: give a whole number from 0"),
+        (("--excuses", "--mutations"), "--excuses does not work with --mutations: leave one of them out"),
         (("--mutations", "finish-release"), "finish-releases"),
         (("--mutations", "--policy", "late"), "--policy is given, and --mutations uses all policies"),
         (("--replay", "none.json"), "none.json cannot be read: No such file or directory"),
@@ -146,6 +149,26 @@ def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_
     assert replayed.exit_code == 1
     assert figures(replayed.stdout)["findings"] == 1
     assert f"without {RULE}" in replayed.stderr
+
+
+def test_excuses_that_are_asked_for_by_name_are_checked_and_a_wrong_one_ends_with_1(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "doomed-entries-are-deleted"  # its row names no test, so no process is started
+    result = run("torture", "--excuses", name, "--schedules", "4", "--json")
+    assert result.exit_code == 0
+    assert figures(result.stdout) == {
+        "excuses_checked": 1,
+        "excuses_wrong": 0,
+        "excuses_with_a_test": 0,
+        "schedules": 4,
+    }
+    assert json.loads(result.stdout)["excuses"] == [{"name": name, "noticed_by": "", "wrong": ""}]
+    monkeypatch.setattr(excuses, "EQUIVALENT", (Equivalent(find(RULE), "made up"),))
+    result = run("torture", "--excuses", "--json")
+    assert result.exit_code == 1
+    assert figures(result.stdout)["excuses_wrong"] == 1
+    assert "checker detects that the rule is missing" in " ".join(result.stderr.split())
 
 
 def test_names_in_brackets_are_printed_as_they_are(run: Run, tmp_path: Path) -> None:

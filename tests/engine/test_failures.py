@@ -13,7 +13,9 @@ import torch
 from engine_rig import Reply, Rig, prompts, serving
 
 from sidestream.attention.paged import PagedBatch
-from sidestream.config import SamplingParams
+from sidestream.config import EngineConfig, SamplingParams
+from sidestream.device.cpu import CpuDevice
+from sidestream.engine import build_engine
 from sidestream.errors import EngineStopped
 from sidestream.testing.tokenizer import ToyDetokenizer, ToyTokenizer
 from sidestream.testing.toy import ToyModel
@@ -73,6 +75,28 @@ def test_step_that_raises_ends_its_requests_and_others_go_on(
         assert rig.engine.health().status == "ok"
         assert rig.counted("requests_total", "error") >= 1
     assert "a step of" in caplog.text
+
+
+def test_request_that_was_preempted_after_the_launch_of_a_failed_step_is_computed_again() -> None:
+    model, device = PoisonedModel(explode), CpuDevice(compute_threads=1)
+    prompt = [POISON, 1, 2]
+    config = EngineConfig(kv_memory=8 * model.layout.block_bytes, block_tokens=4, chunk_tokens=8, max_running=2)
+    engine, received = build_engine(model, config, device=device, threaded=False), list[Delta]()
+    engine.submit(prompt, SamplingParams(max_tokens=3, temperature=0.0), received.append)
+    engine.step()
+    step = engine.loop.in_flight
+    assert step is not None
+    assert device.wait_host(step.fence, reason="test", timeout_s=30.0)
+    assert step.fence.failure is not None
+    scheduler = engine.parts.scheduler
+    scheduler.preempt(scheduler.requests()[0])
+    model.when_poisoned = lambda logits, rows: None
+    while engine.unfinished:
+        engine.step()
+    engine.close()
+    device.close()
+    assert [delta.finish_reason for delta in received][-1] == "length"
+    assert [token for delta in received for token in delta.token_ids] == model.expected(prompt, 3)
 
 
 def test_blocks_of_a_step_that_raised_are_neither_found_nor_stored() -> None:

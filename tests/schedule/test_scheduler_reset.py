@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from plans import prompt, states, steps_until
-from scheduler_world import World
+from scheduler_world import GREEDY, World
 
 from sidestream.errors import SidestreamError
-from sidestream.schedule.request import State
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.layout import KVLayout
+from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.tiers import NoTiers
 from sidestream.types import StepPlan
@@ -60,6 +62,19 @@ def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> N
     world.tiers.where.clear()
     world.run()
     assert world.blocks.match(world.keys_of(request)) != []
+
+
+def test_a_request_that_was_on_its_way_when_the_weights_changed_gets_the_new_keys() -> None:
+    """H14: its client's thread computed its keys before the change, and it arrives after it."""
+    scheduler, tokens = World().scheduler, prompt(18)
+    version, old = scheduler.keys_version, scheduler.keys_of(tokens)
+    scheduler.rekey(BlockKeys(fingerprint="retrained", layout=KVLayout(1, 1, 1, 4, "float32")))
+    request = Request(0, tuple(tokens), GREEDY, 2, frozenset(), 0, keys=list(old), keys_version=version)
+    scheduler.submit(request)
+    scheduler.plan()
+    assert request.keys_version == scheduler.keys_version
+    assert request.keys == scheduler.keys_of(tokens)[: len(request.keys)]
+    assert not set(request.keys) & set(old)
 
 
 def test_a_scheduler_without_tiers_finds_nothing_in_them() -> None:

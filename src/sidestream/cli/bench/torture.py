@@ -1,4 +1,6 @@
-"""`sidestream torture`: runs seeded schedules on a simulated device, hunts mutations, and replays failed schedules."""
+"""`sidestream torture`: runs seeded schedules on a simulated device, hunts mutations, checks the excuses of rules
+without one, and replays failed schedules.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from rich.table import Table
 from sidestream.cli.bench.options import was_given
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.bench.torture_device import show_campaign, show_hunt, show_service
+from sidestream.cli.bench.torture_excuses import show_excuses
 from sidestream.cli.declare import flag, number, option, whole
 from sidestream.cli.options import AsJson
 from sidestream.cli.progress import Steps
@@ -32,10 +35,18 @@ ShowProgress = Callable[[float, str], None]
 """Moves the progress bar to a value, and shows a text beside it."""
 
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME", help="With --mutations: only these.", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="NAME", help="With --mutations or --excuses: only these.", show_default=False),
 ]
 Schedules = Annotated[
-    int | None, option("--schedules", "N", "Schedules to run.", f"{_SCHEDULES}, or none with --mutations", whole)
+    int | None,
+    option(
+        "--schedules",
+        "N",
+        "Schedules to run; with --excuses: for each rule.",
+        f"{_SCHEDULES}, or none with --mutations, or 200 with --excuses",
+        whole,
+    ),
 ]
 Minutes = Annotated[float | None, option("--minutes", "M", "Minutes to run, instead of --schedules.", False, number)]
 Seed = Annotated[
@@ -52,6 +63,13 @@ Policies = Annotated[
 ]
 Mutations = Annotated[
     bool, flag("--mutations", "Remove rules from the code one by one; each removal must be detected.")
+]
+ExcusesFlag = Annotated[
+    bool,
+    flag(
+        "--excuses",
+        "Check the rules whose removal no schedule detects: none does, and the named unit test does. Needs a checkout.",
+    ),
 ]
 ReplayFile = Annotated[Path | None, option("--replay", "FILE", "Replay a saved schedule.", False)]
 Workers = Annotated[int, option("--workers", "N", "Processes.", parse=whole)]
@@ -92,6 +110,7 @@ def torture(
     seed: Seed = 0,
     policy: Policies = None,
     mutations: Mutations = False,
+    excuses: ExcusesFlag = False,
     replay: ReplayFile = None,
     workers: Workers = 1,
     save: Save = Path("runs/torture"),
@@ -119,6 +138,13 @@ def torture(
     if replay is not None:
         _replay(replay, as_json=as_json)
         return
+    if excuses:
+        with _bar("excuses", None) as show:
+            good, interrupted = show_excuses(
+                names or [], schedules=schedules, seed=seed, workers=workers, as_json=as_json, show=show
+            )
+        _exit(good=good, interrupted=interrupted)
+        return
     _make_directory(save)
     figures: list[Figure] = []
     details: dict[str, object] = {}
@@ -135,6 +161,11 @@ def torture(
         good, interrupted = good and not found.survivors, found.interrupted
         _show_rows(found, save)
     publish("torture", "toy", figures, as_json=as_json, console=Console(), details=details)
+    _exit(good=good, interrupted=interrupted)
+
+
+def _exit(*, good: bool, interrupted: bool) -> None:
+    """Raise the exit status; none if everything was run and is good."""
     if not good:
         raise typer.Exit(1)
     if interrupted:
@@ -144,9 +175,8 @@ def torture(
 def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     """Raise ConfigError for an option that would be ignored."""
     of_device = {"device": "--device", "blocks": "--blocks", "requests": "--requests", "check_order": "--check-order"}
-    flags = {
-        name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")
-    } | of_device
+    of_simulation = ("schedules", "minutes", "seed", "policy", "mutations", "excuses", "workers", "save")
+    flags = {name: f"--{name}" for name in of_simulation} | of_device
     given = [flag for name, flag in flags.items() if was_given(context, name)]
     if was_given(context, "device"):
         _check_device_options(context, given, names)
@@ -155,8 +185,11 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     elif was_given(context, "replay"):
         if given or names:
             raise ConfigError(f"--replay takes everything from its file: leave {(given or names)[0]} out")
+    elif "--excuses" in given:
+        if others := [flag for flag in ("--minutes", "--policy", "--mutations", "--save") if flag in given]:
+            raise ConfigError(f"--excuses does not work with {others[0]}: leave one of them out")
     elif names and "--mutations" not in given:
-        raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+        raise ConfigError(f"{names[0]} is given without --mutations or --excuses: give one of them, or leave it out")
     elif "--schedules" in given and "--minutes" in given:
         raise ConfigError("--schedules and --minutes are both given: give only one of them")
     elif "--policy" in given and "--mutations" in given and "--schedules" not in given and "--minutes" not in given:

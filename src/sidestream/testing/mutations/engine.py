@@ -229,6 +229,7 @@ EQUIVALENT = (
         ),
         "no request of a schedule has a cache salt",
         noticed_by="engine/test_offload.py::test_requests_with_different_cache_salts_share_kv_in_no_tier",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -239,6 +240,7 @@ EQUIVALENT = (
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -269,6 +271,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_step", "preempt"}),
         ),
         "a request of a failed step may end with an error: an answer is missing, but no answer is wrong",
+        noticed_by="engine/test_failures.py::test_request_that_was_preempted_after_the_launch_of_a_failed_step_is_computed_again",
     ),
     Equivalent(
         Mutation(

@@ -100,6 +100,8 @@ MUTATIONS = (
 _VALUE = "a value"
 _FOR_SPEED = "for speed: a step waits for its loads in any case"
 
+_GONE = "the fault needs an earlier store that evicts source blocks of a load between the load's plan and its execution"
+
 EQUIVALENT = (
     Equivalent(
         Mutation(
@@ -123,8 +125,9 @@ EQUIVALENT = (
             consequence="a piece of a load counts as loaded when its first slice is loaded",
             needs=frozenset({"offload"}),
         ),
-        "the last piece is submitted after all others, and almost never ends before another piece's last slice",
+        "the fault needs a last piece that ends before another piece's last slice, which was submitted before it",
         noticed_by="offload/test_load_gates.py::test_layer_waits_for_the_last_slice_of_all_earlier_pieces_and_of_its_own_group",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -133,9 +136,9 @@ EQUIVALENT = (
             consequence="blocks are never released if the source of their load is gone",
             needs=frozenset({"offload", "reset"}),
         ),
-        "between plan and execution of a load, only earlier stores can evict its source blocks, and they almost never "
-        "do",
+        _GONE,
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -144,9 +147,9 @@ EQUIVALENT = (
             consequence="a request whose blocks were evicted before its load waits forever",
             needs=frozenset({"offload", "reset"}),
         ),
-        "between plan and execution of a load, only earlier stores can evict its source blocks, and they almost never "
-        "do",
+        _GONE,
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -157,6 +160,7 @@ EQUIVALENT = (
         ),
         "the fault needs a close in the turn in which the offload worker receives the load",
         noticed_by="offload/test_worker.py::test_close_releases_a_load_of_which_no_piece_has_begun",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -169,6 +173,7 @@ EQUIVALENT = (
         "the fault needs a close in the turn in which the offload worker sees a piece fail, while other loads fill "
         "its lane",
         noticed_by="offload/test_worker.py::test_close_leaves_a_load_alone_that_failed_and_was_settled",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -182,6 +187,7 @@ EQUIVALENT = (
         "nothing ends between two polls of the simulated offload worker, so the pieces of a load are submitted in "
         "order",
         noticed_by="offload/test_pieces.py::test_load_is_ready_when_all_its_pieces_were_submitted_in_any_order",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -217,6 +223,7 @@ EQUIVALENT = (
         ),
         "the simulated offload worker takes no turn while the engine polls",
         noticed_by="offload/test_loads.py::test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_polled",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -260,9 +267,9 @@ EQUIVALENT = (
             consequence="a load copies the rest if a part was evicted since it was planned",
             needs=frozenset({"offload"}),
         ),
-        "between plan and execution of a load, only earlier stores can evict its source blocks, and they almost never "
-        "do",
+        _GONE,
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -291,6 +298,7 @@ EQUIVALENT = (
         ),
         "the fault needs another copy that runs between two pieces of the load",
         noticed_by="offload/test_pieces.py::test_load_whose_begun_pieces_have_ended_keeps_its_slots",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -307,6 +315,7 @@ EQUIVALENT = (
         ),
         "the fault needs another copy that runs between two pieces of the load",
         noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -318,6 +327,7 @@ EQUIVALENT = (
         ),
         "the fault needs another copy that runs between two pieces of the load",
         noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
+        unreached=True,
     ),
 )
 

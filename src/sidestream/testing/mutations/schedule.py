@@ -284,6 +284,7 @@ EQUIVALENT = (
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -348,6 +349,7 @@ EQUIVALENT = (
         ),
         "the old load's message and the new load's submission are too many steps apart to coincide in a schedule",
         noticed_by="schedule/test_tiers.py::test_an_event_of_an_abandoned_load_lets_no_request_join_a_step",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -360,6 +362,7 @@ EQUIVALENT = (
         ),
         "each wait has a deadline, and in a schedule a slow disk answers in the end; the unit test's disk never does",
         noticed_by="schedule/test_tiers.py::test_after_an_incomplete_promotion_the_disk_is_left_alone",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -457,6 +460,8 @@ EQUIVALENT = (
             needs=frozenset({"weights"}),
         ),
         "this needs a client on another thread; a schedule's clients are on the engine thread",
+        noticed_by="schedule/test_scheduler_reset.py::test_a_request_that_was_on_its_way_when_the_weights_changed_gets_the_new_keys",
+        unreached=True,
     ),
     Equivalent(
         Mutation(

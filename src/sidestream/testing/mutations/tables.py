@@ -113,16 +113,18 @@ class Mutation:
 
 @dataclass(frozen=True, slots=True)
 class Equivalent:
-    """A rule whose removal no schedule detects, because another rule prevents the same fault, or because it only saves
-    time.
+    """A rule whose removal no schedule detects, because another rule prevents the same fault, because it only saves
+    time, or because no schedule reaches the fault. `sidestream torture --excuses` checks the rows.
 
     noticed_by   unit test that fails without the rule: file below `tests/`, two colons, function; empty: the mutation
                  has no observable effect
+    unreached    no schedule reaches the fault, which `reason` describes: only `noticed_by` detects it
     """
 
     mutation: Mutation
     reason: str
     noticed_by: str = ""
+    unreached: bool = False
 
 
 @dataclass(frozen=True, slots=True)

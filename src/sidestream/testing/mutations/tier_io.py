@@ -178,6 +178,7 @@ EQUIVALENT = (
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
         noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -240,6 +241,7 @@ EQUIVALENT = (
         ),
         "in a schedule, slow disk operations end; tests/engine/test_offload.py has a disk that never answers",
         noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_published_alone",
+        unreached=True,
     ),
     Equivalent(
         Mutation(
@@ -252,6 +254,7 @@ EQUIVALENT = (
         "the fault needs an offload worker that does not run between the submission of a read and a reset, and a "
         "request that learns of the reset first",
         noticed_by="offload/test_worker.py::test_transfers_submitted_before_a_reset_and_begun_after_it_publish_nothing",
+        unreached=True,
     ),
 )
 

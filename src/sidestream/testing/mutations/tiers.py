@@ -205,6 +205,7 @@ EQUIVALENT = (
         ),
         "a schedule has one engine at a time; tests/offload/test_disk_processes.py has two",
         noticed_by="offload/test_disk_refusals.py::test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on",
+        unreached=True,
     ),
     Equivalent(
         Mutation(

@@ -2,6 +2,7 @@
 
     torture(...)          many schedules of the unmodified code
     hunt(...), kill(...)  schedules of the code without one of its rules, until an oracle reports a failure
+    check_excuses(...)    the same for rules that no schedule has to detect, and the unit tests that detect them
     run_schedule(...)     one schedule
     shrink(...)           reduce a failing schedule
     load_replay(...)      read a failing schedule from a file
@@ -20,6 +21,7 @@ A whole engine on a real device (`sidestream.testing.torture.service`):
 """
 
 from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture
+from sidestream.testing.torture.excuses import SCHEDULES_PER_EXCUSE, ExcuseRow, Excuses, check_excuses
 from sidestream.testing.torture.hardware import (
     DEVICES,
     HUNT_BLOCKS,
@@ -47,9 +49,12 @@ __all__ = [
     "ON_HARDWARE",
     "ORACLES",
     "POLICIES",
+    "SCHEDULES_PER_EXCUSE",
     "Asked",
     "DeviceReport",
     "Event",
+    "ExcuseRow",
+    "Excuses",
     "Failure",
     "Fault",
     "Finding",
@@ -65,6 +70,7 @@ __all__ = [
     "Shrunk",
     "TraceLine",
     "Workload",
+    "check_excuses",
     "draw_workload",
     "explain",
     "hunt",

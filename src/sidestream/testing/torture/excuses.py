@@ -1,0 +1,181 @@
+"""Checks the reasons of rules that no schedule has to detect: the rows of `EQUIVALENT`.
+
+A row claims two things: without the rule, no schedule has a finding; and the unit test that the row names passes with
+the rule and fails without it. Schedules run in this process. Each test runs in a process of its own, and needs pytest
+and the directory `tests` of a checkout.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sidestream.config import unknown_name
+from sidestream.errors import ConfigError
+from sidestream.testing.mutations import EQUIVALENT, Equivalent
+from sidestream.testing.mutations.marks import PACKAGE
+from sidestream.testing.torture.hunt import Killed, kill
+from sidestream.testing.torture.workers import spread
+
+SCHEDULES_PER_EXCUSE = 200
+
+_TESTS = PACKAGE.parents[1] / "tests"
+# A test without its rule may wait forever. The slowest of them takes 10 s.
+_PATIENCE_S = 120.0
+_OUTPUT_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class ExcuseRow:
+    """The result for one row of `EQUIVALENT`.
+
+    noticed_by   the test that the row names; empty: none
+    killed       the schedule that detects that the rule is missing; None: no schedule does
+    test         error of the named test; empty: it passes with the rule and fails without it, or the row names none
+    """
+
+    name: str
+    noticed_by: str
+    killed: Killed | None
+    test: str
+
+    @property
+    def wrong(self) -> str:
+        """Why the row is wrong; empty: it is right."""
+        if self.killed is not None:
+            return f"{self.killed.oracle} detects that the rule is missing, after {self.killed.after} schedules"
+        return self.test
+
+
+@dataclass(slots=True)
+class Excuses:
+    """The results for all rows.
+
+    total       expected number of rows
+    schedules   total number of schedules
+    """
+
+    total: int
+    rows: list[ExcuseRow] = field(default_factory=list)
+    schedules: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def wrong(self) -> list[ExcuseRow]:
+        """The rows that are wrong."""
+        return [row for row in self.rows if row.wrong]
+
+
+def check_excuses(
+    names: Sequence[str] = (),
+    *,
+    schedules: int = SCHEDULES_PER_EXCUSE,
+    seed: int = 0,
+    workers: int = 1,
+    on_progress: Callable[[Excuses], None] | None = None,
+) -> Excuses:
+    """Check the rows of `EQUIVALENT` with these names, or all; blocks. An interrupt ends it early.
+
+    schedules   number of schedules for each row; 0: run only the named tests
+
+    Raises ConfigError for an unknown name or a negative number, or if tests are needed and this is no checkout.
+    """
+    known = {row.mutation.name: row for row in EQUIVALENT}
+    for name in names:
+        if name not in known:
+            raise ConfigError(unknown_name("excuse", name, known))
+    if schedules < 0:
+        raise ConfigError(f"schedules is {schedules}: give a whole number from 0")
+    chosen = list(dict.fromkeys(names)) or list(known)
+    if any(known[name].noticed_by for name in chosen) and not _TESTS.is_dir():
+        raise ConfigError(f"there is no {_TESTS}, whose tests rows name: check excuses in a checkout of the repository")
+    order = {name: at for at, name in enumerate(chosen)}
+    report, start = Excuses(len(chosen)), time.monotonic()
+    try:
+        for row in spread([_Check(name, schedules, seed) for name in chosen], workers=workers):
+            report.rows.append(row)
+            report.rows.sort(key=lambda row: order[row.name])
+            report.schedules += row.killed.after if row.killed is not None else schedules
+            report.seconds = time.monotonic() - start
+            if on_progress is not None:
+                on_progress(report)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return report
+
+
+def check_excuse(row: Equivalent, *, schedules: int = SCHEDULES_PER_EXCUSE, seed: int = 0) -> ExcuseRow:
+    """Check one row: see `check_excuses`."""
+    test = _error_of_test(row) if row.noticed_by else ""
+    killed = kill(row.mutation, max_schedules=schedules, seed=seed) if schedules else None
+    return ExcuseRow(row.mutation.name, row.noticed_by, killed, test)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    name: str
+    schedules: int
+    seed: int
+
+    def run(self) -> ExcuseRow:
+        (row,) = (row for row in EQUIVALENT if row.mutation.name == self.name)
+        return check_excuse(row, schedules=self.schedules, seed=self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Outcomes of a test with and without its rule, and the output of the process that ran it; empty: it was stopped
+    after _PATIENCE_S.
+    """
+
+    with_rule: tuple[str, ...]
+    without: tuple[str, ...]
+    output: str
+
+
+def _error_of_test(row: Equivalent) -> str:
+    """Empty if the row's test notices that the rule is missing, else a sentence."""
+    runs = _run_test(row)
+    if not runs.with_rule:
+        return f"{row.noticed_by} did not run: {runs.output or f'no result after {_PATIENCE_S:.0f} s'}"
+    if set(runs.with_rule) != {"passed"}:
+        return f"{row.noticed_by} has the outcome {', '.join(runs.with_rule)} with the rule: it must pass"
+    if "failed" in runs.without or not runs.output:  # without its rule it fails, or hangs
+        return ""
+    if len(runs.without) < len(runs.with_rule):
+        return f"{row.noticed_by} ended without a result: {runs.output}"
+    return f"{row.noticed_by} passes without the rule, too"
+
+
+def _run_test(row: Equivalent) -> _Runs:
+    """Run the row's test with and without its rule, in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="sidestream-excuses-") as directory:
+        file = Path(directory) / "outcomes"
+        file.touch()
+        options = ("-q", "-p", "no:cacheprovider", "-p", "sidestream.testing.mutations.noticed")
+        command = (sys.executable, "-m", "pytest", *options, "--rule", row.mutation.name, "--outcomes", str(file))
+        try:
+            done = subprocess.run(
+                (*command, str(_TESTS / row.noticed_by)),
+                cwd=_TESTS.parent,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+                timeout=_PATIENCE_S,
+            )
+            output = done.stdout.strip()[-_OUTPUT_CHARS:] or f"exit status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            output = ""
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with_rule, without = (
+        tuple(line["outcome"] for line in lines if line["has_rule"] is has_rule) for has_rule in (True, False)
+    )
+    return _Runs(with_rule, without, output)
