@@ -162,7 +162,7 @@ class RemoteClient:
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
         keys: list[Key] = []
         if self.info.key_root:
-            self._keys.extend(keys, tokens, salt=cache_salt)
+            self._keys.extend(keys, tokens, salt=cache_salt)  # rule: front-ends-compute-keys-with-the-requests-salt
         return keys, self.info.keys_version
 
     # ------------------------------------------------------------------ the engine

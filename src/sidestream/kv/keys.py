@@ -44,6 +44,7 @@ class BlockKeys:
         identity = json.dumps(
             {"fingerprint": fingerprint, "layout": layout.describe(), "salt": salt, **parts}, sort_keys=True
         )
+        # rule: keys-have-a-version
         self._set_root(
             hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest(),
             layout.block_tokens,

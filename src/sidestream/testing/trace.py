@@ -54,11 +54,19 @@ class TraceLine:
 class Recorder:
     """Forwards all events to `checker`; records lines if `lines` is a list.
 
+    judge     returns sentences about an item that becomes findable: its name, its memory, its bytes there, and its key
     stale     keys that became findable for bytes taken before the last reset (H8)
+    wrong     sentences that `judge` returned
     failures  exceptions that work has raised, each with its work's name
     """
 
-    def __init__(self, checker: Checker, actor: Callable[[], str], lines: list[TraceLine] | None) -> None:
+    def __init__(
+        self,
+        checker: Checker,
+        actor: Callable[[], str],
+        lines: list[TraceLine] | None,
+        judge: Callable[[str, str, slice, Key], Iterable[str]] = lambda what, memory, where, key: (),
+    ) -> None:
         self._checker = checker
         self._actor = actor
         self._lines = lines
@@ -67,8 +75,10 @@ class Recorder:
         self._seen: set[str] = set()
         self._memories: dict[str, tuple[str, int, int]] = {}
         self._objections = 0
+        self._judge = judge
         self.stale: list[str] = []
         self.failures: list[tuple[str, BaseException]] = []
+        self.wrong: list[str] = []
 
     def say(self, text: str, fence: str = "", memory: str = "", spans: Iterable[tuple[int, int]] = ()) -> None:
         """Add a line for the running actor; `spans` of bytes, or of ids of a pool without memory."""
@@ -191,6 +201,10 @@ class Recorder:
             self.stale.append(
                 f"{pool} {item} became findable as {key.hex()[:8]}, but holds content from before the cache was reset"
             )
+        if pool in self._memories:
+            memory, size, first = self._memories[pool]
+            where = slice(first + item * size, first + (item + 1) * size)
+            self.wrong.extend(self._judge(f"{pool} {item}", memory, where, key))
         self._say_ids("publishes", pool, [item], f" as {key.hex()[:8]}")
         self._checker.published(pool, item, key)
         self._mark()

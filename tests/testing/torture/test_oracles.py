@@ -18,7 +18,7 @@ from sidestream.device.sim import make_policy
 from sidestream.device.sim.device import SimStream
 from sidestream.testing.mutations import Mutation, applied, find
 from sidestream.testing.mutations.marks import marks_in
-from sidestream.testing.mutations.operators import Become, Operator, SetArgument, Value
+from sidestream.testing.mutations.operators import Append, Become, Operator, SetArgument, Value
 from sidestream.testing.torture import (
     ORACLES,
     Asked,
@@ -184,7 +184,7 @@ def spoiling(deed: str) -> AbstractContextManager[None]:
             "content",
             "the first at 7",
         ),
-        ("self._reference.blocks.popitem()", "content", "which no request has"),
+        ("self.contents.blocks.popitem()", "content", "which no request has"),
         ("parts.blocks.take(1)", "balance", "still in use"),
         ("parts.tiers.host.pool.take(1)", "balance", "host slots are still in use"),
         ("engine.streams._by_id[9] = None", "balance", "1 output streams are kept"),
@@ -197,6 +197,24 @@ def test_what_is_spoilt_at_the_end_is_noticed(spoilt: str, oracle: str, text: st
     with spoiling(spoilt):
         outcome = run(PLAIN)
     assert any(finding.oracle == oracle and text in finding.text for finding in outcome.findings), outcome.findings
+
+
+def test_a_block_that_is_wrong_when_it_becomes_findable_is_noticed_though_it_is_right_at_the_end() -> None:
+    early = doctored(
+        Verdict.judge_idle,
+        'self.judge_balance(life, "idle")',
+        Become("contents = self.contents.blocks; contents.clear(); contents.update(self.kept)"),
+    )
+    late = doctored(
+        Verdict.__init__,
+        "self._findings: dict[Finding, None] = {}",
+        Append("self.kept = dict(self.contents.blocks); self.contents.blocks.popitem()"),
+    )
+    with early(), late():
+        outcome = run(PLAIN)
+    (finding,) = {finding for finding in outcome.findings if "device blocks" in finding.text}
+    assert finding.oracle == "content"
+    assert finding.text.startswith("published: ")
 
 
 def test_a_reset_that_forgets_nothing_is_noticed_at_once() -> None:

@@ -1,12 +1,17 @@
-"""What outcomes are compared with: it comes from an engine that does one thing after another, and from the
-model alone.
+"""What outcomes are compared with: it comes from the model alone, and for requests with a temperature from an engine
+that does one thing after another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from sidestream.testing.torture import Asked, Event, Workload, draw_workload, reference_of
+from sidestream.testing.torture.contents import contents_of
+from sidestream.testing.torture.oracle import greedy_answer, run_alone, toy_of
+from sidestream.testing.torture.script import ScriptedModel
 from sidestream.testing.toy import ToyModel
 
 PROMPT = tuple(range(1, 12))
@@ -22,6 +27,34 @@ def test_greedy_tokens_are_those_of_the_model_alone() -> None:
     assert len(samples[0, 0].tokens) == len(samples[0, 0].logprobs) == 6
 
 
+@pytest.mark.parametrize("weights", [0, 1])
+def test_an_engine_that_does_one_thing_after_another_gives_the_answers_of_the_closed_form(weights: int) -> None:
+    """With penalties, biases, `min_tokens`, log-probabilities, ends of sequence and recurrent states."""
+    compared = set[str]()
+    for seed in range(weights, 24, 2):
+        workload = draw_workload(seed)
+        model = ScriptedModel(toy_of(workload))
+        model.weights = weights
+        numbers = [number for number, asked in enumerate(workload.requests) if not asked.hot]
+        for (number, _), answer in run_alone(workload, model, numbers).items():
+            asked = workload.requests[number]
+            right = greedy_answer(model, asked)
+            assert (answer.tokens, answer.text, answer.reason) == (right.tokens, right.text, right.reason), (
+                seed,
+                asked,
+            )
+            assert answer.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            compared |= {
+                *({"penalties"} if asked.penalties else ()),
+                *({"bias"} if asked.bias else ()),
+                *({"min_tokens"} if asked.min_tokens else ()),
+                *({"logprobs"} if asked.logprobs is not None else ()),
+                *({"states"} if workload.states else ()),
+                str(answer.reason),
+            }
+    assert {"penalties", "bias", "min_tokens", "states", "length"} <= compared
+
+
 def test_it_knows_every_sample_and_every_version_of_the_weights() -> None:
     before, after = reference_of(dataclasses.replace(PLAIN, events=(Event(3, "weights"),))).samples
     assert before.keys() == after.keys() == {(0, 0), (1, 0), (1, 1)}
@@ -30,7 +63,7 @@ def test_it_knows_every_sample_and_every_version_of_the_weights() -> None:
 
 
 def test_it_holds_the_bytes_of_each_complete_block_and_shares_those_of_a_shared_prefix() -> None:
-    blocks = reference_of(PLAIN).blocks
+    blocks = contents_of(PLAIN, reference_of(PLAIN)).blocks
     size = ToyModel().layout.block_bytes
     assert {len(block) for block in blocks.values()} == {size}
     # 11 + 6 tokens: 16 went through the model, 4 blocks; 12 + 4: 15 did, 3 blocks, the first two of them are the same;

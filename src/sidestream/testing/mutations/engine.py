@@ -190,6 +190,13 @@ MUTATIONS = (
         change=DropArgument("BlockKeys", "salt"),
         consequence="an engine with a salt finds blocks of engines with another salt",
     ),
+    Mutation(
+        name="keys-are-computed-with-the-requests-salt",
+        hazard="H14",
+        change=DropArgument("keys_of", "salt"),
+        consequence="requests with different cache salts find each other's blocks",
+        needs=frozenset({"cache_salts"}),
+    ),
     # ------------------------------------------------------------------ close
     Mutation(
         name="last-step-is-committed-before-the-end",
@@ -220,17 +227,6 @@ MUTATIONS = (
 )
 
 EQUIVALENT = (
-    Equivalent(
-        Mutation(
-            name="keys-are-computed-with-the-requests-salt",
-            hazard="H14",
-            change=DropArgument("keys_of", "salt"),
-            consequence="requests with different cache salts find each other's blocks",
-        ),
-        "no request of a schedule has a cache salt",
-        noticed_by="engine/test_offload.py::test_requests_with_different_cache_salts_share_kv_in_no_tier",
-        unreached=True,
-    ),
     Equivalent(
         Mutation(
             name="invalidated-keys-are-sent-to-the-tiers",

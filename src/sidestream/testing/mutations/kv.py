@@ -8,6 +8,7 @@ from sidestream.testing.mutations.operators import (
     Compare,
     Delete,
     DropOperand,
+    Rewrite,
     SetArgument,
     Unwrap,
     Value,
@@ -143,19 +144,49 @@ MUTATIONS = (
         change=DropOperand(0),
         consequence="blocks of equal tokens after different prefixes have the same key, so a request gets the wrong KV",
     ),
+    Mutation(
+        name="key-contains-every-block-before",
+        hazard="H14",
+        at="key-contains-its-prefix",
+        change=Become(
+            "keys.append(blake2b(parent + data[start : start + width], digest_size=KEY_BYTES).digest())\ncontinue"
+        ),
+        consequence="a key depends on the salt and the block's own tokens, so a request gets KV of another prefix",
+        needs=frozenset({"twins"}),
+    ),
+    Mutation(
+        name="key-contains-its-tokens",
+        hazard="H14",
+        at="key-contains-its-prefix",
+        change=DropOperand(1),
+        consequence="all first blocks have the same key, so a request gets KV of other tokens",
+    ),
+    Mutation(
+        name="key-contains-the-requests-salt",
+        hazard="H14",
+        change=Always(),
+        consequence="requests with different cache salts find each other's blocks",
+        needs=frozenset({"cache_salts"}),
+    ),
+    Mutation(
+        name="key-contains-the-states",
+        hazard="H14",
+        at="key-identity",
+        change=Rewrite(", **parts", ""),
+        consequence="models with other recurrent states find each other's checkpoints",
+    ),
 )
 
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="key-contains-the-requests-salt",
+            name="keys-have-a-version",
             hazard="H14",
-            change=Always(),
-            consequence="requests with different cache salts find each other's blocks",
+            change=Rewrite("sidestream-kv-1", "sidestream-kv-2"),
+            consequence="blocks that were stored under keys of an older format are found",
         ),
-        "no request of a schedule has a cache salt",
-        noticed_by="kv/test_keys.py::test_another_cache_salt_shares_no_key_and_the_same_one_all",
-        unreached=True,
+        "another hash of the same parts: all keys of a schedule change, and no two become equal",
+        noticed_by="kv/test_keys.py::test_keys_are_what_they_always_were",
     ),
     Equivalent(
         Mutation(

@@ -13,6 +13,7 @@ Feature = Literal[
     "abort",
     "bad_logits",
     "border",
+    "cache_salts",
     "captured",
     "close",
     "corrupt_tier",
@@ -38,6 +39,7 @@ Feature = Literal[
     "slow_tier",
     "speculative",
     "states",
+    "twins",
     "weights",
 ]
 """The parts of a workload.
@@ -45,6 +47,7 @@ Feature = Literal[
 abort           clients end their requests, at any point
 bad_logits      a step has logits that are not finite, computed from wrong KV
 border          front ends stand between clients and engine
+cache_salts     requests have different cache salts
 captured        forward passes are captured and replayed
 close           the engine closes while requests or transfers are unfinished
 corrupt_tier    files of the disk tier are cut short or have a bit flipped
@@ -69,6 +72,7 @@ sampling        penalties, biases and `min_tokens` change which tokens are drawn
 slow_tier       disk operations take longer than the deadline
 speculative     tokens are drafted and verified
 states          the model keeps recurrent state besides its KV
+twins           two prompts have an equal block at the same place behind different blocks
 weights         the weights are replaced, so blocks computed before are wrong
 """
 

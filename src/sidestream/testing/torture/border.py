@@ -130,11 +130,11 @@ class Border:
 
     # ------------------------------------------------------------------ clients
 
-    def submit(self, number: int, prompt: Sequence[int], params: SamplingParams, *, priority: int) -> None:
+    def submit(self, number: int, prompt: Sequence[int], params: SamplingParams, *, priority: int, salt: str) -> None:
         """Send a client's request through one of the front ends."""
         seat = self._seat_of[number] = self._rng.choice(self._seats)
         with seat.loop.running():
-            answer = seat.client.submit(prompt, params, priority=priority)
+            answer = seat.client.submit(prompt, params, priority=priority, cache_salt=salt)
         seat.readers[number] = _Reader(number, answer, set(range(params.n)))
 
     def end(self, number: int) -> set[int]:

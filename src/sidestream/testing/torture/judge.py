@@ -15,7 +15,8 @@ from sidestream.engine import Engine
 from sidestream.errors import InvariantError
 from sidestream.kv.pool import FencedPool
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.testing.torture.oracle import Reference, Sample
+from sidestream.testing.torture.contents import Contents
+from sidestream.testing.torture.oracle import Sample
 from sidestream.testing.torture.script import ScriptedDevice, ScriptedTier
 from sidestream.testing.torture.workload import Workload
 from sidestream.testing.toy import ToyDraftHead
@@ -94,19 +95,27 @@ def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
             yield f"{count} blocks of the {tier} tier are findable right after the reset (H8)"
 
 
-def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -> Iterator[str]:
+def wrong_blocks(engine: Engine, device: ScriptedDevice, contents: Contents) -> Iterator[str]:
     """Blocks of device and host tier that are findable under a key but do not hold that key's content."""
     parts = engine.parts
     tiers = [("kv", parts.blocks), *([("host", parts.tiers.host.pool)] if parts.tiers is not None else [])]
     for memory, pool in tiers:
         data, size = device.memory(memory).data.numpy(), parts.layout.block_bytes
         for key, item in _findable(pool):
-            yield from _differing(
-                f"{pool.name} {item}", key, data[item * size : (item + 1) * size].tobytes(), reference
-            )
+            yield from _differing(f"{pool.name} {item}", key, data[item * size : (item + 1) * size].tobytes(), contents)
 
 
-def wrong_states(engine: Engine, device: ScriptedDevice, reference: Reference) -> Iterator[str]:
+def wrong_when_published(
+    device: ScriptedDevice, contents: Contents, what: str, memory: str, where: slice, key: Key
+) -> Iterator[str]:
+    """The block in these bytes of the memory, which becomes findable now under a key, if it does not hold that key's
+    content. Recurrent states and entries on disk are compared when the engine is idle: see wrong_states.
+    """
+    if memory in ("kv", "host") and where.stop - where.start == contents.block_bytes:
+        yield from _differing(f"published: {what}", key, device.memory(memory).data[where].numpy().tobytes(), contents)
+
+
+def wrong_states(engine: Engine, device: ScriptedDevice, contents: Contents) -> Iterator[str]:
     """Checkpoints of recurrent states that are findable under a key but do not hold the state at the end of its block,
     or belong to no findable block.
     """
@@ -118,14 +127,14 @@ def wrong_states(engine: Engine, device: ScriptedDevice, reference: Reference) -
     pool = StatePool(memory, region.layout, block_tokens=parts.layout.block_tokens, state_bytes=region.state_bytes)
     numbers = pool.layer(0)["recurrent", 0]
     for key, item in _findable(parts.states):
-        found, expected = int(numbers[item, -1]), reference.states.get(key)
+        found, expected = int(numbers[item, -1]), contents.states.get(key)
         if found != expected:
             yield f"state {item} is findable as {key.hex()[:8]} and holds {found}, the reference is {expected} (H15)"
         if parts.blocks.get(key) is None:
             yield f"state {item} is findable as {key.hex()[:8]}, its block is not (H15)"
 
 
-def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) -> Iterator[str]:
+def wrong_entries(disk: ScriptedTier, contents: Contents, *, damaged: bool) -> Iterator[str]:
     """Published entries on disk whose payload is not the key's content. `damaged`: the script damages files, and reads
     detect that.
     """
@@ -133,7 +142,7 @@ def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) ->
         entry = slot.entry
         payload = disk.peek(entry)
         if payload is not None:
-            yield from _differing(f"disk entry {entry.serial}", key, payload, reference)
+            yield from _differing(f"disk entry {entry.serial}", key, payload, contents)
         elif not damaged:
             yield f"disk entry {entry.serial} is published as {key.hex()[:8]}, but cannot be read"
 
@@ -183,10 +192,10 @@ def wrong_answer(
         yield "tokens", f"{who} received log-probabilities {received.logprobs}, the reference is {expected.logprobs}"
 
 
-def _differing(what: str, key: Key, payload: bytes, reference: Reference) -> Iterator[str]:
-    right = reference.blocks.get(key)
-    if key in reference.parts:
-        if wrong := [at for at, data in reference.parts[key] if payload[at : at + len(data)] != data]:
+def _differing(what: str, key: Key, payload: bytes, contents: Contents) -> Iterator[str]:
+    right = contents.blocks.get(key)
+    if key in contents.parts:
+        if wrong := [at for at, data in contents.parts[key] if payload[at : at + len(data)] != data]:
             yield f"{what} is findable as {key.hex()[:8]}, but is no part of that state, from byte {wrong[0]} on (H15)"
     elif right is None:
         yield f"{what} is findable under {key.hex()[:8]}, which no request has"

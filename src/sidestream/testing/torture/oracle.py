@@ -1,6 +1,9 @@
-"""The reference for a schedule: the same requests, one step at a time, without cache, tiers, preemption or aborts.
+"""The reference for a schedule: the output of each request, and the KV of its tokens.
 
-Computed once for each workload. Knows the engine's public interface and the model, and nothing of the tortured run.
+The output of greedy requests is computed from the toy model's closed form and the definition of the penalties, without
+an engine. Requests with a temperature also depend on random numbers: they run on an engine, one step at a time, without
+cache, tiers, preemption or aborts. Computed once for each workload. Knows nothing of the tortured run, and no keys: see
+`contents`.
 """
 
 from __future__ import annotations
@@ -17,17 +20,15 @@ from sidestream.client.output import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.device.sim import make_policy
 from sidestream.engine import Engine, build_engine
-from sidestream.kv.keys import BlockKeys
 from sidestream.kv.state_layout import RESERVED_STATES, blocks_per_state
-from sidestream.schedule.states import part_keys
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.script import Script, ScriptedDevice, ScriptedModel
 from sidestream.testing.torture.workload import Asked, Workload, blocks_for
-from sidestream.testing.toy import STATE_WIDTH, StatefulToyModel, ToyModel
-from sidestream.types import Delta, Key
+from sidestream.testing.toy import StatefulToyModel, ToyModel
+from sidestream.types import Delta
 
 SALT = "torture"
-"""Salt of the tortured engine; the reference uses it too, so that keys are equal."""
+"""Salt of the tortured engine."""
 
 _MAX_STEPS = 5000
 
@@ -52,20 +53,33 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """What a sample leaves in caches, if all of its tokens but the last are computed.
+
+    weights   version of the weights
+    salt      cache salt of its request
+    tokens    the computed tokens
+    blocks    the KV of each complete block, the same in every tier
+    states    the recurrent state at the end of each block; empty: the model has none
+    """
+
+    weights: int
+    salt: str
+    tokens: tuple[int, ...]
+    blocks: tuple[bytes, ...]
+    states: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """The expected output and the expected KV bytes.
 
-    samples   by request number and sample number, for each version of the weights
-    blocks    the content of each key, the same in every tier
-    states    the recurrent state at the end of each key's block; empty: the model has none
-    parts     parts of checkpoints in tiers, by key: for each compared range, its first byte and its content; other
-              bytes of a part are undefined
+    samples    by request number and sample number, for each version of the weights
+    computed   what the samples leave in caches, each once
     """
 
     samples: tuple[dict[tuple[int, int], Sample], ...]
-    blocks: dict[Key, bytes]
-    states: dict[Key, int]
-    parts: dict[Key, tuple[tuple[int, bytes], ...]]
+    computed: tuple[Computed, ...]
 
 
 def params_of(number: int, asked: Asked) -> SamplingParams:
@@ -93,26 +107,72 @@ def toy_of(workload: Workload) -> ToyModel:
 
 
 def reference_of(workload: Workload) -> Reference:
-    """Run the requests one after another on an engine. Raises any error of that engine."""
+    """Compute the reference of a workload. Raises any error of the engine that runs requests with a temperature."""
     versions = 2 if any(event.kind == "weights" for event in workload.events) else 1
-    samples, blocks, states = [], {}, dict[Key, int]()
-    parts: dict[Key, tuple[tuple[int, bytes], ...]] = {}
+    samples, computed = [], dict[tuple[int, str, tuple[int, ...]], Computed]()
     for weights in range(versions):
         model = ScriptedModel(toy_of(workload))
         model.weights = weights
-        received = _run(workload, model)
+        received: dict[tuple[int, int], Sample] = {}
+        for number, asked in enumerate(workload.requests):
+            if not asked.hot:
+                answer = greedy_answer(model, asked)
+                received.update({(number, index): answer for index in range(asked.n)})
+        received.update(run_alone(workload, model, [at for at, asked in enumerate(workload.requests) if asked.hot]))
         samples.append(received)
         for (number, _), sample in received.items():
-            tokens = (*workload.requests[number].prompt, *sample.tokens)
-            blocks.update(_blocks_of(model, tokens, hidden=workload.leaves_hidden))
-            if workload.states:
-                found = _states_of(model, tokens)
-                states.update(found)
-                parts.update(_parts_of(model, found))
-    return Reference(tuple(samples), blocks, states, parts)
+            asked = workload.requests[number]
+            tokens = (*asked.prompt, *sample.tokens)[:-1]
+            if (weights, asked.salt, tokens) not in computed:
+                size = model.layout.block_tokens
+                ends = range(size, len(tokens) + 1, size) if workload.states else ()
+                computed[weights, asked.salt, tokens] = Computed(
+                    weights,
+                    asked.salt,
+                    tokens,
+                    _blocks_of(model, tokens, hidden=workload.leaves_hidden),
+                    tuple(model.state_after(tokens[:end]) for end in ends),
+                )
+    return Reference(tuple(samples), tuple(computed.values()))
 
 
-def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Sample]:
+def greedy_answer(model: ScriptedModel, asked: Asked) -> Sample:
+    """The answer to a request without a temperature, from the model's closed form: no engine, sampler or pool. See
+    `runner.sampler` for the order of bias and penalties.
+    """
+    answer, counts = Sample([]), np.zeros(model.vocab_size, np.float32)
+    in_prompt = np.isin(np.arange(model.vocab_size), asked.prompt)
+    repetition, presence, frequency = (np.float32(value) for value in asked.penalties or (1.0, 0.0, 0.0))
+    eos_ids = list(model.eos_token_ids)
+    while answer.reason is None:
+        raw = np.zeros(model.vocab_size, np.float32)
+        raw[model.next_token((*asked.prompt, *answer.tokens))] = 100.0
+        logits = raw.copy()
+        for token, bias in asked.bias:
+            logits[token] += np.float32(bias)
+        seen = in_prompt | (counts > 0)
+        logits = np.where(seen, np.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits -= counts * frequency
+        logits -= (counts > 0) * presence
+        if len(answer.tokens) < asked.min_tokens:
+            logits[eos_ids] = -np.inf
+        token = int(logits.argmax())
+        counts[token] += 1
+        answer.tokens.append(token)
+        if asked.logprobs is not None:
+            answer.logprobs += (float(raw[token]) - float(np.log(np.exp(raw.astype(np.float64)).sum())),)
+        if token in eos_ids:
+            answer.reason = "stop"
+        elif len(answer.tokens) == asked.max_tokens:
+            answer.reason = "length"
+    answer.text = ToyTokenizer().decode([token for token in answer.tokens if token not in eos_ids])
+    return answer
+
+
+def run_alone(workload: Workload, model: ScriptedModel, numbers: Sequence[int]) -> dict[tuple[int, int], Sample]:
+    """The answers to the requests of these numbers, from an engine that computes nothing else."""
+    if not numbers:
+        return {}
     needed = sum(blocks_for(asked) * asked.n for asked in workload.requests) + len(workload.requests) + 8
     size = model.layout.block_tokens
     rows = max(4, *(asked.n for asked in workload.requests))
@@ -129,7 +189,8 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
     device = ScriptedDevice(make_policy("early", random.Random(0)), Script(Workload(0, ())), tracer=None)
     engine: Engine = build_engine(model, config, device=device, threaded=False)
     received: dict[tuple[int, int], Sample] = {}
-    for number, asked in enumerate(workload.requests):
+    for number in numbers:
+        asked = workload.requests[number]
         for index in range(asked.n):
             received[number, index] = Sample([])
         params = params_of(number, asked)
@@ -160,33 +221,10 @@ def state_bytes(model: ScriptedModel, num_states: int) -> int:
     return (num_states + RESERVED_STATES) * blocks_per_state(layout, size) * size
 
 
-def _states_of(model: ScriptedModel, tokens: Sequence[int]) -> dict[Key, int]:
-    """The recurrent state at the end of each complete block whose tokens were all computed."""
-    size, keys = model.layout.block_tokens, list[Key]()
-    BlockKeys(fingerprint=model.fingerprint, layout=model.layout, salt=SALT, states=model.state_layout).extend(
-        keys, tokens[: len(tokens) - 1]
-    )
-    return {key: model.state_after(tokens[: (index + 1) * size]) for index, key in enumerate(keys)}
-
-
-def _parts_of(model: ScriptedModel, states: dict[Key, int]) -> dict[Key, tuple[tuple[int, bytes], ...]]:
-    """The parts of the checkpoints of one request, whose states are in the order of its blocks."""
-    layout, size = model.state_layout, model.layout.block_bytes
-    assert layout is not None
-    parts: dict[Key, tuple[tuple[int, bytes], ...]] = {}
-    for index, (key, state) in enumerate(states.items()):
-        covered = (index + 1) * model.layout.block_tokens
-        number_at = 4 * (STATE_WIDTH - 1)
-        meaningful = ((number_at, np.float32(state).tobytes()), (layout.covered_offset, np.int64(covered).tobytes()))
-        for number, part in enumerate(part_keys(key, blocks_per_state(layout, size))):
-            parts[part] = tuple((at - number * size, data) for at, data in meaningful if at // size == number)
-    return parts
-
-
-def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> dict[Key, bytes]:
-    """The KV of each complete block whose tokens were all computed; recomputed by one forward pass in other memory."""
+def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> tuple[bytes, ...]:
+    """The KV of each complete block of `tokens`; computed by one forward pass in other memory."""
     layout = model.layout
-    computed = len(tokens) - 1
+    computed = len(tokens)
     count = layout.num_blocks_for(computed)
     kv = torch.zeros(layout.shape(count))
     everything = torch.arange(computed)
@@ -199,7 +237,7 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> 
         num_decode=0,
         before_layer=lambda layer: None,
     )
-    model.forward(torch.tensor(tokens[:computed]), everything, batch, torch.empty(0, dtype=torch.int64))
+    model.forward(torch.tensor(tokens), everything, batch, torch.empty(0, dtype=torch.int64))
     if hidden:
         for end in range(layout.block_tokens, computed + 1, layout.block_tokens):
             kv[end // layout.block_tokens - 1, -1] = model.hidden_after(tokens[:end])
@@ -207,8 +245,4 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> 
             kv[position // layout.block_tokens, -2, :, position % layout.block_tokens] = model.hidden_after(
                 tokens[:position]
             )
-    keys: list[Key] = []
-    BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=SALT, states=model.state_layout).extend(
-        keys, tokens[:computed]
-    )
-    return {key: kv[index].numpy().tobytes() for index, key in enumerate(keys)}
+    return tuple(kv[index].numpy().tobytes() for index in range(computed // layout.block_tokens))

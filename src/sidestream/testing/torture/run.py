@@ -32,7 +32,8 @@ from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
 from sidestream.testing.steering import Watched
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.border import Border
-from sidestream.testing.torture.judge import wrong_accept_lengths
+from sidestream.testing.torture.contents import Contents
+from sidestream.testing.torture.judge import wrong_accept_lengths, wrong_when_published
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, state_bytes, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
@@ -134,10 +135,22 @@ class Life:
     """
 
     def __init__(
-        self, workload: Workload, policy: Policy, script: Script, weights: int, lines: list[TraceLine] | None
+        self,
+        workload: Workload,
+        policy: Policy,
+        script: Script,
+        contents: Contents,
+        *,
+        weights: int,
+        lines: list[TraceLine] | None,
     ) -> None:
         self.checker = Checker(poison=self._poison)
-        self.recorder = Recorder(self.checker, self._actor, lines)
+        self.recorder = Recorder(
+            self.checker,
+            self._actor,
+            lines,
+            lambda what, memory, where, key: wrong_when_published(self.device, contents, what, memory, where, key),
+        )
         self.device = ScriptedDevice(policy, script, tracer=self.recorder)
         self.device.pin_s = workload.pin_s
         if workload.layer_groups:
@@ -248,7 +261,14 @@ class _Schedule:
         self._life = self._begin(0)
 
     def _begin(self, weights: int) -> Life:
-        life = Life(self._workload, self._policy, self._script, weights, self._lines)
+        life = Life(
+            self._workload,
+            self._policy,
+            self._script,
+            self._verdict.contents,
+            weights=weights,
+            lines=self._lines,
+        )
         scheduler = life.engine.parts.scheduler
         commit = scheduler.commit
 
@@ -383,10 +403,14 @@ class _Schedule:
         params = params_of(number, asked)
         life.outputs[number] = OutputProcessor(ToyTokenizer(), params)
         if life.border is not None:
-            life.border.submit(number, asked.prompt, params, priority=asked.priority)
+            life.border.submit(number, asked.prompt, params, priority=asked.priority, salt=asked.salt)
             return
         life.handles[number] = life.engine.submit(
-            asked.prompt, params, lambda delta: self._tell(life, number, delta), priority=asked.priority
+            asked.prompt,
+            params,
+            lambda delta: self._tell(life, number, delta),
+            priority=asked.priority,
+            cache_salt=asked.salt,
         )
 
     def _abort(self, number: int) -> None:

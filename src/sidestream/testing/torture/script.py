@@ -164,6 +164,11 @@ class ScriptedModel:
         state: int = self._inner.state_after([(token + self.weights) % self.vocab_size for token in tokens])
         return state
 
+    def next_token(self, tokens: Sequence[int]) -> int:
+        """The most likely token after `tokens`, with the current weights. See `ToyModel.expected`."""
+        (token,) = self._inner.expected([(token + self.weights) % self.vocab_size for token in tokens], 1)
+        return int(token)
+
     def _forward(
         self,
         forward: Callable[..., Any],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sidestream.testing.findings import Finding as Objection
+from sidestream.testing.torture.contents import contents_of
 from sidestream.testing.torture.judge import (
     still_findable,
     unbalanced,
@@ -29,7 +30,7 @@ tokens          equal to the reference's, with text, log-probabilities and finis
 accept lengths  every step drafts the continuation of its row's tokens, and accepts the right part of it; needed because
                 the text stays right after a stale read (H19)
 content         every findable block in every tier holds the content of its key; no block from before a reset becomes
-                findable
+                findable; no two blocks that differ in a part of their identity have the same key (H14)
 balance         at the end every pool is as it was at the start, and no request or transfer is kept
 answered        every request ends once, for a possible reason; when its client receives the end, the engine holds no
                 resources of it any more (H24)
@@ -50,14 +51,18 @@ class Finding:
 class Verdict:
     """The findings about one schedule, without duplicates.
 
+    contents     the contents of all keys, by the key function under test
     objections   the checker's findings; `findings` contains them as text
     """
 
     def __init__(self, workload: Workload, reference: Reference) -> None:
         self._workload = workload
         self._reference = reference
+        self.contents = contents_of(workload, reference)
         self._findings: dict[Finding, None] = {}
         self.objections: list[Objection] = []
+        for text in self.contents.collisions:
+            self.find("content", text)
 
     def find(self, oracle: str, text: str) -> None:
         """Add a finding."""
@@ -71,8 +76,8 @@ class Verdict:
         """Checks for an engine that still serves, after all requests and transfers have ended."""
         self.judge_balance(life, "idle")
         for text in (
-            *wrong_blocks(life.engine, life.device, self._reference),
-            *wrong_states(life.engine, life.device, self._reference),
+            *wrong_blocks(life.engine, life.device, self.contents),
+            *wrong_states(life.engine, life.device, self.contents),
         ):
             self.find("content", text)
         self.judge_disk(life, "at the end")
@@ -95,7 +100,7 @@ class Verdict:
         if life.disk is None:
             return
         damaged = any(fault.kind in ("truncated", "flipped") for fault in self._workload.faults)
-        for text in wrong_entries(life.disk, self._reference, damaged=damaged):
+        for text in wrong_entries(life.disk, self.contents, damaged=damaged):
             self.find("content", f"{when}: {text}")
 
     def judge_answers(self, life: Life, *, over: bool) -> None:
@@ -114,8 +119,10 @@ class Verdict:
                 self.find(oracle, text)
 
     def judge_trace(self, life: Life) -> None:
-        """Check that the checker has no finding for this engine, and that no block older than a reset is published."""
-        for text in life.recorder.stale:
+        """Check that the checker has no finding for this engine, and that every published block held its key's
+        content and was not older than a reset.
+        """
+        for text in (*life.recorder.stale, *life.recorder.wrong):
             self.find("content", text)
         for finding in life.checker.findings:
             self.find("checker", str(finding))

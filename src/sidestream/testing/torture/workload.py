@@ -71,6 +71,7 @@ class Asked:
     hot        temperature 20, so that tokens depend on random numbers and penalties besides KV; else greedy
     penalties  repetition, presence, frequency; None: none
     bias       a token and the number added to its logit
+    salt       cache salt: KV is shared only between requests with the same salt
     """
 
     at: int
@@ -84,6 +85,7 @@ class Asked:
     bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,17 @@ class Workload:
         return self.drafts > 0 and self.hidden
 
     @property
+    def has_twins(self) -> bool:
+        """Whether two prompts of equal salt have an equal block at the same place behind different blocks."""
+        size, before = BLOCK_TOKENS, dict[tuple[object, ...], tuple[int, ...]]()
+        for asked in self.requests:
+            for start in range(size, len(asked.prompt) - size, size):
+                block = (asked.salt, start, asked.prompt[start : start + size])
+                if before.setdefault(block, asked.prompt[:start]) != asked.prompt[:start]:
+                    return True
+        return False
+
+    @property
     def features(self) -> frozenset[Feature]:
         """Features that it exercises: see FEATURES."""
         return frozenset(name for name, holds in FEATURES.items() if holds(self))
@@ -193,6 +206,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "captured": lambda w: w.captured,
     "bad_logits": _befalls(("forward", "nan")),
     "border": lambda w: w.front_ends > 0,
+    "cache_salts": lambda w: len({asked.salt for asked in w.requests}) > 1,
     "close": lambda w: w.closes_at is not None or any(event.kind == "restart" for event in w.events),
     "corrupt_tier": _befalls(("read", "truncated"), ("read", "flipped"), ("write", "truncated"), ("write", "flipped")),
     "disk": lambda w: w.disk_blocks > 0,
@@ -217,6 +231,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
     "speculative": lambda w: w.drafts > 0,
     "states": lambda w: w.states > 0,
+    "twins": lambda w: w.has_twins,
     "weights": _happens("weights"),
 }
 """The same names as in `sidestream.testing.mutations`."""
@@ -238,7 +253,24 @@ def draw_workload(seed: int) -> Workload:
     workload = dataclasses.replace(workload, pin_s=pin_s)
     workload = _draw_states(random.Random(f"sidestream states {seed}"), workload)
     workload = _draw_border(random.Random(f"sidestream front ends {seed}"), workload)
-    return _draw_ranks(random.Random(f"sidestream ranks {seed}"), workload)
+    workload = _draw_ranks(random.Random(f"sidestream ranks {seed}"), workload)
+    return _draw_identities(random.Random(f"sidestream identities {seed}"), workload)
+
+
+def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
+    """Blocks of equal tokens with different identities: in one workload of eight, some requests have a cache salt; in
+    another one of eight, one request's prompt differs from an earlier one's in the first block only.
+    """
+    chance, requests = rng.random(), list(workload.requests)
+    if chance < 1 / 8:
+        salts = rng.choice((("", "one"), ("", "", "one"), ("one", "two")))
+        requests = [dataclasses.replace(asked, salt=rng.choice(salts)) for asked in requests]
+    elif chance < 2 / 8 and not workload.meanwhile and len(requests) > 1:
+        twin = rng.randrange(1, len(requests))
+        room = workload.blocks * BLOCK_TOKENS - requests[twin].max_tokens
+        prompt = max((asked.prompt for asked in requests[:twin]), key=len)[:room]
+        requests[twin] = dataclasses.replace(requests[twin], prompt=(1 + prompt[0] % (VOCAB - 1), *prompt[1:]))
+    return dataclasses.replace(workload, requests=tuple(requests))
 
 
 def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:

@@ -1,0 +1,122 @@
+"""The contents that keys identify, by the keys that the code under test computes.
+
+A mutation of the key function changes these keys, too. So another hash of the same parts has no finding, but a key
+without a part of its block's identity has one: two blocks that differ in this part have the same key (H14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout, StateTensor, blocks_per_state
+from sidestream.schedule.states import part_keys
+from sidestream.testing.torture.oracle import SALT, Computed, Reference, toy_of
+from sidestream.testing.torture.script import ScriptedModel
+from sidestream.testing.torture.workload import Workload
+from sidestream.testing.toy import STATE_WIDTH
+from sidestream.types import Key
+
+_OTHER_STATES = StateLayout((StateTensor(0, "other", 0, (1,), "float32"),), 1, "float32")
+
+
+@dataclass(slots=True)
+class Contents:
+    """The contents of keys in one schedule.
+
+    block_bytes  bytes of a block
+    blocks       the KV of each key's block, the same in every tier
+    states       the recurrent state at the end of each key's block; empty: the model has none
+    parts        parts of checkpoints in tiers, by key: for each compared range, its first byte and its content; other
+                 bytes of a part are undefined
+    collisions   sentences about keys of blocks that differ in a part of their identity
+    """
+
+    block_bytes: int
+    blocks: dict[Key, bytes] = field(default_factory=dict)
+    states: dict[Key, int] = field(default_factory=dict)
+    parts: dict[Key, tuple[tuple[int, bytes], ...]] = field(default_factory=dict)
+    collisions: list[str] = field(default_factory=list)
+
+
+def contents_of(workload: Workload, reference: Reference) -> Contents:
+    """The contents of all keys that the workload's requests may use."""
+    model = ScriptedModel(toy_of(workload))
+    contents = Contents(model.layout.block_bytes)
+    identities: dict[Key, tuple[int, str, tuple[int, ...]]] = {}
+    size = model.layout.block_tokens
+    keys_of_version = {
+        weights: BlockKeys(
+            fingerprint=model.fingerprint_of(weights), layout=model.layout, salt=SALT, states=model.state_layout
+        )
+        for weights in range(len(reference.samples))
+    }
+    for computed in reference.computed:
+        keys: list[Key] = []
+        keys_of_version[computed.weights].extend(keys, computed.tokens, salt=computed.salt)
+        for index, (key, block) in enumerate(zip(keys, computed.blocks, strict=True)):
+            identity = computed.weights, computed.salt, computed.tokens[: (index + 1) * size]
+            if (known := identities.setdefault(key, identity)) != identity:
+                contents.collisions.append(f"{_words(known)} and {_words(identity)} have the key {key.hex()[:8]} (H14)")
+            contents.blocks[key] = block
+        for key, state in zip(keys, computed.states, strict=False):
+            contents.states[key] = state
+        contents.parts.update(_parts_of(model, dict(zip(keys, computed.states, strict=False))))
+    contents.collisions += _shared_with_other_engines(model, identities, reference.computed)
+    return contents
+
+
+def _shared_with_other_engines(
+    model: ScriptedModel,
+    identities: dict[Key, tuple[int, str, tuple[int, ...]]],
+    computed: tuple[Computed, ...],
+) -> Iterator[str]:
+    """Keys that engines with another model, layout or salt compute for the first of these tokens."""
+    if not computed:
+        return
+    layout, first = model.layout, computed[0]
+    others: dict[str, tuple[str, KVLayout, str, StateLayout | None]] = {
+        "other weights": (model.fingerprint_of(len(computed)), layout, SALT, model.state_layout),
+        "another dtype": (model.fingerprint, replace(layout, dtype="float16"), SALT, model.state_layout),
+        "another number of layers": (
+            model.fingerprint,
+            replace(layout, num_layers=layout.num_layers + 1),
+            SALT,
+            model.state_layout,
+        ),
+        "another salt": (model.fingerprint, layout, f"not {SALT}", model.state_layout),
+        "other recurrent states": (model.fingerprint, layout, SALT, _OTHER_STATES),
+    }
+    for what, (fingerprint, layout_, salt, states) in others.items():
+        keys: list[Key] = []
+        BlockKeys(fingerprint=fingerprint, layout=layout_, salt=salt, states=states).extend(
+            keys, first.tokens, salt=first.salt
+        )
+        for key in keys[:1]:
+            if key in identities:
+                yield f"an engine with {what} has the key {key.hex()[:8]}, too: {_words(identities[key])} (H14)"
+
+
+def _words(identity: tuple[int, str, tuple[int, ...]]) -> str:
+    weights, salt, tokens = identity
+    salted = f" with salt {salt!r}" if salt else ""
+    return f"the block behind {list(tokens)}{salted} under weights {weights}"
+
+
+def _parts_of(model: ScriptedModel, states: dict[Key, int]) -> dict[Key, tuple[tuple[int, bytes], ...]]:
+    """The parts of the checkpoints of one sample, whose states are in the order of its blocks."""
+    layout, size = model.state_layout, model.layout.block_bytes
+    if layout is None:
+        return {}
+    parts: dict[Key, tuple[tuple[int, bytes], ...]] = {}
+    for index, (key, state) in enumerate(states.items()):
+        covered = (index + 1) * model.layout.block_tokens
+        number_at = 4 * (STATE_WIDTH - 1)
+        meaningful = ((number_at, np.float32(state).tobytes()), (layout.covered_offset, np.int64(covered).tobytes()))
+        for number, part in enumerate(part_keys(key, blocks_per_state(layout, size))):
+            parts[part] = tuple((at - number * size, data) for at, data in meaningful if at // size == number)
+    return parts
