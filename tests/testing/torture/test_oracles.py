@@ -228,7 +228,7 @@ def test_a_reset_that_forgets_nothing_is_noticed_at_once() -> None:
 def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files() -> None:
     disk = dataclasses.replace(PLAIN, disk_blocks=16)
     cut = doctored(
-        ScriptedTier.write, "_damage(path, fault)", SetArgument("_damage", 1, "Fault('write', 'truncated', 0)")
+        ScriptedTier.write, "self._damage(path, fault)", SetArgument("_damage", 1, "Fault('write', 'truncated', 0)")
     )
     scripted = dataclasses.replace(disk, faults=(Fault("write", "truncated", 0, every=1),))
     assert run(disk).findings == ()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from sidestream.device.sim import make_policy
-from sidestream.testing.torture import Asked, Event, Fault, Outcome, Workload, run_schedule
-from sidestream.testing.torture.script import Script, ScriptedDevice
-from sidestream.testing.torture.workload import FAULTS_OF, Operation
+from sidestream.testing.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
+from sidestream.testing.torture.script import Script, ScriptedDevice, _damage
+from sidestream.testing.torture.workload import DAMAGE, FAULTS_OF, Operation
 
 FIRST, SECOND, THIRD = (tuple(range(start, start + 16)) for start in (1, 21, 41))
 # A prompt comes back after others have taken its room on the device and in host memory.
@@ -93,3 +94,46 @@ def test_a_crash_keeps_the_disk_and_unanswered_clients_ask_again() -> None:
         begun = next(at for at, text in enumerate(texts) if "begins again" in text)
         assert any("found on disk" in text for text in texts[begun:])
         assert sum(text.startswith("submits request 0") for text in texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "changed"),
+    [
+        (Fault("read", "flipped", 0), [(0, 99)]),
+        (Fault("read", "flipped", 0, place=0.0), [(0, 0)]),
+        (Fault("read", "flipped", 0, place=0.5, entries=2), [(0, 49), (1, 49)]),
+        (Fault("read", "truncated", 0, place=0.5), [(0, 49)]),
+    ],
+)
+def test_damage_is_done_at_its_place_and_to_as_many_files_as_it_says(
+    fault: Fault, changed: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * 100)
+    _damage([str(tmp_path / "gone"), *map(str, files)], fault)
+    found = []
+    for number, file in enumerate(files):
+        before, after = bytes([number]) * 100, file.read_bytes()
+        if fault.kind == "truncated" and len(after) < 100:
+            found.append((number, len(after)))
+        found += [(number, at) for at, byte in enumerate(after) if byte != before[at]]
+    assert found == changed
+
+
+def test_swapped_files_exchange_their_contents_with_the_last_used_ones(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_text(file.name)
+    _damage([str(file) for file in files], Fault("read", "swapped", 0))
+    assert [file.read_text() for file in files] == ["b", "a", "c"]
+    _damage([str(file) for file in files[:1]], Fault("read", "swapped", 0))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_workloads_damage_headers_blocks_and_several_files() -> None:
+    faults = [fault for seed in range(200) for fault in draw_workload(seed).faults if fault.kind in DAMAGE]
+    assert {fault.kind for fault in faults} == set(DAMAGE)
+    assert any(fault.place < 52 / 4288 for fault in faults)
+    assert any(1.0 > fault.place > 1 - 192 / 4288 for fault in faults)
+    assert any(fault.entries > 1 for fault in faults)

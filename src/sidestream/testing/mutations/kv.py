@@ -37,6 +37,13 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
+        name="postponed-release-keeps-its-fences",
+        hazard="H3",
+        change=SetArgument("_postpone", 2, "()"),
+        consequence="the next owner of a block whose transfer has ended lacks the fence of the step that still uses it",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
         name="postponed-release-is-executed",
         hazard="H22",
         consequence="blocks that a transfer used when their request ended are never released",
@@ -232,19 +239,6 @@ EQUIVALENT = (
         "steps run in the order of their launch, and the host waits for all other uses of blocks, so the last release "
         "knows the last use",
         noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
-    ),
-    Equivalent(
-        Mutation(
-            name="postponed-release-keeps-its-fences",
-            hazard="H3",
-            change=SetArgument("_postpone", 2, "()"),
-            consequence="the next owner of a block whose transfer has ended lacks the fence of the step that still "
-            "uses it",
-            needs=frozenset({"offload"}),
-        ),
-        "the fault needs a load into these blocks after the transfer and before the end of the last step",
-        noticed_by="kv/test_pool.py::test_an_id_that_comes_back_late_brings_its_fences",
-        unreached=True,
     ),
     Equivalent(
         Mutation(

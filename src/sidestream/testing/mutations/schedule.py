@@ -238,6 +238,12 @@ MUTATIONS = (
         needs=frozenset({"weights"}),
     ),
     Mutation(
+        name="request-that-arrives-late-gets-the-new-keys",
+        hazard="H14",
+        consequence="a request that was in transit during an update of the weights keeps keys of the old weights",
+        needs=frozenset({"weights"}),
+    ),
+    Mutation(
         name="new-weights-wait-for-preempted-requests",
         hazard="H8",
         at="request-may-start",
@@ -451,17 +457,6 @@ EQUIVALENT = (
         ),
         "the old keys are never looked up again, so these blocks only take room; other-weights-have-other-keys "
         "removes both rules",
-    ),
-    Equivalent(
-        Mutation(
-            name="request-that-arrives-late-gets-the-new-keys",
-            hazard="H14",
-            consequence="a request that was in transit during an update of the weights keeps keys of the old weights",
-            needs=frozenset({"weights"}),
-        ),
-        "this needs a client on another thread; a schedule's clients are on the engine thread",
-        noticed_by="schedule/test_scheduler_reset.py::test_a_request_that_was_on_its_way_when_the_weights_changed_gets_the_new_keys",
-        unreached=True,
     ),
     Equivalent(
         Mutation(

@@ -39,6 +39,7 @@ Feature = Literal[
     "slow_tier",
     "speculative",
     "states",
+    "swapped_files",
     "twins",
     "weights",
 ]
@@ -50,7 +51,7 @@ border          front ends stand between clients and engine
 cache_salts     requests have different cache salts
 captured        forward passes are captured and replayed
 close           the engine closes while requests or transfers are unfinished
-corrupt_tier    files of the disk tier are cut short or have a bit flipped
+corrupt_tier    files of the disk tier are cut short, have a bit flipped, or exchange their names
 disk            there is a disk tier
 failing_copy    stores and loads raise; a load may raise after a part of it was copied
 failing_load    the failing copies include loads, not only stores
@@ -72,6 +73,7 @@ sampling        penalties, biases and `min_tokens` change which tokens are drawn
 slow_tier       disk operations take longer than the deadline
 speculative     tokens are drafted and verified
 states          the model keeps recurrent state besides its KV
+swapped_files   files of the disk tier exchange their names
 twins           two prompts have an equal block at the same place behind different blocks
 weights         the weights are replaced, so blocks computed before are wrong
 """

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from sidestream.testing.mutations.operators import Append, Compare, Delete, DropOperand, Never, PopInstead, Value
+from sidestream.testing.mutations.operators import (
+    Append,
+    Compare,
+    Delete,
+    DropOperand,
+    Never,
+    PopInstead,
+    Rewrite,
+    SetArgument,
+    Value,
+)
 from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
@@ -80,6 +90,22 @@ MUTATIONS = (
         name="every-bit-is-verified",
         hazard="H9",
         consequence="a file with a wrong bit is served",
+        needs=frozenset({"corrupt_tier", "disk"}),
+    ),
+    Mutation(
+        name="file-belongs-to-its-key",
+        hazard="H9",
+        at="header-is-verified",
+        change=Never(),
+        consequence="the file of another block is served, if it agrees with its own checksum",
+        needs=frozenset({"swapped_files", "disk"}),
+        also=(Change("every-bit-is-verified", Rewrite("_digest(expected,", "_digest(bytes(header[:_DIGEST_AT]),")),),
+    ),
+    Mutation(
+        name="checksum-covers-the-whole-block",
+        hazard="H9",
+        change=SetArgument("update", 0, "payload[payload.nbytes // 2 :]"),
+        consequence="a wrong bit in the first half of a block is not detected",
         needs=frozenset({"corrupt_tier", "disk"}),
     ),
 )

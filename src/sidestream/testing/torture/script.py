@@ -6,6 +6,7 @@ The disk tier and its files are real, so the tier's own checks must detect damag
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import tempfile
 from bisect import bisect_left
@@ -29,7 +30,7 @@ from sidestream.offload.tiers.base import Block
 from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream.runner.forward import Left
-from sidestream.testing.torture.workload import Fault, Operation, Workload
+from sidestream.testing.torture.workload import DAMAGE, Fault, Operation, Workload
 from sidestream.types import Tracer
 
 
@@ -208,11 +209,20 @@ class ScriptedModel:
 class ScriptedTier:
     """The real disk tier, with faults of its reads and writes according to the script."""
 
-    def __init__(self, inner: DiskTier, device: ScriptedDevice, used: Callable[[str], None]) -> None:
-        """`used` is called with the path of each entry that is written or read."""
+    def __init__(
+        self,
+        inner: DiskTier,
+        device: ScriptedDevice,
+        used: Callable[[str], None],
+        others: Callable[[str], Sequence[str]] = lambda path: (),
+    ) -> None:
+        """`used` is called with the path of each entry that is written or read; `others` returns the paths of other
+        entries of the same directory that were, the last one first.
+        """
         self._inner = inner
         self._device = device
         self._used = used
+        self._others = others
 
     @property
     def index(self) -> TierIndex:
@@ -225,7 +235,7 @@ class ScriptedTier:
         self._used(path)
         fault = self._device.script.next("write")
         self._device.play(fault, lambda: self._inner.write(grant, payload), torn=_never)
-        _damage(path, fault)
+        self._damage(path, fault)
 
     def read(self, entry: Entry, out: Block) -> None:
         """See `PersistentTier.read`."""
@@ -238,8 +248,12 @@ class ScriptedTier:
         path = _path(self._inner, entry)
         self._used(path)
         fault = self._device.script.next("read")
-        _damage(path, fault)
+        self._damage(path, fault)
         self._device.play(fault, lambda: self._inner.read(entry, out), torn=torn)
+
+    def _damage(self, path: str, fault: Fault | None) -> None:
+        if fault is not None and fault.kind in DAMAGE:
+            _damage((path, *self._others(path)), fault)
 
     def peek(self, entry: Entry) -> bytes | None:
         """The bytes of a published entry, read without faults; None when the tier's own checks reject it."""
@@ -279,7 +293,7 @@ class Scratch:
             capacity_bytes=num_blocks * entry_bytes(model.layout),
             tracer=None if rank else device.tracer,  # rank 0's index keeps the leases of all ranks
         )
-        return ScriptedTier(tier, device, self._use)
+        return ScriptedTier(tier, device, self._use, self._others)
 
     def settle(self) -> None:
         """Set the files' times from the order of their uses, not from the clock: otherwise a restart is not
@@ -299,6 +313,10 @@ class Scratch:
         self._used.pop(path, None)
         self._used[path] = len(self._used) if not self._used else next(reversed(self._used.values())) + 1
 
+    def _others(self, path: str) -> list[str]:
+        directory = Path(path).parents[1]
+        return [other for other in reversed(self._used) if other != path and Path(other).parents[1] == directory]
+
     @property
     def is_ours(self) -> bool:
         """Whether this process created it; a forked child must not share it."""
@@ -311,23 +329,30 @@ def _path(tier: DiskTier, entry: Entry) -> str:
     return f"{tier.directory}/{name[:2]}/{name}-{entry.serial:016x}"
 
 
-def _damage(path: str, fault: Fault | None) -> None:
-    """Damage the file without the tier's knowledge; does nothing if it does not exist."""
-    if fault is None or fault.kind not in ("truncated", "flipped"):
+def _damage(paths: Sequence[str], fault: Fault | None) -> None:
+    """Damage files without the tier's knowledge. `paths` are the files of used entries, the last used one first."""
+    if fault is None or fault.kind not in DAMAGE:
         return
-    file = Path(path)
-    if not file.exists():
+    files = [path for path in map(Path, paths) if path.exists()]
+    if fault.kind == "swapped":
+        for one, other in itertools.pairwise(files[: fault.entries + 1]):
+            aside = one.with_name("aside")
+            one.rename(aside)
+            other.rename(one)
+            aside.rename(other)
         return
-    status = file.stat()
-    if fault.kind == "truncated":
-        os.truncate(path, status.st_size - 1)
-    else:
-        with file.open("r+b") as opened:
-            opened.seek(-1, os.SEEK_END)
-            last = opened.read(1)[0]
-            opened.seek(-1, os.SEEK_END)
-            opened.write(bytes([last ^ 0x10]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for file in files[: fault.entries]:
+        status = file.stat()
+        at = int(fault.place * (status.st_size - 1))
+        if fault.kind == "truncated":
+            os.truncate(file, at)
+        else:
+            with file.open("r+b") as opened:
+                opened.seek(at)
+                (byte,) = opened.read(1)
+                opened.seek(at)
+                opened.write(bytes([byte ^ 0x10]))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _never() -> None:

@@ -16,7 +16,7 @@ from sidestream.testing.torture.judge import (
     wrong_states,
 )
 from sidestream.testing.torture.oracle import Reference
-from sidestream.testing.torture.workload import Workload
+from sidestream.testing.torture.workload import DAMAGE, Workload
 
 if TYPE_CHECKING:
     from sidestream.testing.torture.run import Life
@@ -99,7 +99,7 @@ class Verdict:
         """Check that files hold the content of their keys, unless a fault damages files."""
         if life.disk is None:
             return
-        damaged = any(fault.kind in ("truncated", "flipped") for fault in self._workload.faults)
+        damaged = any(fault.kind in DAMAGE for fault in self._workload.faults)
         for text in wrong_entries(life.disk, self.contents, damaged=damaged):
             self.find("content", f"{when}: {text}")
 

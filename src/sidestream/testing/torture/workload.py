@@ -32,6 +32,10 @@ _TIE = 100.0
 # Longest wait of a request for the disk.
 LOAD_DEADLINE_S = 1e-3
 
+# Of a file with a toy's block: the fields of the header, and the block.
+_HEADER_PART = 52 / 4288
+_BLOCK_PART = 192 / 4288
+
 EventKind = Literal["reset", "weights", "crash", "restart", "hang_up"]
 """Reset the cache · change the weights · the process crashes or ends normally, and a new one opens the same disk · a
 front end dies, and another one replaces it.
@@ -40,7 +44,7 @@ front end dies, and another one replaces it.
 Operation = Literal["read", "write", "store", "load", "forward"]
 """Of the disk: a read, a write. Of the device: a copy to the host, a copy from it, a forward pass."""
 
-FaultKind = Literal["slow", "late", "lost", "torn", "full", "truncated", "flipped", "nan"]
+FaultKind = Literal["slow", "late", "lost", "torn", "full", "truncated", "flipped", "swapped", "nan"]
 """Effect of a fault on an operation:
 
 slow        it starts late
@@ -50,16 +54,22 @@ torn        half of its bytes move, then it fails
 full        no space on the medium
 truncated   the file loses its end: before the operation if it is a read, after it if it is a write
 flipped     one bit of the file changes: before the operation if it is a read, after it if it is a write
+swapped     the file and that of another entry exchange their names: before the operation if it is a read, after it if
+            it is a write
 nan         the logits are NaN, and the KV that was written is wrong
 """
 
 FAULTS_OF: Mapping[Operation, tuple[FaultKind, ...]] = {
-    "read": ("slow", "late", "lost", "torn", "truncated", "flipped"),
-    "write": ("slow", "late", "lost", "full", "truncated", "flipped"),
+    "read": ("slow", "late", "lost", "torn", "truncated", "flipped", "swapped"),
+    "write": ("slow", "late", "lost", "full", "truncated", "flipped", "swapped"),
     "store": ("slow", "late", "lost", "torn"),
     "load": ("slow", "late", "lost", "torn"),
     "forward": ("slow", "late", "lost", "nan"),
 }
+
+
+DAMAGE: tuple[FaultKind, ...] = ("truncated", "flipped", "swapped")
+"""Faults that damage files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,9 @@ class Fault:
     """The fault of operation number `first` (from 0) of its kind, and of each `every`-th after it (0: no other).
 
     seconds   the delay
+    place     of damage to a file: which byte is flipped, or how many are kept, as a part of the file's length; 1.0:
+              the last byte is flipped or lost
+    entries   number of files that are damaged, with the last used ones first
     """
 
     operation: Operation
@@ -108,6 +121,8 @@ class Fault:
     first: int
     every: int = 0
     seconds: float = 0.0
+    place: float = 1.0
+    entries: int = 1
 
     def hits(self, number: int) -> bool:
         """Whether it affects operation `number`."""
@@ -208,7 +223,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "border": lambda w: w.front_ends > 0,
     "cache_salts": lambda w: len({asked.salt for asked in w.requests}) > 1,
     "close": lambda w: w.closes_at is not None or any(event.kind == "restart" for event in w.events),
-    "corrupt_tier": _befalls(("read", "truncated"), ("read", "flipped"), ("write", "truncated"), ("write", "flipped")),
+    "corrupt_tier": lambda w: any(fault.kind in DAMAGE for fault in w.faults),
     "disk": lambda w: w.disk_blocks > 0,
     "failing_copy": _befalls(("store", "lost"), ("store", "torn"), ("load", "lost"), ("load", "torn")),
     "failing_step": _befalls(("forward", "lost")),
@@ -231,6 +246,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
     "speculative": lambda w: w.drafts > 0,
     "states": lambda w: w.states > 0,
+    "swapped_files": _befalls(("read", "swapped"), ("write", "swapped")),
     "twins": lambda w: w.has_twins,
     "weights": _happens("weights"),
 }
@@ -254,7 +270,8 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_states(random.Random(f"sidestream states {seed}"), workload)
     workload = _draw_border(random.Random(f"sidestream front ends {seed}"), workload)
     workload = _draw_ranks(random.Random(f"sidestream ranks {seed}"), workload)
-    return _draw_identities(random.Random(f"sidestream identities {seed}"), workload)
+    workload = _draw_identities(random.Random(f"sidestream identities {seed}"), workload)
+    return _draw_damage(random.Random(f"sidestream damage {seed}"), workload)
 
 
 def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
@@ -271,6 +288,21 @@ def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
         prompt = max((asked.prompt for asked in requests[:twin]), key=len)[:room]
         requests[twin] = dataclasses.replace(requests[twin], prompt=(1 + prompt[0] % (VOCAB - 1), *prompt[1:]))
     return dataclasses.replace(workload, requests=tuple(requests))
+
+
+def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
+    """Choose the place of damage to files: the last byte, any byte, one of the header's, or one of the block's. Some
+    faults damage several files, or exchange two.
+    """
+
+    def drawn(fault: Fault) -> Fault:
+        if fault.kind not in DAMAGE or rng.random() < 1 / 3:
+            return fault
+        place = rng.choice((1.0, rng.random(), _HEADER_PART * rng.random(), 1.0 - _BLOCK_PART * rng.random()))
+        kind: FaultKind = "swapped" if rng.random() < 0.4 else fault.kind
+        return dataclasses.replace(fault, kind=kind, place=place, entries=rng.choice((1, 1, 2, 5)))
+
+    return dataclasses.replace(workload, faults=tuple(map(drawn, workload.faults)))
 
 
 def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
@@ -471,7 +503,7 @@ def _draw_faults(rng: random.Random, *, host: bool, disk: bool) -> tuple[Fault, 
 
 
 def _draw_fault(rng: random.Random, operation: Operation) -> Fault:
-    kind = rng.choice(FAULTS_OF[operation])
+    kind = rng.choice([kind for kind in FAULTS_OF[operation] if kind != "swapped"])  # see _draw_damage
     seconds = 0.0
     if kind in ("slow", "late"):
         seconds = rng.choice((0.3, 0.9, 1.5, 4.0, 4.0, _ENDLESS)) * LOAD_DEADLINE_S
