@@ -157,7 +157,7 @@ class OffloadWorker:
         try:
             return self._turn()
         except BaseException as error:
-            self._events.put(WorkerFailed(error))
+            self._events.put(WorkerFailed(error))  # rule: failure-of-the-offload-worker-is-reported
             raise
 
     def _turn(self) -> Rest:

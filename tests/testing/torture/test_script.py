@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from sidestream.device.sim import make_policy
+from sidestream.engine.failures import Failures
 from sidestream.testing.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
 from sidestream.testing.torture.script import Script, ScriptedDevice, _damage
-from sidestream.testing.torture.workload import DAMAGE, FAULTS_OF, Operation
+from sidestream.testing.torture.workload import DAMAGE, FAULTS_OF, EventKind, Operation
 
 FIRST, SECOND, THIRD = (tuple(range(start, start + 16)) for start in (1, 21, 41))
 # A prompt comes back after others have taken its room on the device and in host memory.
@@ -137,3 +139,24 @@ def test_workloads_damage_headers_blocks_and_several_files() -> None:
     assert any(fault.place < 52 / 4288 for fault in faults)
     assert any(1.0 > fault.place > 1 - 192 / 4288 for fault in faults)
     assert any(fault.entries > 1 for fault in faults)
+
+
+@pytest.mark.parametrize("kind", ["device_lost", "copies_lost"])
+def test_an_engine_whose_device_is_lost_ends_its_requests_and_the_next_one_answers_them(kind: EventKind) -> None:
+    lost = dataclasses.replace(workload(), events=(Event(22, kind),))
+    assert "device_loss" in lost.features
+    outcome = run(lost)
+    assert outcome.findings == ()
+    ends = [line.text for line in outcome.lines if " ends: " in line.text]
+    assert ends.count("request 1 ends: error") == 1
+    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(ends)
+
+
+def test_a_request_that_does_not_end_with_its_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = dataclasses.replace(workload(), events=(Event(22, "device_lost"),))
+    monkeypatch.setattr(Failures, "end_engine", lambda self, error: None)
+    outcome = run(lost)
+    assert any(
+        finding.oracle == "answered" and "requests [1] did not end (H22)" in finding.text
+        for finding in outcome.findings
+    )

@@ -268,6 +268,12 @@ MUTATIONS = (
         consequence="blocks of stores that a close dropped are never released",
         needs=frozenset({"close", "offload"}),
     ),
+    Mutation(
+        name="failure-of-the-offload-worker-is-reported",
+        hazard="H26",
+        consequence="requests wait forever for transfers of an offload worker that has failed",
+        needs=frozenset({"device_loss", "offload"}),
+    ),
 )
 
 _LATER = "copies are submitted in another order, but each with all its waits"

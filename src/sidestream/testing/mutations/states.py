@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestream.testing.mutations.operators import Always, Become, Delete, DropArgument, DropOperand, Rewrite
+from sidestream.testing.mutations.operators import Always, Become, Delete, DropArgument, DropOperand, Rewrite, Value
 from sidestream.testing.mutations.tables import Equivalent, Exempt, Feature, Mutation
 
 _ONE_STREAM = "all steps run on one stream, and a state is released after its transfers have ended"
@@ -104,6 +104,19 @@ MUTATIONS = (
         needs=frozenset({"states"}),
     ),
     Mutation(
+        name="checkpoint-leaves-a-state-for-each-request",
+        hazard="H26",
+        change=Become("return True"),
+        consequence="checkpoints take the states that waiting requests need",
+        needs=frozenset({"states"}),
+    ),
+    Mutation(
+        name="broken-request-invalidates-its-states",
+        hazard="H9",
+        consequence="checkpoints of a request with non-finite logits, whose KV is wrong, stay findable",
+        needs=frozenset({"states", "bad_logits"}),
+    ),
+    Mutation(
         name="reset-drops-keys-of-states",
         hazard="H8",
         consequence="a checkpoint stays findable after a reset of the cache",
@@ -197,17 +210,6 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="checkpoint-leaves-a-state-for-each-request",
-            hazard="H26",
-            change=Become("return True"),
-            consequence="checkpoints take the states that waiting requests need",
-            needs=frozenset({"states"}),
-        ),
-        "unpublished checkpoints are released after the next step, so a request only waits longer",
-        noticed_by="schedule/test_states.py::test_a_checkpoint_is_made_only_if_each_waiting_request_still_gets_a_state",
-    ),
-    Equivalent(
-        Mutation(
             name="state-covers-what-is-before-its-row",
             hazard="H15",
             change=Become("wrong = covered != covered"),
@@ -221,7 +223,7 @@ EQUIVALENT = (
         Mutation(
             name="fresh-state-waits-for-its-last-use",
             hazard="H3",
-            change=DropOperand(1),
+            change=Value("(loaded, fresh.after)"),
             consequence="a load overwrites a state that a step still reads",
             needs=frozenset({"states", "offload"}),
         ),
@@ -288,16 +290,6 @@ EQUIVALENT = (
         ),
         "the store only saves time",
         noticed_by="schedule/test_states.py::test_the_newest_checkpoint_is_stored_when_its_request_leaves",
-    ),
-    Equivalent(
-        Mutation(
-            name="broken-request-invalidates-its-states",
-            hazard="H9",
-            consequence="checkpoints of a request with non-finite logits, whose KV is wrong, stay findable",
-            needs=frozenset({"states", "bad_logits"}),
-        ),
-        "a checkpoint without its block is not a hit, and is forgotten with the next block of that key",
-        noticed_by="schedule/test_states.py::test_checkpoints_of_a_broken_request_are_not_found_again",
     ),
 )
 

@@ -161,7 +161,7 @@ def wrong_answer(
     if received.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
         yield "answered", f"{who} was aborted, although its client did not ask for it"
     restarts = any(
-        event.kind in ("crash", "restart") for event in workload.events
+        event.kind in ("crash", "restart", "device_lost", "copies_lost") for event in workload.events
     )  # a client that asks again may do so after the abort
     in_step = not restarts and not workload.front_ends  # with front ends, the engine may get ahead of its server
     if asked.abort_at is not None and in_step and count > (asked.abort_at - asked.at) * (1 + workload.drafts):
@@ -169,7 +169,7 @@ def wrong_answer(
             "answered",
             f"{who} received {count} tokens, although its client left {asked.abort_at - asked.at} steps after it came",
         )
-    if received.reason == "error" and not workload.features & {"bad_logits", "failing_step"}:
+    if received.reason == "error" and not workload.features & {"bad_logits", "device_loss", "failing_step"}:
         yield "answered", f"{who} ended with an error: {received.error}"
     if received.tokens != expected.tokens[:count]:
         at = next(

@@ -19,7 +19,7 @@ from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig
 from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST
 from sidestream.engine import Engine, Handle, build_engine
-from sidestream.errors import SidestreamError
+from sidestream.errors import DeviceLost, SidestreamError
 from sidestream.offload import tier_io
 from sidestream.offload.loads import layers_per_group
 from sidestream.ranks.fences import local_fence
@@ -50,6 +50,8 @@ _EVENTS = {
     "crash": "dies, and begins again",
     "restart": "ends, and begins again",
     "hang_up": "loses a front end, which is replaced",
+    "device_lost": "loses its device",
+    "copies_lost": "loses its device's copies",
 }
 # Virtual time of an idle step when no client waits, or after _PATIENT_STEPS idle steps: then slow operations may end.
 _DRAIN_S = 0.05
@@ -349,7 +351,13 @@ class _Schedule:
             self._due = step
             if not workload.meanwhile:
                 self._clients()
-            idle = 0 if self._step() else idle + 1
+            try:
+                idle = 0 if self._step() else idle + 1
+            except DeviceLost as error:
+                if not self._life.device.is_lost:
+                    raise
+                self._end_lost_engine(error)
+                idle = 0
             if idle == _STUCK_STEPS * workload.ranks:
                 break
             self._clients()  # unless a step was launched
@@ -358,7 +366,9 @@ class _Schedule:
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
             if step >= last and not self._life.engine.unfinished and not self._busy() and self._is_quiet():
-                return True
+                if not self._life.device.is_lost:
+                    return True
+                self._end_lost_engine(DeviceLost("injected: the device is lost, and the engine had nothing to do"))
         left = [number for (number, _), sample in self._life.received.items() if sample.reason is None]
         self._verdict.find(
             "no progress",
@@ -455,8 +465,8 @@ class _Schedule:
         if delta.finish_reason is None:
             return
         self._say(f"request {number} ends: {delta.finish_reason}")
-        if life.border is not None:
-            return  # the engine has advanced meanwhile
+        if life.border is not None or life.device.is_lost:
+            return  # the engine has advanced meanwhile, or has failed
         parts, left = life.engine.parts, sum(asked.reason is None for asked in life.received.values())
         if life.engine.unfinished != left:
             self._verdict.find(
@@ -482,6 +492,10 @@ class _Schedule:
                 self._begin_again()
             case "crash":
                 self._begin_again()
+            case "device_lost":
+                life.device.lose("")  # every name begins like this
+            case "copies_lost":
+                life.device.lose("store", "load")
             case "hang_up" if life.border is not None:
                 for number in life.border.hang_up():
                     life.gone.add(number)
@@ -490,6 +504,16 @@ class _Schedule:
                             life.received[number, index].reason = "abort"
             case "hang_up":
                 pass
+
+    def _end_lost_engine(self, error: DeviceLost) -> None:
+        """Do as an engine's thread does after an error, and start another engine."""
+        life = self._life
+        life.cut_off = {number for (number, _), sample in life.received.items() if sample.reason is None}
+        life.engine.loop._failures.end_engine(error)
+        waiting = sorted(number for (number, _), sample in life.received.items() if sample.reason is None)
+        if waiting:
+            self._verdict.find("answered", f"the device was lost, and requests {waiting} did not end (H22)")
+        self._begin_again()
 
     def _begin_again(self) -> None:
         """Start another engine on the same disk. All clients repeat their requests, including finished ones: reused

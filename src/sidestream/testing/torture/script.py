@@ -23,7 +23,7 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StateBatch
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.sim import SimDevice, SimStream
-from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
+from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout
 from sidestream.offload.tiers.base import Block
@@ -31,7 +31,7 @@ from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream.runner.forward import Left
 from sidestream.testing.torture.workload import DAMAGE, Fault, Operation, Workload
-from sidestream.types import Tracer
+from sidestream.types import Fence, Tracer
 
 
 class Script:
@@ -54,10 +54,28 @@ class ScriptedDevice(SimDevice):
     def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None) -> None:
         super().__init__(policy, tracer=tracer)
         self.script = script
+        self._lost_to: tuple[str, ...] = ()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the device accepts no work, on any stream or on some."""
+        return bool(self._lost_to)
+
+    def lose(self, *streams: str) -> None:
+        """From now on, streams whose names begin like this accept no work; work that they accepted before goes on."""
+        self._lost_to = streams
 
     def stream(self, name: str) -> SimStream:
         """See `Device.stream`."""
         stream = super().stream(name)
+        submit = stream.submit
+
+        def mortal(*given: Any, **options: Any) -> Fence:
+            if name.startswith(self._lost_to):
+                raise DeviceLost("injected: the device is lost")
+            return submit(*given, **options)
+
+        stream.submit = mortal  # type: ignore[method-assign]
         operation = name.rpartition("/")[2].partition("-")[0]  # of any rank
         if operation in ("store", "load"):
             stream.copy = self._around(operation, stream.copy)  # type: ignore[method-assign, assignment, arg-type]

@@ -36,9 +36,10 @@ LOAD_DEADLINE_S = 1e-3
 _HEADER_PART = 52 / 4288
 _BLOCK_PART = 192 / 4288
 
-EventKind = Literal["reset", "weights", "crash", "restart", "hang_up"]
+EventKind = Literal["reset", "weights", "crash", "restart", "hang_up", "device_lost", "copies_lost"]
 """Reset the cache · change the weights · the process crashes or ends normally, and a new one opens the same disk · a
-front end dies, and another one replaces it.
+front end dies, and another one replaces it · the device accepts no work any more, or none of the offload worker, so the
+engine fails, and a new one opens the same disk.
 """
 
 Operation = Literal["read", "write", "store", "load", "forward"]
@@ -224,6 +225,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "cache_salts": lambda w: len({asked.salt for asked in w.requests}) > 1,
     "close": lambda w: w.closes_at is not None or any(event.kind == "restart" for event in w.events),
     "corrupt_tier": lambda w: any(fault.kind in DAMAGE for fault in w.faults),
+    "device_loss": _happens("device_lost", "copies_lost"),
     "disk": lambda w: w.disk_blocks > 0,
     "failing_copy": _befalls(("store", "lost"), ("store", "torn"), ("load", "lost"), ("load", "torn")),
     "failing_step": _befalls(("forward", "lost")),
@@ -271,7 +273,8 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_border(random.Random(f"sidestream front ends {seed}"), workload)
     workload = _draw_ranks(random.Random(f"sidestream ranks {seed}"), workload)
     workload = _draw_identities(random.Random(f"sidestream identities {seed}"), workload)
-    return _draw_damage(random.Random(f"sidestream damage {seed}"), workload)
+    workload = _draw_damage(random.Random(f"sidestream damage {seed}"), workload)
+    return _draw_loss(random.Random(f"sidestream loss {seed}"), workload)
 
 
 def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
@@ -288,6 +291,18 @@ def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
         prompt = max((asked.prompt for asked in requests[:twin]), key=len)[:room]
         requests[twin] = dataclasses.replace(requests[twin], prompt=(1 + prompt[0] % (VOCAB - 1), *prompt[1:]))
     return dataclasses.replace(workload, requests=tuple(requests))
+
+
+def _draw_loss(rng: random.Random, workload: Workload) -> Workload:
+    """Lose the device in one workload of twelve. Not with several ranks, whose engine ends otherwise, and not with
+    front ends, because in schedules the engine's steps run inside their calls, which would catch its error.
+    """
+    if rng.random() >= 1 / 12 or workload.ranks > 1 or workload.front_ends or workload.closes_at is not None:
+        return workload
+    kind: EventKind = rng.choice(("device_lost", "copies_lost")) if workload.slots else "device_lost"
+    lost = Event(rng.randint(1, max(asked.at for asked in workload.requests) + 6), kind)
+    events = (event for event in workload.events if event.kind not in ("crash", "restart"))
+    return dataclasses.replace(workload, events=tuple(sorted((*events, lost), key=lambda event: event.at)))
 
 
 def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
