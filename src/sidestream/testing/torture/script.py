@@ -75,7 +75,7 @@ class ScriptedDevice(SimDevice):
                 raise DeviceLost("injected: the device is lost")
             return submit(*given, **options)
 
-        stream.submit = mortal  # type: ignore[method-assign]
+        stream.submit = mortal  # type: ignore[method-assign, assignment]
         operation = name.rpartition("/")[2].partition("-")[0]  # of any rank
         if operation in ("store", "load"):
             stream.copy = self._around(operation, stream.copy)  # type: ignore[method-assign, assignment, arg-type]
