@@ -189,3 +189,35 @@ def test_drafts_after_the_end_of_the_text_are_not_accepted() -> None:
         accepted = head.accept_length(context, head.drafts(context, head.hidden(context)))
         assert accepted <= len(model.expected(context, 4))
         assert head.verify(context, head.drafts(context, head.hidden(context))) == model.expected(context, accepted + 1)
+
+
+def test_kv_depends_on_the_kv_of_earlier_layers_that_the_token_attends_to() -> None:
+    """A layer that is read too early makes wrong KV, in a chunk that draws no token too."""
+    model, written = ToyModel(), []
+    for change in (0, 1):
+        rig = Rig(model)
+        rig.compute(PROMPT, 0, 4, (0, 1, 2))
+        rig.pool[0, 0, 1, 2, 0, 1] += change
+        rig.compute(PROMPT, 4, 7, (0, 1, 2))
+        written.append(rig.pool[1, :, :, :3].clone())
+    assert [torch.equal(written[0][layer], written[1][layer]) for layer in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_each_layer_is_read_right_after_its_gate(layer: int) -> None:
+    """What arrives with a later gate is too late."""
+    model, drawn = ToyModel(), []
+    for gate in (layer, layer + 1):
+        rig = Rig(model)
+        rig.compute(PROMPT, 0, 8, (0, 1, 2))
+        loaded = rig.pool[0:2, layer].clone()
+        rig.pool[0:2, layer] = 7.0
+
+        class Gates(list[int]):
+            def append(self, reached: int, rig: Rig = rig, gate: int = gate, loaded: torch.Tensor = loaded) -> None:
+                if reached == gate:
+                    rig.pool[0:2, layer] = loaded
+
+        rig.gates = Gates()
+        drawn.append(rig.compute(PROMPT, 8, len(PROMPT), (0, 1, 2)) == model.expected(PROMPT, 1)[0])
+    assert drawn == [True, False]

@@ -235,7 +235,9 @@ class Stream(Protocol):
         ...
 
     def touch(self, accesses: Accesses) -> None:
-        """Declare further accesses, from here on in the work. Inside work of this stream only."""
+        """Declare further accesses, from here on in the work. Inside work of this stream only. Inside captured work,
+        `accesses` is called at each replay by `enqueue`.
+        """
         ...
 
     def copy(self, batch: CopyBatch) -> None:

@@ -133,6 +133,23 @@ class LaunchedStep:
         return self.mailbox.read(self.entry, self.drafts, self.top_logprobs, self.fence)
 
 
+class _StepAccesses(NamedTuple):
+    """See `StepAccesses`. `rows` with positions as exact as the host knows them."""
+
+    memory: str
+    rows: Sequence[RowPlan]
+    layout: KVLayout
+    region: StateRegion | None
+
+    def layers(self, layers: range) -> Sequence[Access]:
+        """See `StepAccesses.layers`."""
+        return kv_accesses(self.memory, self.rows, self.layout, layers)
+
+    def states(self) -> Sequence[Access]:
+        """See `StepAccesses.states`."""
+        return () if self.region is None else state_accesses(self.memory, self.rows, self.region)
+
+
 class Executor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
@@ -298,12 +315,12 @@ class Executor:
             table_width=max(map(len, batch.columns.block_ids)),
             chunk_lens=tuple(row.num_tokens for row in chunks),
         )
-        rows = self._rows_from_state(batch) if self._traced else ()
+        accesses = _StepAccesses(self._memory, self._rows_from_state(batch) if self._traced else (), self._model.layout, self._states)
         gated = bool(step.gates.by_layer)
         if batch.speculates and not gated and self._traced:
-            self._touch_all_layers(rows)
-        before_layer = self._layer_hook(step.gates, rows)
-        before_states = self._states_hook(step.gates, rows)
+            self._touch_all(accesses)
+        before_layer = self._layer_hook(step.gates, accesses)
+        before_states = self._states_hook(step.gates, accesses)
         return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
     def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
@@ -314,10 +331,10 @@ class Executor:
         assert self._graphs is not None and captured is not None
         gated = bool(step.gates.by_layer)
         self._graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
-        rows = self._rows_from_state(batch) if self._traced else ()
-        output = self._graphs.replay(captured, gated=gated)
-        if (gated or batch.speculates) and self._traced:
-            self._touch_all_layers(rows)
+        accesses = _StepAccesses(self._memory, self._rows_from_state(batch) if self._traced else (), self._model.layout, self._states)
+        if batch.speculates and not gated and self._traced:
+            self._touch_all(accesses)
+        output = self._graphs.replay(captured, gated=gated, accesses=accesses)
         if step.mode not in captured.modes(gated=gated):
             return captured.inputs, output
         self._graphs.draw(captured, step.mode, gated=gated)
@@ -405,11 +422,8 @@ class Executor:
         states = [] if self._states is None or later else state_accesses(self._memory, batch.rows, self._states)
         return [entry.access(write=True), *kv, *states]
 
-    def _touch_all_layers(self, rows: Sequence[RowPlan]) -> None:
-        layout, states = self._model.layout, self._states
-        self._stream.touch(lambda: kv_accesses(self._memory, rows, layout, range(layout.num_layers)))
-        if states is not None:
-            self._stream.touch(lambda: state_accesses(self._memory, rows, states))
+    def _touch_all(self, accesses: _StepAccesses) -> None:
+        self._stream.touch(lambda: [*accesses.layers(range(accesses.layout.num_layers)), *accesses.states()])
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
         """On a CPU, where the host can read the device state: the rows with exact positions, and without checkpoints
@@ -428,7 +442,7 @@ class Executor:
             exact.append(row._replace(min_start=start, stop=start + row.num_tokens, states=states))
         return exact
 
-    def _layer_hook(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
+    def _layer_hook(self, gates: LayerGates, accesses: _StepAccesses) -> Callable[[int], None]:
         """The callback that attention calls before it reads or writes a layer's KV. It makes the stream wait for that
         layer's loads (hazard H5).
         """
@@ -439,23 +453,22 @@ class Executor:
             for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
                 self._stream.wait(fence)
             if self._traced:
-                self._stream.touch(lambda: kv_accesses(self._memory, rows, self._model.layout, range(layer, layer + 1)))
+                self._stream.touch(lambda: accesses.layers(range(layer, layer + 1)))
 
         return before_layer
 
-    def _states_hook(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[], None]:
+    def _states_hook(self, gates: LayerGates, accesses: _StepAccesses) -> Callable[[], None]:
         """The callback that is called once, before a step reads or writes recurrent states. A load copies states before
         all layers, so the stream waits for the same fences as the first layer.
         """
         if not gates.by_layer or self._states is None:
             return lambda: None
-        region = self._states
 
         def before_states() -> None:
             for fence in gates.by_layer[0]:  # rule: states-wait-for-their-load
                 self._stream.wait(fence)
             if self._traced:
-                self._stream.touch(lambda: state_accesses(self._memory, rows, region))
+                self._stream.touch(accesses.states)
 
         return before_states
 

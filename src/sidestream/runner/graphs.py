@@ -25,9 +25,21 @@ from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import GraphKey, Numbers, StepInputs, keys_that_fit, pack
 from sidestream.runner.upload import Uploads
-from sidestream.types import BatchPlan, LayerGates
+from sidestream.types import Access, BatchPlan, LayerGates
 
 logger = logging.getLogger(__name__)
+
+
+class StepAccesses(Protocol):
+    """The memory that one step reads and writes, for the tracer."""
+
+    def layers(self, layers: range) -> Sequence[Access]:
+        """Of the KV of these layers."""
+        ...
+
+    def states(self) -> Sequence[Access]:
+        """Of the recurrent states."""
+        ...
 
 
 class GateEvent(Protocol):
@@ -107,6 +119,8 @@ class Graphs:
         self._table_width = table_width
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._fitting: dict[tuple[int, int, int, int], list[CapturedStep]] = {}
+        self._traced = device.tracer is not None
+        self._replayed: StepAccesses | None = None  # of the gated graph that is being replayed
         self._groups: list[range] = []
         self._events: list[GateEvent] = []
         if gate_layers:
@@ -169,10 +183,15 @@ class Graphs:
         else:
             self._uploads.into(captured.inputs.buffer, numbers)
 
-    def replay(self, captured: CapturedStep, *, gated: bool) -> ForwardOutput:
-        """Enqueue the graph of a pass whose inputs were filled. Called inside work of the compute stream."""
+    def replay(self, captured: CapturedStep, *, gated: bool, accesses: StepAccesses | None = None) -> ForwardOutput:
+        """Enqueue the graph of a pass whose inputs were filled. Called inside work of the compute stream.
+
+        A gated graph declares the step's `accesses` layer by layer, each layer behind its gate.
+        """
         chosen = captured.gated if gated else captured.plain  # rule: batch-with-loads-replays-the-gated-graph
+        self._replayed = accesses
         self._stream.enqueue(chosen.graph)
+        self._replayed = None
         if chosen.output is None:
             raise InvariantError(f"the graph of {captured.key} was never captured")
         return chosen.output
@@ -195,13 +214,15 @@ class Graphs:
             def before_states() -> None:
                 if gated:  # a load copies states before all layers
                     self._stream.wait_external(self._events[0])  # rule: captured-states-wait-for-their-load
+                    self._touch(lambda accesses: accesses.states())
 
             with torch.inference_mode():
                 into.output = self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
         def wait(layer: int) -> None:
-            if layer in events:
+            if layer in events:  # rule: captured-layer-waits-for-its-load
                 self._stream.wait_external(events[layer])
+            self._touch(lambda accesses: accesses.layers(range(layer, layer + 1)))
 
         self._finish(lambda: run(captured.plain, ungated))  # compiles, tunes and allocates before the capture
         for mode in captured.modes(gated=False):
@@ -231,6 +252,15 @@ class Graphs:
         for gated in (False, True)[: 1 + bool(events)]:  # a graph's first replay takes longer
             self._finish(lambda gated=gated: self._replay(captured, gated=gated))  # type: ignore[misc]
         return captured
+
+    def _touch(self, part: Callable[[StepAccesses], Sequence[Access]]) -> None:
+        """Declare accesses at this point of a graph, at each replay those of the replayed step."""
+
+        def accesses() -> Sequence[Access]:
+            return () if self._replayed is None else part(self._replayed)
+
+        if self._traced:
+            self._stream.touch(accesses)
 
     def _replay(self, captured: CapturedStep, *, gated: bool) -> None:
         self.replay(captured, gated=gated)

@@ -1,6 +1,8 @@
 """Models whose next token is a hash of every KV byte that they attend to: one stale byte changes the text.
 
-No weights, no rounding: outputs are equal or wrong. For tests and for the torture test.
+As in a transformer, each token reads the KV of a layer up to its position before the next layer is written, and the KV
+of the next layer depends on that. So a read that is too early makes wrong KV, even in a chunk that draws no token. No
+weights, no rounding: outputs are equal or wrong. For tests and for the torture test.
 
     ToyModel            keys and values of every token
     RecurrentToyModel   the same, and in each block a recurrent state that is written when the block is full
@@ -32,13 +34,16 @@ from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
 
 _PRIME = (1 << 31) - 1
+# Of each position, and of each part of its KV.
+_WEIGHTS = np.arange(1, 4 * 4096 + 1, dtype=np.int64).reshape(-1, 4) * 48271 % _PRIME
+_PARTS = np.arange(4) * 611953
 STATE_WIDTH = 40
 """Numbers of a `StatefulToyModel`'s state; only the last one counts."""
 
 
 class ToyModel:
-    """Writes numbers computed from token, position and layer to the KV pool, and draws tokens from the sum of the
-    numbers that it reads there.
+    """Writes numbers to the KV pool that are computed from token, position, layer and the KV of earlier layers, and
+    draws tokens from the numbers that it reads there.
 
     The logits are zero except for one token, so greedy and sampled draws agree. `eos_every`: about one token in this
     many is the end of sequence, id 0. `leaves_hidden` adds two layers to the pool: for a `ToyProposer`'s own KV, and
@@ -55,6 +60,10 @@ class ToyModel:
         eos_every: int = 0,
         leaves_hidden: bool = False,
     ) -> None:
+        if max_model_len > len(_WEIGHTS):
+            raise InvariantError(
+                f"max_model_len is {max_model_len}: a toy model has weights for {len(_WEIGHTS)} tokens"
+            )
         self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32")
         self.state_layout: StateLayout | None = None
         self.needs_chunk_lengths = False
@@ -79,7 +88,11 @@ class ToyModel:
     ) -> torch.Tensor:
         """See `ForwardModel.forward`. With `states` on the host only."""
         self._advance_states(tokens, states)
-        return self._forward(tokens, positions, batch, logit_rows)
+        if isinstance(batch, DeviceBatch):
+            return self._forward_on_device(tokens, positions, batch, logit_rows)
+        if not isinstance(batch, PagedBatch):
+            raise InvariantError(f"a toy model reads the pool itself, and cannot read it from a {type(batch).__name__}")
+        return self._logits(batch, logit_rows, self._run_layers(tokens, positions, batch))
 
     def forward_with_hidden(
         self,
@@ -96,10 +109,10 @@ class ToyModel:
         """
         assert isinstance(batch, PagedBatch), "hidden states are read on the host"
         self._advance_states(tokens, states)
-        logits = self._forward(tokens, positions, batch, logit_rows)
-        numbers = torch.tensor([[float(self.hidden(self._seen_at(batch, index)))] for index in range(len(tokens))])
-        left(numbers.expand(-1, self.hidden_size))
-        return logits
+        mixed = self._run_layers(tokens, positions, batch)
+        numbers = [[float(self.hidden(self._seen_at(batch, index, mixed)))] for index in range(len(tokens))]
+        left(torch.tensor(numbers).expand(-1, self.hidden_size))
+        return self._logits(batch, logit_rows, mixed)
 
     def hidden(self, seen: npt.NDArray[np.int64]) -> int:
         """The hidden state after KV `seen`: exact in float32, never 0."""
@@ -112,31 +125,35 @@ class ToyModel:
             self._hidden_after[given] = self.hidden(self._reference(np.array(given))) if given else 0
         return self._hidden_after[given]
 
-    def _forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
-    ) -> torch.Tensor:
-        if isinstance(batch, DeviceBatch):
-            return self._forward_on_device(tokens, positions, batch, logit_rows)
-        if not isinstance(batch, PagedBatch):
-            raise InvariantError(f"a toy model reads the pool itself, and cannot read it from a {type(batch).__name__}")
-        pool = batch.kv
-        size = self.layout.block_tokens
-        blocks, offsets = batch.slot_mapping // size, batch.slot_mapping % size
+    def _run_layers(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> npt.NDArray[np.int64]:
+        """Write and read every layer. Returns int64 `[T]`: for each token, a hash of all KV that it attends to."""
+        pool, size = batch.kv.numpy(), self.layout.block_tokens
+        ids, slots = tokens.numpy(), batch.slot_mapping.numpy()
+        blocks, offsets = slots // size, slots % size
+        ends = np.array(batch.cu_seqlens_q)
+        rows = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+        # Index of each token among the KV of its row. Drafts beyond a row's blocks have higher positions.
+        last = np.array(batch.kv_lens) - ends[1:]
+        at = last[rows] + np.arange(len(ids))
+        tables = batch.block_tables[:, : self.layout.num_blocks_for(max(batch.kv_lens, default=0))].numpy()
+        mixed = np.zeros(len(ids), dtype=np.int64)
         for layer in range(self._num_attended):
             batch.before_layer(layer)
-            written = _written(tokens.numpy(), positions.numpy(), layer)
-            pool[blocks, layer, :, offsets, 0, :] = torch.from_numpy(written).view(len(tokens), 2, 2)
+            pool[blocks, layer, :, offsets, 0, :] = _written(ids, positions.numpy(), layer, mixed).reshape(-1, 2, 2)
+            there = pool[tables, layer, :, :, 0].swapaxes(2, 3).reshape(len(tables), tables.shape[1] * size, 4)
+            mixed = _mixed(mixed, _sums(there)[rows, at])
         self._after_layers(batch)
+        return mixed
+
+    def _logits(self, batch: PagedBatch, logit_rows: torch.Tensor, mixed: npt.NDArray[np.int64]) -> torch.Tensor:
         logits = torch.zeros(len(logit_rows), self.vocab_size)
         for at, index in enumerate(logit_rows.tolist()):
-            logits[at, self.next_token(self._seen_at(batch, index))] = 100.0
+            logits[at, self.next_token(self._seen_at(batch, index, mixed))] = 100.0
         return logits
 
-    def _seen_at(self, batch: PagedBatch, index: int) -> npt.NDArray[np.int64]:
-        """The KV numbers that determine the token drawn after the batch's token `index`."""
-        row = bisect.bisect_right(batch.cu_seqlens_q, index) - 1
-        length = batch.kv_lens[row] - (batch.cu_seqlens_q[row + 1] - 1 - index)
-        return self._seen(batch.kv, batch.block_tables[row], length)
+    def _seen_at(self, batch: PagedBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The numbers that determine the token drawn after the batch's token `index`."""
+        return mixed[index : index + 1]
 
     def _forward_on_device(
         self, tokens: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, logit_rows: torch.Tensor
@@ -153,34 +170,30 @@ class ToyModel:
         first = real.to(torch.int64).argmax(keepdim=True)
         slots = torch.where(real, batch.slot_mapping, batch.slot_mapping[first].clamp(min=0))
         blocks, offsets = slots // size, slots % size
-        part = torch.arange(4, device=tokens.device)
+        tables = batch.block_tables.clamp(min=0).to(torch.int64)
+        part, packed = (torch.arange(count, device=tokens.device) for count in (4, len(tokens)))
+        rows = (batch.cu_seqlens_q[1:][None, :] <= packed[:, None]).sum(1).clamp(max=len(tables) - 1)
+        at = (batch.kv_lens[rows] - batch.cu_seqlens_q[1:][rows] + packed).clamp(min=0, max=tables.shape[1] * size - 1)
+        weights = torch.arange(1, 4 * tables.shape[1] * size + 1, device=tokens.device).view(-1, 4) * 48271 % _PRIME
+        mixed = torch.zeros_like(tokens)
         for layer in range(layers):
             batch.before_layer(layer)
-            base = tokens * 7919 + positions * 104729 + layer * 1299709
+            base = tokens * 7919 + positions * 104729 + layer * 1299709 + mixed
             written = ((base[:, None] + part * 611953) % (1 << 20)).to(torch.float32).view(-1, 2, 2)
             there = pool[blocks, layer, :, offsets, 0]
             written = torch.where(real[:, None, None], written, torch.where(real.any(), written[first], there))
             pool[blocks, layer, :, offsets, 0] = written
-
-        row = (batch.cu_seqlens_q[1:][None, :] <= logit_rows[:, None]).sum(1).clamp(max=len(batch.kv_lens) - 1)
-        behind = batch.cu_seqlens_q[1:][row] - 1 - logit_rows
-        length = (batch.kv_lens[row].to(torch.int64) - behind)[:, None, None, None, None]
-        seen = pool[batch.block_tables[row].clamp(min=0).to(torch.int64), :, :, :, 0].view(torch.int32).to(torch.int64)
-        seen = seen.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)  # [R, layers, 2, tokens, 2]
-        layer_, half, token, lane = (
-            torch.arange(count, device=tokens.device).view([-1 if axis == own else 1 for axis in range(4)])
-            for own, count in enumerate(seen.shape[1:])
-        )
-        place = ((layer_ * 2 + half) * length + token) * 2 + lane
-        mixed = seen * ((place + 1) * 48271 % _PRIME) % _PRIME
-        mixed = torch.where(token < length, mixed, 0).sum((1, 2, 3, 4)) % _PRIME * 69621 % _PRIME
+            seen = pool[tables, layer, :, :, 0].transpose(2, 3).reshape(len(tables), -1, 4).view(torch.int32)
+            sums = (seen.to(torch.int64) * weights % _PRIME).sum(2).cumsum(1)
+            mixed = (mixed * 69621 + sums[rows, at]) % _PRIME
+        mixed = mixed[logit_rows] * 48271 % _PRIME * 69621 % _PRIME
         drawn = 1 + mixed // 7 % (self.vocab_size - 1)
         if self._eos_every:
             drawn = torch.where(mixed % self._eos_every == 0, 0, drawn)
         return torch.zeros(len(logit_rows), self.vocab_size, device=tokens.device).scatter_(1, drawn[:, None], 100.0)
 
     def next_token(self, seen: npt.NDArray[np.int64]) -> int:
-        """The token drawn after KV `seen`, the bits of its numbers as int64 `[layers, 2, length, 2]`."""
+        """The token drawn after the KV that was hashed to the numbers `seen`, int64 `[N]`."""
         mixed = self._hash(seen)
         if self._eos_every and mixed % self._eos_every == 0:
             return 0
@@ -210,17 +223,18 @@ class ToyModel:
     def _advance_states(self, tokens: torch.Tensor, states: StateBatch | None) -> None:
         """Read and write the recurrent states of a variant, before everything else."""
 
-    def _seen(self, pool: torch.Tensor, table: torch.Tensor, length: int) -> npt.NDArray[np.int64]:
-        """The KV numbers that determine the next token of a row, read from its blocks."""
-        count = self.layout.num_blocks_for(length)
-        blocks = pool[table[:count], : self._num_attended]
-        return _bits(
-            blocks.transpose(0, 1).transpose(1, 2).reshape(self._num_attended, 2, -1, 2)[:, :, :length].numpy()
-        )
-
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The same numbers as `_seen`, computed from the tokens without a pool."""
-        return _bits(_keys_and_values(tokens, self._num_attended))
+        """The same numbers as `_seen_at` after the last token, computed from the tokens without a pool."""
+        return self._computed(tokens)[1][-1:]
+
+    def _computed(self, tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """Keys and values, float32 `[layers, 2, T, 2]`, and the result of `_run_layers`, computed without a pool."""
+        positions, layers = np.arange(len(tokens)), []
+        mixed = np.zeros(len(tokens), dtype=np.int64)
+        for layer in range(self._num_attended):
+            layers.append(_written(tokens, positions, layer, mixed))
+            mixed = _mixed(mixed, _sums(layers[-1]))
+        return np.stack(layers).reshape(len(layers), -1, 2, 2).swapaxes(1, 2), mixed
 
 
 class RecurrentToyModel(ToyModel):
@@ -266,20 +280,23 @@ class RecurrentToyModel(ToyModel):
                 block = batch.kv[table[index], : self._num_attended, :, :, 0].numpy()
                 batch.kv[table[index], self._num_attended, :, :, 0] = torch.from_numpy(_state(before, _bits(block)))
 
-    def _seen(self, pool: torch.Tensor, table: torch.Tensor, length: int) -> npt.NDArray[np.int64]:
-        complete = table[: length // self.layout.block_tokens].tolist()
-        return np.concatenate([super()._seen(pool, table, length).ravel(), _bits(self._states(pool, complete)).ravel()])
+    def _seen_at(self, batch: PagedBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        row = bisect.bisect_right(batch.cu_seqlens_q, index) - 1
+        length = batch.kv_lens[row] - (batch.cu_seqlens_q[row + 1] - 1 - index)
+        complete = batch.block_tables[row][: length // self.layout.block_tokens].tolist()
+        return np.append(super()._seen_at(batch, index, mixed), _bits(self._states(batch.kv, complete)))
 
     def _states(self, pool: torch.Tensor, blocks: Sequence[int]) -> npt.NDArray[np.float32]:
         return pool[list(blocks), self._num_attended, :, :, 0].numpy()
 
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         size = self.layout.block_tokens
-        seen = super()._reference(tokens)
+        kv, mixed = self._computed(tokens)
+        seen = _bits(kv)
         states: list[npt.NDArray[np.int64]] = []
         for start in range(0, len(tokens) - size + 1, size):
             states.append(_bits(_state(states[-1] if states else None, seen[:, :, start : start + size])))
-        return np.concatenate([seen.ravel(), *(state.ravel() for state in states)])
+        return np.concatenate([mixed[-1:], *(state.ravel() for state in states)])
 
 
 class StatefulToyModel(ToyModel):
@@ -321,11 +338,11 @@ class StatefulToyModel(ToyModel):
         if states is not None:
             self._after = states.compute(0, tokens[:, None].float(), _advance)[:, 0].long().tolist()
 
-    def _seen_at(self, batch: PagedBatch, packed: int) -> npt.NDArray[np.int64]:
-        return np.append(super()._seen_at(batch, packed).ravel(), self._after[packed])
+    def _seen_at(self, batch: PagedBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.append(super()._seen_at(batch, index, mixed), self._after[index])
 
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.append(super()._reference(tokens).ravel(), self.state_after(tokens.tolist()))
+        return np.append(super()._reference(tokens), self.state_after(tokens.tolist()))
 
 
 def _recurred(state: int, token: int) -> int:
@@ -507,18 +524,28 @@ class ToyItself:
         """Does nothing: it has no state."""
 
 
-def _written(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], layer: int) -> npt.NDArray[np.float32]:
-    """Float32 `[T, 4]`: keys and values of each token; whole numbers below 2**20, so exact."""
-    base = tokens.astype(np.int64) * 7919 + positions.astype(np.int64) * 104729 + layer * 1299709
-    return np.stack([(base + part * 611953) % (1 << 20) for part in range(4)], axis=-1).astype(np.float32)
+def _written(
+    tokens: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    layer: int,
+    mixed: npt.NDArray[np.int64],
+) -> npt.NDArray[np.float32]:
+    """Float32 `[T, 4]`: keys and values of each token; whole numbers below 2**20, so exact. mixed: see `_mixed`."""
+    base = tokens * 7919 + positions * 104729 + (layer * 1299709) + mixed
+    return ((base[:, None] + _PARTS) % (1 << 20)).astype(np.float32)
 
 
-def _keys_and_values(tokens: npt.NDArray[np.int64], num_layers: int) -> npt.NDArray[np.float32]:
-    """Float32 `[layers, 2, T, 2]`."""
-    positions = np.arange(len(tokens))
-    return np.stack(
-        [_written(tokens, positions, layer).reshape(-1, 2, 2).swapaxes(0, 1) for layer in range(num_layers)]
-    )
+def _sums(kv: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """int64 `[..., T]`: for each position, a weighted sum of the bits of `kv`, `[..., T, 4]`, up to the position."""
+    products = kv.view(np.int32) * _WEIGHTS[: kv.shape[-2]]
+    products %= _PRIME
+    sums: npt.NDArray[np.int64] = products.sum(-1).cumsum(-1)
+    return sums
+
+
+def _mixed(mixed: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For each token, a hash of the KV of all layers so far, below 2**31. `sums`: of the last layer, see `_sums`."""
+    return (mixed * 69621 + sums) % _PRIME
 
 
 def _state(before: npt.NDArray[np.int64] | None, block: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

@@ -11,7 +11,7 @@ import torch
 
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import applied, find
-from sidestream.testing.torture import torture_service
+from sidestream.testing.torture import GATES, hunt_service, torture_service
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 # What wrong indexes end a process on a GPU with.
@@ -58,6 +58,14 @@ def test_a_row_that_goes_on_from_elsewhere_shows_in_the_answers(device: str, nam
     assert _shown_without(name, device)
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("cpu", name) for name in GATES["cpu"]] + [pytest.param("cuda", name, marks=ON_GPU) for name in GATES["cuda"]],
+)
+def test_a_gate_that_is_missing_shows_in_the_answers_h5(device: str, name: str) -> None:
+    assert _shown_without(name, device)
+
+
 def _shown_without(name: str, device: str) -> bool:
     """Whether answers are wrong with a rule taken out. On a GPU in a process of its own: numbers that are read too
     early may be wrong indexes, which end it, and everything that was on it.
@@ -88,3 +96,5 @@ def test_what_makes_no_sense_is_refused() -> None:
         torture_service("cpu", requests=0)
     with pytest.raises(ConfigError, match="no device gpu"):
         torture_service("gpu", requests=1)
+    with pytest.raises(ConfigError, match="no mutation for a whole engine on cpu store-waits-for-step"):
+        hunt_service("cpu", ["store-waits-for-step"], requests=1)

@@ -125,7 +125,9 @@ def torture(
     if device is not None:
         with _bar("mutations" if mutations else "torture", None) as show:
             if mutations:
-                good = show_hunt(device, names or [], seed=seed, blocks=blocks, as_json=as_json, show=show)
+                good = show_hunt(
+                    device, names or [], seed=seed, blocks=blocks, requests=requests, as_json=as_json, show=show
+                )
             elif requests is not None:
                 good = show_service(device, seed=seed, requests=requests, as_json=as_json, show=show)
             else:
@@ -213,9 +215,7 @@ def _check_device_options(context: typer.Context, given: Sequence[str], names: S
         )
     if names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
-    if "--requests" in given and (
-        others := [flag for flag in ("--blocks", "--check-order", "--mutations") if flag in given]
-    ):
+    if "--requests" in given and (others := [flag for flag in ("--blocks", "--check-order") if flag in given]):
         raise ConfigError(f"--requests tortures a whole engine, {others[0]} only transfers: leave one of them out")
     if "--check-order" in given and "--mutations" in given:
         raise ConfigError("--check-order does not work with --mutations, which compares bytes: leave one of them out")

@@ -46,32 +46,45 @@ def show_campaign(
 
 
 def show_hunt(
-    device: str, names: Sequence[str], *, seed: int, blocks: int | None, as_json: bool, show: ShowProgress
+    device: str,
+    names: Sequence[str],
+    *,
+    seed: int,
+    blocks: int | None,
+    requests: int | None,
+    as_json: bool,
+    show: ShowProgress,
 ) -> bool:
-    """Hunt the mutations. Print the figures, and the table on standard error. True if all were killed."""
-    from sidestream.testing.torture import HUNT_BLOCKS, ON_HARDWARE, hunt_device
+    """Hunt the mutations: those of transfers or, with `requests`, the gates of a whole engine. Print the figures, and
+    the table on standard error. True if all were killed.
+    """
+    from sidestream.testing.torture import GATES, HUNT_BLOCKS, ON_HARDWARE, hunt_device, hunt_service
 
-    total = len(names) or len(ON_HARDWARE)
-    rows = hunt_device(
-        device,
-        names,
-        blocks=HUNT_BLOCKS if blocks is None else blocks,
-        seed=seed,
-        tell=lambda done, name: show(done / total, f"{done} of {total}, {name}"),
-    )
+    total = len(names) or len(ON_HARDWARE if requests is None else GATES.get(device, ())) or 1
+
+    def tell(done: int, name: str) -> None:
+        show(done / total, f"{done} of {total}, {name}")
+
+    if requests is None:
+        unit = "blocks"
+        rows = hunt_device(device, names, blocks=HUNT_BLOCKS if blocks is None else blocks, seed=seed, tell=tell)
+    else:
+        unit = "requests"
+        rows = hunt_service(device, names, requests=requests, seed=seed, tell=tell)
     killed = [row.after for row in rows if row.after is not None]
     figures = [
         Figure("mutations_total", len(rows), "mutations"),
         Figure("mutations_killed", len(killed), "mutations", at_least(len(rows))),
-        Figure("blocks_to_kill_max", max(killed, default=0), "blocks"),
+        Figure(f"{unit}_to_kill_max", max(killed, default=0), unit),
     ]
-    _show_rows(rows)
+    _show_rows(rows, unit)
     details = {
         "mutations": [
             {"name": row.name, "hazard": row.hazard, "killed_after": row.after, "said": row.said} for row in rows
         ]
     }
-    return publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console(), details=details)
+    what = "transfers" if requests is None else "toy"
+    return publish("torture", f"{what} on {device}", figures, as_json=as_json, console=Console(), details=details)
 
 
 def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: ShowProgress) -> bool:
@@ -124,10 +137,10 @@ def _figures(report: DeviceReport, *, least: int, checked: bool) -> list[Figure]
     return figures
 
 
-def _show_rows(rows: Sequence[Missed]) -> None:
+def _show_rows(rows: Sequence[Missed], unit: str) -> None:
     table = Table(title="mutations")
-    for heading in ("mutation", "hazard", "blocks", "seen by"):
-        table.add_column(heading, justify="right" if heading == "blocks" else "left")
+    for heading in ("mutation", "hazard", unit, "seen by"):
+        table.add_column(heading, justify="right" if heading == unit else "left")
     for row in rows:
         table.add_row(
             row.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sidestream.device.cuda.driver import Event
@@ -38,6 +38,7 @@ class CudaGraph:
     accesses        accesses that the captured work declared
     waits           events that each replay waits for
     ignored_waits   number of waits for fences during the capture, which are not part of the graph
+    order           the waits, and the accesses declared by `Stream.touch`, in order
     executable      the driver's handle; None: this version of torch does not expose it
     """
 
@@ -46,6 +47,7 @@ class CudaGraph:
     waits: Sequence[CudaEvent]
     ignored_waits: int
     executable: int | None = None
+    order: Sequence[CudaEvent | Accesses] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -55,3 +57,4 @@ class Capture:
     accesses: list[Accesses]
     waits: list[CudaEvent]
     ignored_waits: int = 0
+    order: list[CudaEvent | Accesses] = field(default_factory=list)

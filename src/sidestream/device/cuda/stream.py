@@ -160,6 +160,7 @@ class CudaStream:
         """See `Stream.touch`."""
         if self._capture is not None:
             self._capture.accesses.append(accesses)
+            self._capture.order.append(accesses)
         elif self._history is not None:
             self._history.touched(self.name, accesses)
 
@@ -238,6 +239,7 @@ class CudaStream:
                 tuple(capture.waits),
                 capture.ignored_waits,
                 None if executable is None else int(executable()),
+                tuple(capture.order),
             )
 
     def wait_external(self, event: CudaEvent) -> None:
@@ -250,6 +252,7 @@ class CudaStream:
             )
         event.event.wait(self.external)
         self._capture.waits.append(event)
+        self._capture.order.append(event)
 
     def replay(self, graph: CudaGraph, accesses: Accesses | None = None, *, label: str = "") -> CudaFence:
         """Submit the graph as a separate piece of work. `accesses` default to the accesses declared during the
@@ -264,10 +267,15 @@ class CudaStream:
             return self.submit(lambda: self._launch(graph), accesses or captured, label=label or "graph")
 
     def enqueue(self, graph: CudaGraph) -> None:
-        """See `Stream.enqueue`. The work that calls this declares the accesses."""
+        """See `Stream.enqueue`. The tracer is told of the graph's waits and of its touched accesses in their order."""
         if not self._running:
             raise InvariantError(f"stream {self.name}: only its own work may enqueue a graph; others call `replay`")
-        self._record_waits(graph)
+        if self._history is not None:
+            for step in graph.order:
+                if not isinstance(step, CudaEvent):
+                    self._history.touched(self.name, step)
+                elif step.fence is not None:
+                    self._history.waited(self.name, step.fence)
         self._launch(graph)
 
     def _launch(self, graph: CudaGraph) -> None:

@@ -35,7 +35,7 @@ from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hu
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
 from sidestream.testing.torture.run import Outcome, run_schedule
-from sidestream.testing.torture.service import ServiceReport, torture_service
+from sidestream.testing.torture.service import GATES, ServiceReport, hunt_service, torture_service
 from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
 from sidestream.testing.torture.verdict import ORACLES, Finding
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
@@ -44,6 +44,7 @@ from sidestream.testing.trace import TraceLine, explain, render
 __all__ = [
     "DEVICES",
     "FEATURES",
+    "GATES",
     "HUNT_BLOCKS",
     "MAX_SCHEDULES",
     "ON_HARDWARE",
@@ -75,6 +76,7 @@ __all__ = [
     "explain",
     "hunt",
     "hunt_device",
+    "hunt_service",
     "kill",
     "kill_miniature",
     "load_replay",

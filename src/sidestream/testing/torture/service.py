@@ -2,6 +2,7 @@
 that reads every byte.
 
     torture_service(...)   many requests; each answer must equal the model's output computed without a pool
+    hunt_service(...)      the same without one of the gates between loads and passes, until an answer is wrong
 
 The toy model's next token is a hash of all KV that it attends to: a stale, early or misplaced byte changes the text. On
 a GPU, its forward pass is captured like that of any model. Timing comes from the machine; the seed determines the
@@ -12,20 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig, unknown_name
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.engine import Engine, Handle, build_engine
-from sidestream.errors import ConfigError
+from sidestream.errors import ConfigError, InvariantError
 from sidestream.runner.executor import PreparedStep
+from sidestream.testing.mutations import applied, find
 from sidestream.testing.rig import busy
-from sidestream.testing.torture.hardware import open_device
+from sidestream.testing.torture.hardware import Missed, open_device
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
 from sidestream.testing.toy import ToyItself, ToyModel
 from sidestream.types import BatchPlan, Delta
@@ -44,6 +48,26 @@ _HOST_BLOCKS = 320
 _PATIENCE_S = 120.0
 _TOLD = 20
 _HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
+# Slices of loads are late by more than the time of a step, so that a layer without its gate is read too early.
+_LOAD_DELAYS = {CPU: (0.5, 10e-3, 20e-3), CUDA: (0.5, 1e-3, 8e-3)}
+# Three groups of layers, so that a load has a first, a middle and a last gate.
+_GROUPS = 3
+
+GATES: dict[str, tuple[str, ...]] = {
+    CPU: ("layer-waits-for-its-load",),
+    CUDA: (
+        "layer-waits-for-its-load",
+        "captured-layer-waits-for-its-load",
+        "first-captured-layer-waits-for-its-load",
+        "middle-captured-layers-wait-for-their-load",
+        "last-captured-layers-wait-for-their-load",
+        "gate-is-recorded-behind-its-loads",
+        "batch-with-loads-replays-the-gated-graph",
+    ),
+}
+"""Mutations of the gates between loads and forward passes that the torture of a whole engine must detect, by device. On
+a CPU, no pass is captured.
+"""
 
 
 @dataclass(slots=True)
@@ -111,6 +135,38 @@ def torture_service(
                 report.find(f"{pool.num_used} of {pool.name} are still in use though all has ended")
     report.seconds = time.monotonic() - start
     return report
+
+
+def hunt_service(
+    kind: str,
+    names: Sequence[str] = (),
+    *,
+    requests: int,
+    seed: int = 0,
+    tell: Callable[[int, str], None] = lambda done, text: None,
+) -> list[Missed]:
+    """Apply the mutations of `GATES` one by one, and send at most `requests` requests with each, until an answer is
+    wrong. Blocks.
+
+    Raises ConfigError when the device does not exist, or the test cannot detect the mutation; InvariantError when the
+    unmodified code gives a wrong answer.
+    """
+    known = GATES.get(kind, ())
+    for name in names:
+        if name not in known:
+            raise ConfigError(unknown_name(f"mutation for a whole engine on {kind}", name, known))
+    clean = torture_service(kind, requests=requests, seed=seed)
+    if clean.wrong:
+        raise InvariantError(f"the unmodified code fails: {clean.findings[0]}: results with mutations mean nothing")
+    rows: list[Missed] = []
+    for name in names or known:
+        tell(len(rows), name)
+        mutation = find(name)
+        with applied(mutation):
+            report = torture_service(kind, requests=requests, seed=seed)
+        said = report.findings[0] if report.findings else ""
+        rows.append(Missed(name, mutation.hazard, report.requests if report.wrong else None, said))
+    return rows
 
 
 def _ask_all(
@@ -198,8 +254,9 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
 def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> Iterator[Engine]:
     """An engine with delayed steps and copies, and some failing copies."""
     device = open_device(kind)
-    meddler = Meddler(device, _HABITS, seed=seed)
+    meddler = Meddler(device, replace(_HABITS, load_delay=_LOAD_DELAYS[kind]), seed=seed)
     layout = model.layout
+    device.segment_bytes = layout.block_bytes // _GROUPS
     engine = build_engine(
         model,
         EngineConfig(
@@ -218,6 +275,7 @@ def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> 
     )
     try:
         _hold_up_steps(engine, device, seed)
+        engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]  # steps join loads long before their end
         costs = engine.parts.costs
         assert costs is not None
         costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # always load KV that host memory has
@@ -236,7 +294,7 @@ def _hold_up_steps(engine: Engine, device: CpuDevice | CudaDevice, seed: int) ->
     run = executor._run
 
     def late(batch: BatchPlan, step: PreparedStep) -> None:
-        busy(device, draw_delay(rng, _HABITS))
+        busy(device, draw_delay(rng, _HABITS.delay))
         run(batch, step)
 
     executor._run = late  # type: ignore[method-assign]

@@ -53,6 +53,7 @@ class Habits:
     longest          blocks of the longest requests; one request in ten is that long, the others have at most a third of
                      it
     delay            share of steps and slices of copies that are delayed, and the shortest and longest delay in seconds
+    load_delay       the same for slices of loads; None: `delay`
     faults           share of slices of copies that fail, some of them after a part was copied
     patience_s       maximum time without the end of any request
     """
@@ -63,6 +64,7 @@ class Habits:
     aborts: float = 0.15
     resets: float = 0.002
     patience_s: float = 30.0
+    load_delay: tuple[float, float, float] | None = None
 
 
 @dataclass(slots=True)
@@ -463,7 +465,7 @@ class Traffic:
         return self._rng.choice(self._streams)
 
     def _delay(self) -> float:
-        return draw_delay(self._rng, self._habits)
+        return draw_delay(self._rng, self._habits.delay)
 
 
 class Meddler:
@@ -489,10 +491,12 @@ class Meddler:
         device.stream = stream  # type: ignore[method-assign, assignment]
 
     def _meddle(self, stream: Stream) -> None:
-        submit_copy = stream.submit_copy
+        submit_copy, delay = stream.submit_copy, self._habits.delay
+        if stream.name.startswith("load-"):
+            delay = self._habits.load_delay or delay
 
         def meddled(batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
-            if delay_s := draw_delay(self._rng, self._habits):
+            if delay_s := draw_delay(self._rng, delay):
                 stream.submit(lambda: busy(self._device, delay_s), label="held up")
             if self._rng.random() >= self._habits.faults:
                 return submit_copy(batch, first, stop, label=label)
@@ -507,9 +511,9 @@ class Meddler:
         stream.submit_copy = meddled  # type: ignore[method-assign]
 
 
-def draw_delay(rng: random.Random, habits: Habits) -> float:
-    """A delay in seconds, mostly 0; otherwise its order of magnitude is uniformly distributed."""
-    share, least, most = habits.delay
+def draw_delay(rng: random.Random, delay: tuple[float, float, float]) -> float:
+    """A delay in seconds, mostly 0; otherwise its order of magnitude is uniformly distributed. delay: see `Habits`."""
+    share, least, most = delay
     return math.exp(rng.uniform(math.log(least), math.log(most))) if rng.random() < share else 0.0
 
 
