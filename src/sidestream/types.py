@@ -475,9 +475,14 @@ class Tracer(Protocol):
         """
         ...
 
+    def allocated(self, memory: str, num_bytes: int) -> None:
+        """A device made a memory of this size. Called before any access to it."""
+        ...
+
     def backed(self, pool: str, memory: str, block_bytes: int, first: int = 0) -> None:
         """Block `i` of the pool is `block_bytes` bytes of `memory` from byte `first + i * block_bytes` on. Called
-        before the pool's first lease, for the pools of one memory in the order of `first`.
+        before the pool's first lease, for the pools of one memory in the order of `first`. block_bytes 0: the bytes
+        from `first` on belong to no pool.
         """
         ...
 

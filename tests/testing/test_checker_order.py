@@ -159,6 +159,7 @@ def test_neighbours_do_not_race_and_overlaps_are_exact_to_the_byte() -> None:
 
 def test_memories_of_different_names_have_nothing_in_common() -> None:
     def program(rig: Rig) -> None:
+        rig.device.allocate("host", 64)
         rig.compute.submit(nothing, writes(0, 64))
         rig.copy.submit(nothing, writes(0, 64, "host"))
 

@@ -91,7 +91,9 @@ class CopyBatch:
 
     def accesses(self) -> Sequence[Access]:
         """The reads and writes of the copy."""
+        # rule: copy-declares-what-it-reads
         reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts.tolist()]
+        # rule: copy-declares-what-it-writes
         return [
             *reads,
             *(Access(self.target.name, start, start + self.size, True) for start in self.target_starts.tolist()),

@@ -107,6 +107,8 @@ class CpuDevice:
         )
         toucher.start()
         self._touchers.append(toucher)
+        if self.tracer is not None:
+            self.tracer.allocated(name, num_bytes)
         return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:

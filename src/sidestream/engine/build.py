@@ -388,10 +388,13 @@ def _allocate_pools(plan: _BuildPlan) -> tuple[Memory, FencedPool, FencedPool | 
     blocks, states = FencedPool("device blocks", plan.num_blocks, tracer=device.tracer), None
     if device.tracer is not None:
         device.tracer.backed(blocks.name, memory.name, block_bytes)
+        if _has_scratch_block(plan.proposer):
+            device.tracer.backed("scratch block", memory.name, 0, plan.num_blocks * block_bytes)
     if region is not None:
         states = FencedPool("states", region.num_states, tracer=device.tracer)
         if device.tracer is not None:
             device.tracer.backed(states.name, memory.name, region.state_bytes, region.first_byte)
+            device.tracer.backed("reserved states", memory.name, 0, region.span(region.zero)[0])
     return memory, blocks, states
 
 

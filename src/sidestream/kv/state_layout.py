@@ -135,6 +135,16 @@ class StateRegion:
         first = self.first_block + state_id * self.blocks_per_state
         return range(first, first + self.blocks_per_state)
 
+    @property
+    def zero(self) -> int:
+        """The reserved state that sequences begin with."""
+        return self.num_states
+
+    @property
+    def scratch(self) -> int:
+        """The reserved state that padding and rows without a checkpoint write."""
+        return self.num_states + 1
+
     def span(self, state_id: int) -> tuple[int, int]:
         """Byte range of a state in the memory."""
         start = self.first_byte + state_id * self.state_bytes

@@ -120,6 +120,7 @@ class TierIO:
                 grant,
                 grant.victim,
             ),
+            # rule: disk-write-declares-its-entry, disk-write-declares-its-slot
             lambda: [*tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)],
             label="write block",
         )
@@ -155,6 +156,7 @@ class TierIO:
         watch, index, entry = Stopwatch(), slot.ids[0], pin.entries[0]
         fence = stream.submit(
             TierWork(self._timed(watch, lambda: tier.read(entry, self._host.slot(index))), self.name, index, entry),
+            # rule: disk-read-declares-its-entry, disk-read-declares-its-slot
             lambda: [tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)],
             label="read block",
         )

@@ -140,6 +140,7 @@ class Follower:
                 stream.wait(fence)
             fence = stream.submit(
                 lambda: tier.read(entry, slot),
+                # rule: disk-read-of-a-rank-declares-its-slot
                 lambda: [Access(name, *span, write=True)],
                 label="read block",
             )
@@ -147,6 +148,7 @@ class Follower:
             victim = None if message.victim is None else Entry(*message.victim)
             fence = stream.submit(
                 lambda: _write(tier, WriteGrant(entry, victim), slot),
+                # rule: disk-write-of-a-rank-declares-its-slot
                 lambda: [Access(name, *span, write=False)],
                 label="write block",
             )

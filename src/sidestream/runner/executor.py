@@ -134,16 +134,32 @@ class LaunchedStep:
 
 
 class _StepAccesses(NamedTuple):
-    """See `StepAccesses`. `rows` with positions as exact as the host knows them."""
+    """See `StepAccesses`. `rows` with positions as exact as the host knows. `scratch`: the block for hidden states
+    that belong to no block; None: there is none.
+    """
 
     memory: str
+    scratch: int | None
     rows: Sequence[RowPlan]
     layout: KVLayout
     region: StateRegion | None
 
     def layers(self, layers: range) -> Sequence[Access]:
         """See `StepAccesses.layers`."""
-        return kv_accesses(self.memory, self.rows, self.layout, layers)
+        accesses = kv_accesses(self.memory, self.rows, self.layout, layers)
+        if self.scratch is not None:
+            span = self.layout.layer_span(self.scratch, layers.start, layers.stop)
+            accesses.append(Access(self.memory, *span, write=True))  # rule: step-declares-its-scratch-block
+        return accesses
+
+    def all(self) -> Sequence[Access]:
+        """Of all layers, and of the recurrent states."""
+        return [*self.layers(range(self.layout.num_layers)), *self.states()]
+
+    def of_drafting_rows(self) -> Sequence[Access]:
+        """Of all layers, for the rows with drafts."""
+        drafting = self._replace(rows=[row for row in self.rows if row.drafts])
+        return drafting.layers(range(self.layout.num_layers))
 
     def states(self) -> Sequence[Access]:
         """See `StepAccesses.states`."""
@@ -195,6 +211,7 @@ class Executor:
         self._uploads = Uploads.of(device, num_regions=MAX_STEPS)
         layout, dtype = model.layout, getattr(torch, model.layout.dtype)
         num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
+        self._scratch = num_blocks - 1 if proposer is not None and proposer.hidden_size else None
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
         self._states = states
         self._state_pool: StatePool | None = None
@@ -209,6 +226,9 @@ class Executor:
                 state_bytes=states.state_bytes,
                 drafts=drafts,
             )
+            if device.tracer is not None:
+                zero = Access(memory.name, *states.span(states.zero), write=True)
+                device.tracer.host_touched(lambda: [zero], "clear the state that sequences begin with")
         self._table_width = num_blocks
         if attention.max_kv_tokens is not None:
             self._table_width = min(num_blocks, attention.max_kv_tokens // layout.block_tokens)
@@ -315,10 +335,9 @@ class Executor:
             table_width=max(map(len, batch.columns.block_ids)),
             chunk_lens=tuple(row.num_tokens for row in chunks),
         )
-        accesses = _StepAccesses(self._memory, self._rows_from_state(batch) if self._traced else (), self._model.layout, self._states)
+        accesses = self._accesses_of(self._rows_from_state(batch))
         gated = bool(step.gates.by_layer)
-        if batch.speculates and not gated and self._traced:
-            self._touch_all(accesses)
+        self._touch_before_drafts(batch, accesses, gated=gated)
         before_layer = self._layer_hook(step.gates, accesses)
         before_states = self._states_hook(step.gates, accesses)
         return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
@@ -331,9 +350,8 @@ class Executor:
         assert self._graphs is not None and captured is not None
         gated = bool(step.gates.by_layer)
         self._graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
-        accesses = _StepAccesses(self._memory, self._rows_from_state(batch) if self._traced else (), self._model.layout, self._states)
-        if batch.speculates and not gated and self._traced:
-            self._touch_all(accesses)
+        accesses = self._accesses_of(self._rows_from_state(batch))
+        self._touch_before_drafts(batch, accesses, gated=gated)
         output = self._graphs.replay(captured, gated=gated, accesses=accesses)
         if step.mode not in captured.modes(gated=gated):
             return captured.inputs, output
@@ -417,18 +435,27 @@ class Executor:
         """The memory that a step reads and writes, for the tracer. `later`: without the KV, whose accesses are reported
         later: layer by layer, or once the positions of the rows were read from the device state.
         """
-        layout = self._model.layout
-        kv = [] if later else kv_accesses(self._memory, batch.rows, layout, range(layout.num_layers))
-        states = [] if self._states is None or later else state_accesses(self._memory, batch.rows, self._states)
-        return [entry.access(write=True), *kv, *states]
+        written = entry.access(write=True)
+        # rule: step-declares-its-mailbox-entry
+        return [written] if later else [written, *self._accesses_of(batch.rows).all()]
 
-    def _touch_all(self, accesses: _StepAccesses) -> None:
-        self._stream.touch(lambda: [*accesses.layers(range(accesses.layout.num_layers)), *accesses.states()])
+    def _accesses_of(self, rows: Sequence[RowPlan]) -> _StepAccesses:
+        return _StepAccesses(self._memory, self._scratch, rows, self._model.layout, self._states)
+
+    def _touch_before_drafts(self, batch: BatchPlan, accesses: _StepAccesses, *, gated: bool) -> None:
+        """Declare what a step with drafts reads and writes at its start: everything, or, if its layers wait for loads,
+        the KV of the rows for which it drafts. Their blocks were loaded before.
+        """
+        if batch.speculates and self._traced:
+            self._stream.touch(accesses.of_drafting_rows if gated else accesses.all)  # rule: drafts-are-declared
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
-        """On a CPU, where the host can read the device state: the rows with exact positions, and without checkpoints
-        that they do not reach. On a GPU: the rows unchanged, whose positions are bounds, `[min_start, stop)`.
+        """The rows to declare; none without a tracer. On a CPU, where the host can read the device state: with exact
+        positions, and without checkpoints that they do not reach. On a GPU: unchanged, their positions are bounds,
+        `[min_start, stop)`.
         """
+        if not self._traced:
+            return ()
         if not batch.speculates or not on_host(self._state.lengths.device):
             return batch.rows
         lengths, exact = self._state.lengths.tolist(), []
@@ -453,7 +480,7 @@ class Executor:
             for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
                 self._stream.wait(fence)
             if self._traced:
-                self._stream.touch(lambda: accesses.layers(range(layer, layer + 1)))
+                self._stream.touch(lambda: accesses.layers(range(layer, layer + 1)))  # rule: gated-layer-is-declared
 
         return before_layer
 
@@ -468,7 +495,7 @@ class Executor:
             for fence in gates.by_layer[0]:  # rule: states-wait-for-their-load
                 self._stream.wait(fence)
             if self._traced:
-                self._stream.touch(accesses.states)
+                self._stream.touch(accesses.states)  # rule: gated-states-are-declared
 
         return before_states
 
@@ -482,20 +509,29 @@ def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: 
     for row in rows:
         for index, block in enumerate(row.block_ids):
             start, stop = layout.layer_span(block, layers.start, layers.stop)
+            # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes
             accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
     return accesses
 
 
 def state_accesses(memory: str, rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:
-    """The byte ranges of the recurrent states that a step reads and writes."""
-    accesses = []
+    """The byte ranges of the recurrent states that a step reads and writes. Sequences begin with the zero state.
+    Padding and rows without a checkpoint write the scratch state.
+    """
+    # rule: step-declares-the-reserved-states
+    accesses = [
+        Access(memory, *region.span(region.zero), write=False),
+        Access(memory, *region.span(region.scratch), write=True),
+    ]
     for ids in (row.states for row in rows):
         if ids is None:
             continue
         if ids.read >= 0:
+            # rule: step-declares-the-state-that-it-reads
             accesses.append(Access(memory, *region.span(ids.read), write=False))
         for state_id in (ids.write, ids.checkpoint):
             if state_id >= 0:
+                # rule: step-declares-the-states-that-it-writes
                 accesses.append(Access(memory, *region.span(state_id), write=True))
     return accesses
 

@@ -214,7 +214,7 @@ class Graphs:
             def before_states() -> None:
                 if gated:  # a load copies states before all layers
                     self._stream.wait_external(self._events[0])  # rule: captured-states-wait-for-their-load
-                    self._touch(lambda accesses: accesses.states())
+                    self._touch(lambda accesses: accesses.states())  # rule: captured-states-are-declared
 
             with torch.inference_mode():
                 into.output = self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
@@ -222,7 +222,7 @@ class Graphs:
         def wait(layer: int) -> None:
             if layer in events:  # rule: captured-layer-waits-for-its-load
                 self._stream.wait_external(events[layer])
-            self._touch(lambda accesses: accesses.layers(range(layer, layer + 1)))
+            self._touch(lambda accesses: accesses.layers(range(layer, layer + 1)))  # rule: captured-layer-is-declared
 
         self._finish(lambda: run(captured.plain, ungated))  # compiles, tunes and allocates before the capture
         for mode in captured.modes(gated=False):

@@ -7,6 +7,8 @@ accesses are a race even if the result was right in this run. Called from any th
 
     race             two unordered accesses to the same bytes, at least one of them a write
     unwritten        a read of bytes that were never written, or not since their id was taken
+    undeclared       work that made an access without declaring it (only with a `Guard`)
+    beyond           an access to bytes that no memory has
     unleased         work on an id without a lease, or a release of such an id
     early_release    an id released while work still uses it: the host has not seen the work done, and no fence of the
                      release covers it
@@ -25,6 +27,7 @@ from collections.abc import Callable, Sequence
 
 from sidestream.device.sim import SimDevice, make_policy
 from sidestream.testing.findings import Finding, Report
+from sidestream.testing.guard import Guard
 from sidestream.testing.leases import Dying, Leases, settle
 from sidestream.testing.order import Order
 from sidestream.testing.shadow import Cell, Clock, Op, Read, Shadow, Written, calling_site, learn
@@ -63,6 +66,7 @@ class Checker:
         self._order = Order()
         self._leases = Leases(self._order, self._report)
         self._shadows: dict[str, Shadow] = {}
+        self._sizes: dict[str, int] = {}
         self._submissions = 0
         self._sweep_at = _SWEEP_FROM
 
@@ -95,6 +99,7 @@ class Checker:
         declared, site = accesses(), calling_site()  # without the lock: this callback may run any code
         with self._lock:
             op = self._order.submit(fence, label or "work", site)
+            op.declared = declared
             self._declare(op, declared, op.writes, op.reads)
             self._submissions += 1
             if self._submissions % _PRUNE_EVERY == 0:
@@ -132,6 +137,7 @@ class Checker:
             if here.running is not None:
                 writes: list[Written] = []
                 reads: list[Read] = []
+                here.running.declared = [*here.running.declared, *declared]
                 self._declare(here.running, declared, writes, reads, late=True)
                 self._apply(here.running, here.clock, writes, reads)
 
@@ -143,6 +149,7 @@ class Checker:
             if op is None:
                 return
             stream.running = None
+            op.declared = ()
             op.final, op.over, op.before = dict(stream.clock), True, None
             if (error := fence.failure) is not None:
                 op.failure = f"{type(error).__name__}: {error}"
@@ -177,6 +184,23 @@ class Checker:
         site = calling_site()
         with self._lock:
             self._report.stall(self._order.host_op(reason, site), self._allowed_waits)
+
+    def allocated(self, memory: str, num_bytes: int) -> None:
+        """See `Tracer.allocated`."""
+        with self._lock:
+            self._sizes[memory] = num_bytes
+
+    def declared(self, stream: str) -> Sequence[Access]:
+        """All accesses that the running work of a stream has declared so far."""
+        running = self._order.stream(stream).running
+        return () if running is None else running.declared
+
+    def undeclared(self, stream: str, access: Access) -> None:
+        """Report that the running work of a stream made an access that it has not declared."""
+        running = self._order.stream(stream).running
+        if running is not None:
+            with self._lock:
+                self._report.undeclared(running, access)
 
     # ------------------------------------------------------------------ events of a pool
 
@@ -245,6 +269,8 @@ class Checker:
         shadows, stream = self._shadows, op.stream
         for access in accesses:
             start, stop, write = access.start, access.stop, access.write
+            if self._sizes and not 0 <= start <= stop <= self._sizes.get(access.memory, -1):
+                self._check_bounds(op, access)
             shadow = shadows.get(access.memory) or self._shadow(access.memory)
             while shadow.beyond is not None and start >= shadow.beyond.first:
                 shadow = shadow.beyond
@@ -268,6 +294,13 @@ class Checker:
                 else:
                     reads.append((shadow, start, upto, written_after))
                 start = upto
+
+    def _check_bounds(self, op: Op, access: Access) -> None:
+        """Report an access to bytes that its memory does not have. A tier that is no memory has ids without end."""
+        size = self._sizes.get(access.memory)
+        shadow = self._shadows.get(access.memory)
+        if size is not None or shadow is None or not shadow.pool:
+            self._report.beyond(op, access, size)
 
     def _apply(self, op: Op, clock: Clock, writes: list[Written], reads: list[Read]) -> None:
         """Compare accesses, which happen now, with earlier accesses, and record them. Writes come first, because work
@@ -333,7 +366,7 @@ class Checker:
 
 def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
     """A simulated device with the given `policy` (see `make_policy`) and `seed`, and a checker that traces it and
-    poisons its memory.
+    poisons its memory. A guard verifies the accesses that work declares.
 
     The caller closes the device. Raises ConfigError for an unknown policy.
     """
@@ -342,5 +375,5 @@ def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
         device.poison(memory, start, stop, after)
 
     checker = Checker(poison=poison)
-    device = SimDevice(make_policy(policy, random.Random(seed)), tracer=checker)
+    device = SimDevice(make_policy(policy, random.Random(seed)), tracer=checker, guard=Guard(checker))
     return device, checker

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sidestream.testing.shadow import HOST, Cell, Clock, Item, Lease, Op, Pool, Shadow, Site
+from sidestream.types import Access
 
 Where = tuple[str, int, int]
 """Memory, start and stop; for a pool without memory, its name and the id."""
@@ -81,6 +82,21 @@ class Report:
             else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
         )
         self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, accesses=("reads",))
+
+    def undeclared(self, op: Op, access: Access) -> None:
+        """Report that `op` made an access that it had not declared."""
+        where = (access.memory, access.start, access.stop)
+        verb = _verb(access.write)
+        self._add("undeclared", f"{op} {verb} {_bytes(where)}, and has not declared it", where, op, accesses=(verb,))
+
+    def beyond(self, op: Op, access: Access, size: int | None) -> None:
+        """Report that `op` declared an access to bytes that its memory does not have; size: of the memory, None: there
+        is no such memory.
+        """
+        where = (access.memory, access.start, access.stop)
+        verb = _verb(access.write)
+        why = f"of which there are {size} bytes" if size is not None else "and there is no such memory"
+        self._add("beyond", f"{op} {verb} {_bytes(where)}, {why}", where, op, accesses=(verb,))
 
     def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
         """Report that `op` accesses an id that was free when `op` was submitted."""

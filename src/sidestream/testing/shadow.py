@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 
 import sidestream.device
-from sidestream.types import Fence
+from sidestream.types import Access, Fence
 
 HOST = "host"
 
@@ -70,6 +70,7 @@ class Op:
     before         the host's clock at its submission; None once it is done
     final          the clock that a host gets by waiting for it; None before it is done, and after every host knows it
     failure        the exception of the work, for messages
+    declared       all accesses that it has declared so far; empty once it is done
     writes, reads  accesses declared at its start: memory, start, stop; for reads also the `seq` after which the bytes
                    must have been written
     verdicts       releases that may turn out to be correct once this work's waits are known
@@ -77,6 +78,7 @@ class Op:
 
     __slots__ = (
         "before",
+        "declared",
         "failure",
         "final",
         "label",
@@ -100,6 +102,7 @@ class Op:
         self.final: Clock | None = None
         self.over = False
         self.failure: str | None = None
+        self.declared: Sequence[Access] = ()
         self.writes: list[Written] = []
         self.reads: list[Read] = []
         self.verdicts: list[Verdict] = []

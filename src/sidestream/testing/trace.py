@@ -99,6 +99,10 @@ class Recorder:
         """See `Tracer.joined`."""
         self._checker.joined(name)
 
+    def allocated(self, memory: str, num_bytes: int) -> None:
+        """See `Tracer.allocated`."""
+        self._checker.allocated(memory, num_bytes)
+
     def sent(self, channel: str, number: int) -> None:
         """See `Tracer.sent`."""
         if self._lines is not None:

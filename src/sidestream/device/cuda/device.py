@@ -145,7 +145,10 @@ class CudaDevice:
                 f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free; "
                 "ask for less, or end other programs that use the GPU"
             )
-        return Memory(name, (self.driver.allocate(num_bytes),))
+        memory = Memory(name, (self.driver.allocate(num_bytes),))
+        if self.tracer is not None:
+            self.tracer.allocated(name, num_bytes)
+        return memory
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """See `Device.allocate_host`. Zeroed; the first 256 MiB are pinned at once, the rest in the background.
@@ -162,6 +165,8 @@ class CudaDevice:
             )
         slab = Slab(name, num_bytes, item_bytes=item_bytes, pins=self.driver, prepare=self.driver.prepare_thread)
         self._slabs[slab.memory] = slab
+        if self.tracer is not None:
+            self.tracer.allocated(name, num_bytes)
         return slab.memory
 
     def mapped(self, memory: Memory) -> torch.Tensor:

@@ -1,15 +1,17 @@
 """A simulated device: a seed chooses the order of work among all orders that the fences allow."""
 
-from sidestream.device.sim.device import SimDevice
+from sidestream.device.sim.device import POISON, Guard, SimDevice
 from sidestream.device.sim.policies import POLICIES, Choice, Policy, make_policy
 from sidestream.device.sim.stream import SimEvent, SimFence, SimGraph, SimStream
 from sidestream.device.sim.thread import SimThread
 from sidestream.device.sim.turns import Deadlock
 
 __all__ = [
+    "POISON",
     "POLICIES",
     "Choice",
     "Deadlock",
+    "Guard",
     "Policy",
     "SimDevice",
     "SimEvent",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest
@@ -22,9 +24,33 @@ from sidestream.device.sim.turns import Turns
 from sidestream.device.sim.views import view_accesses
 from sidestream.errors import InvariantError
 from sidestream.metrics import Timeline
-from sidestream.types import Accesses, Fence, Tracer
+from sidestream.types import Access, Accesses, Fence, Tracer
 
 POISON = 0xA5
+
+
+class Guard(Protocol):
+    """Limits work to the memory that it has declared, and reports other accesses."""
+
+    def allocate(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """New memory, filled with poison."""
+        ...
+
+    def enter(self, stream: str) -> None:
+        """Work of this stream runs, or goes on, until `leave`; no other work runs meanwhile."""
+        ...
+
+    def leave(self, stream: str) -> None:
+        """The work has ended, or another actor runs before it goes on."""
+        ...
+
+    def poison(self, name: str, start: int, stop: int) -> None:
+        """Overwrite bytes of a memory with poison, whether work runs or not."""
+        ...
+
+    def require(self, stream: str, access: Access) -> None:
+        """Running work makes an access to a memory that is not bytes: report it if it was not declared."""
+        ...
 
 
 class SimDevice:
@@ -33,6 +59,7 @@ class SimDevice:
     turns     the scheduler of actors, with the virtual time
     pin_s     virtual seconds until all items of a host memory are ready, one after another; set it before
               `allocate_host`. 0: all are ready at once
+    guard     verifies the accesses that work declares; None: they are believed
     records   last record of each event
     """
 
@@ -40,9 +67,17 @@ class SimDevice:
     torch_device = torch.device("cpu")
     segment_bytes = 64 << 10
 
-    def __init__(self, policy: Policy, *, tracer: Tracer | None = None, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        tracer: Tracer | None = None,
+        timeline: Timeline | None = None,
+        guard: Guard | None = None,
+    ) -> None:
         self.turns = Turns(policy)
         self.tracer = tracer
+        self.guard = guard
         self.timeline = timeline
         self.closed = False
         self.pin_s = 0.0
@@ -81,7 +116,7 @@ class SimDevice:
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Device memory, filled with poison."""
-        return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),)))
+        return self._add(Memory(name, (self._poisoned(name, num_bytes),)))
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """Host memory, filled with poison. With `pin_s`, only its first item is ready at once."""
@@ -115,7 +150,7 @@ class SimDevice:
 
     def allocate_pageable(self, name: str, num_bytes: int) -> Memory:
         """Pageable host memory. A copy from or to it stalls the host, which is an error."""
-        return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),), pageable=True))
+        return self._add(Memory(name, (self._poisoned(name, num_bytes),), pageable=True))
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """See `Device.wait_host`. Raises Deadlock if the fence can never be done."""
@@ -183,7 +218,7 @@ class SimDevice:
         if pending:
             self._dying.append((pending, self._memories[memory], start, stop))
         else:
-            self._memories[memory].data.numpy()[start:stop] = POISON
+            self._poison(self._memories[memory], start, stop)
 
     def passed(self) -> None:
         """Called when a fence is done, before any other actor runs: poison the bytes that waited for the fence."""
@@ -192,7 +227,7 @@ class SimDevice:
         left = []
         for pending, memory, start, stop in self._dying:
             if all(fence.done for fence in pending):
-                np.asarray(memory.data)[start:stop] = POISON
+                self._poison(memory, start, stop)
             else:
                 left.append((pending, memory, start, stop))
         self._dying = left
@@ -213,8 +248,21 @@ class SimDevice:
     def _unfinished(self) -> str | None:
         return next((stream.name for stream in self._streams.values() if not stream.idle), None)
 
+    def _poisoned(self, name: str, num_bytes: int) -> torch.Tensor:
+        if name in self._memories:
+            raise InvariantError(f"memory {name} exists already")
+        if self.guard is None:
+            return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+        return torch.from_numpy(self.guard.allocate(name, num_bytes))
+
+    def _poison(self, memory: Memory, start: int, stop: int) -> None:
+        if self.guard is None:
+            memory.data.numpy()[start:stop] = POISON
+        else:
+            self.guard.poison(memory.name, start, stop)
+
     def _add(self, memory: Memory) -> Memory:
-        if memory.name in self._memories:
-            raise InvariantError(f"memory {memory.name} exists already")
         self._memories[memory.name] = memory
+        if self.tracer is not None:
+            self.tracer.allocated(memory.name, memory.num_bytes)
         return memory

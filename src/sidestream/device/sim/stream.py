@@ -6,6 +6,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,6 +132,7 @@ class SimStream:
         self._capture: list[_Work | _ExternalWait] | None = None
         self._ignored_waits = 0
         self._records: Mapping[SimEvent, SimFence | None] = {}
+        self._copies = 0
         self._side_work: deque[Callable[[], None]] = deque()
         self.busy = False
         self._actor: Actor = device.turns.add(name, self._may_go_on, self._awaited, self._run)
@@ -186,15 +188,23 @@ class SimStream:
         """See `Stream.touch`. A point."""
         if self._turns.current is not self._actor:
             raise InvariantError(f"stream {self.name}: only its own work may declare what it touches")
+        self._guard_ends()
         if self._device.tracer is not None:
             self._device.tracer.touched(self.name, accesses)
         self._turns.point()
+        self._guard_begins()
 
     def copy(self, batch: CopyBatch) -> None:
-        """Copy segment by segment, with a point between two segments. See `Stream.copy`."""
+        """Copy segment by segment, with a point between two segments; every second copy of the stream begins with the
+        last segment. See `Stream.copy`.
+        """
         if batch.source.pageable or batch.target.pageable:
             self._device.stall("pageable copy")
-        for index, (source, target) in enumerate(batch.segments()):
+        segments = list(batch.segments())
+        if self._copies % 2:
+            segments.reverse()
+        self._copies += 1
+        for index, (source, target) in enumerate(segments):
             if index:
                 self._turns.point()
             target.copy_(source)
@@ -324,6 +334,7 @@ class SimStream:
             tracer.started(fence)
         start_s = self._turns.now_s
         self._records = work.records
+        self._guard_begins()
         try:
             work.run()
             if self._side_work:
@@ -331,6 +342,7 @@ class SimStream:
         except Exception as error:
             self._side_work.clear()
             fence.fail(error)
+        self._guard_ends()
         self._turns.point()  # the bytes have moved, but the fence is not done yet
         if self._device.timeline is not None:
             self._device.timeline.record(self.name, label, int(start_s * 1e9), int(self._turns.now_s * 1e9))
@@ -338,6 +350,19 @@ class SimStream:
             tracer.finished(fence)
         fence.done, self.busy = True, False
         self._device.passed()
+
+    def _guard_begins(self) -> None:
+        """From here on, work runs with the memory that it has declared."""
+        guard = self._device.guard
+        if guard is not None:
+            guard.enter(self.name)
+            self._actor.enter, self._actor.leave = partial(guard.enter, self.name), partial(guard.leave, self.name)
+
+    def _guard_ends(self) -> None:
+        guard = self._device.guard
+        if guard is not None:
+            self._actor.enter = self._actor.leave = None
+            guard.leave(self.name)
 
     def _trace_wait(self, fence: SimFence) -> None:
         if self._device.tracer is not None:

@@ -44,6 +44,8 @@ class Actor:
     awaits    function that returns the name of the actor that this actor waits for, for messages and policies
     is_host   whether the actor is a host thread; the host knows everything that host threads have observed
     wake_s    virtual time from which the actor can run in any case
+    leave     called when the actor's turn ends and another actor's begins
+    enter     called when the turn comes back
     baton     lock that is free only while the turn is being passed to the actor
     """
 
@@ -53,6 +55,8 @@ class Actor:
     is_host: bool = False
     wake_s: float | None = None
     thread: threading.Thread | None = None
+    leave: Callable[[], None] | None = None
+    enter: Callable[[], None] | None = None
     baton: threading.Lock = field(default_factory=_held)
 
     def can_go(self, now_s: float) -> bool:
@@ -149,9 +153,13 @@ class Turns:
         caller.ready, caller.awaits, caller.wake_s = ready, awaits, wake_s
         chosen = self._choose()
         if chosen is not caller:
+            if caller.leave is not None:
+                caller.leave()
             self._running = chosen
             chosen.baton.release()
             self._take(caller)
+            if caller.enter is not None:
+                caller.enter()
         caller.wake_s = None
         if caller is self._host and self._failure is not None:
             failure, self._failure = self._failure, None

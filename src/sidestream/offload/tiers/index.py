@@ -148,6 +148,11 @@ class TierIndex:
         """Published keys, in no particular order."""
         return iter(self._slots)
 
+    @property
+    def traced(self) -> bool:
+        """Whether a tracer records its grants, pins and keys."""
+        return self._tracer is not None
+
     def access(self, entry: Entry, *, write: bool) -> Access:
         """The access to an entry, for a tracer. The tracer sees the tier as a memory, and the entry as one byte of
         it.
@@ -156,6 +161,7 @@ class TierIndex:
 
     def accesses(self, grant: WriteGrant) -> list[Access]:
         """The accesses of a write: it deletes the grant's victim and makes the grant's entry."""
+        # rule: disk-write-declares-its-victim
         touched = [grant.entry] if grant.victim is None else [grant.entry, grant.victim]
         return [self.access(entry, write=True) for entry in touched]
 

@@ -25,6 +25,7 @@ from sidestream.errors import ConfigError
 from sidestream.testing.mutations import (
     client,
     copies,
+    declarations,
     engine,
     kv,
     loads,
@@ -59,7 +60,7 @@ __all__ = [
     "product_marks",
 ]
 
-_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, ranks, engine, client)
+_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, ranks, engine, client, declarations)
 
 MUTATIONS: tuple[Mutation, ...] = tuple(mutation for table in _TABLES for mutation in table.MUTATIONS)
 EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for table in _TABLES for equivalent in table.EQUIVALENT)

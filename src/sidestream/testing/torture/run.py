@@ -28,6 +28,7 @@ from sidestream.runner.step_inputs import GraphKey
 from sidestream.schedule.commit import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
+from sidestream.testing.guard import Guard
 from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
 from sidestream.testing.steering import Watched
 from sidestream.testing.tokenizer import ToyTokenizer
@@ -153,7 +154,7 @@ class Life:
             lines,
             lambda what, memory, where, key: wrong_when_published(self.device, contents, what, memory, where, key),
         )
-        self.device = ScriptedDevice(policy, script, tracer=self.recorder)
+        self.device = ScriptedDevice(policy, script, tracer=self.recorder, guard=Guard(self.checker))
         self.device.pin_s = workload.pin_s
         if workload.layer_groups:
             self.device.segment_bytes = 1

@@ -22,7 +22,7 @@ from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StateBatch
 from sidestream.device.base import CopyBatch, Memory
-from sidestream.device.sim import SimDevice, SimStream
+from sidestream.device.sim import Guard, SimDevice, SimStream
 from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout
@@ -51,8 +51,8 @@ class Script:
 class ScriptedDevice(SimDevice):
     """A simulated device whose copies fail according to the script."""
 
-    def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None) -> None:
-        super().__init__(policy, tracer=tracer)
+    def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None, guard: Guard | None = None) -> None:
+        super().__init__(policy, tracer=tracer, guard=guard)
         self.script = script
         self._lost_to: tuple[str, ...] = ()
 
@@ -249,6 +249,8 @@ class ScriptedTier:
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
         """See `PersistentTier.write`."""
+        for entry in (grant.entry, grant.victim):
+            self._require(entry, write=True)
         path = _path(self._inner, grant.entry)
         self._used(path)
         fault = self._device.script.next("write")
@@ -263,6 +265,7 @@ class ScriptedTier:
             data = np.frombuffer(out, np.uint8)
             data[: len(data) // 2] ^= 0xA5
 
+        self._require(entry, write=False)
         path = _path(self._inner, entry)
         self._used(path)
         fault = self._device.script.next("read")
@@ -272,6 +275,12 @@ class ScriptedTier:
     def _damage(self, path: str, fault: Fault | None) -> None:
         if fault is not None and fault.kind in DAMAGE:
             _damage((path, *self._others(path)), fault)
+
+    def _require(self, entry: Entry | None, *, write: bool) -> None:
+        """Verify that the running work has declared its access to the entry's file."""
+        guard, index = self._device.guard, self._inner.index
+        if entry is not None and guard is not None and index.traced:
+            guard.require(self._device.turns.current.name, index.access(entry, write=write))
 
     def peek(self, entry: Entry) -> bytes | None:
         """The bytes of a published entry, read without faults; None when the tier's own checks reject it."""

@@ -1,0 +1,133 @@
+"""Verifies the accesses that work declares on a simulated device: while work runs, only the memory that it has declared
+exists.
+
+Before work runs, and each time that it goes on after other actors, all bytes that it has not declared are replaced by
+poison. When it stops, only the bytes that it has declared as written are kept; a change of other bytes is a finding,
+and all bytes get their content back. So work that reads bytes without a declaration computes with poison, and its
+result is wrong. Knows neither pools nor the engine. Called by the actor whose turn it is.
+
+Accesses of host threads are not verified: they run between pieces of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.device.sim import POISON
+from sidestream.types import Access
+
+if TYPE_CHECKING:
+    from sidestream.testing.checker import Checker
+
+_ARENA_BYTES = 1 << 18
+_ALIGNMENT = 64
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Arena:
+    """Memories side by side, so that few operations save, hide and compare all of them.
+
+    data     the bytes that work reads and writes
+    saved    their content while work runs
+    shown    the bytes that the running work was given
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data, self.saved, self.shown = (np.full(num_bytes, POISON, dtype=np.uint8) for _ in range(3))
+        self.used = 0
+
+    def take(self, num_bytes: int) -> int | None:
+        """The first of `num_bytes` new bytes; None: there is no room."""
+        start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > len(self.data):
+            return None
+        self.used = start + num_bytes
+        return start
+
+
+Range = tuple[_Arena, int, int, bool]
+
+
+class Guard:
+    """See `sidestream.device.sim.Guard`. Reports findings to `checker`, which also knows what work has declared."""
+
+    def __init__(self, checker: Checker) -> None:
+        self._checker = checker
+        self._arenas: list[_Arena] = []
+        self._places: dict[str, tuple[_Arena, int, int]] = {}
+        self._ranges: Sequence[Range] | None = None  # of the running work
+        self._known: tuple[Sequence[Access], Sequence[Range]] = ((), ())
+
+    def allocate(self, name: str, num_bytes: int) -> Bytes:
+        """See `sidestream.device.sim.Guard`."""
+        start = self._arenas[-1].take(num_bytes) if self._arenas else None
+        if start is None:
+            self._arenas.append(_Arena(max(_ARENA_BYTES, num_bytes)))
+            start = self._arenas[-1].take(num_bytes)
+            assert start is not None
+        arena = self._arenas[-1]
+        self._places[name] = arena, start, num_bytes
+        return arena.data[start : start + num_bytes]
+
+    def enter(self, stream: str) -> None:
+        """See `sidestream.device.sim.Guard`."""
+        declared = self._checker.declared(stream)
+        if declared is not self._known[0]:
+            self._known = declared, self._ranges_of(declared)
+        ranges = self._ranges = self._known[1]
+        for arena in self._arenas:
+            used = arena.used
+            arena.saved[:used] = arena.data[:used]
+            arena.shown[:used] = POISON
+        for arena, start, stop, _ in ranges:
+            arena.shown[start:stop] = arena.saved[start:stop]
+        for arena in self._arenas:
+            arena.data[: arena.used] = arena.shown[: arena.used]
+
+    def leave(self, stream: str) -> None:
+        """See `sidestream.device.sim.Guard`."""
+        ranges, self._ranges = self._ranges, None
+        if ranges is None:
+            return
+        for arena, start, stop, write in ranges:
+            if write:
+                arena.saved[start:stop] = arena.shown[start:stop] = arena.data[start:stop]
+        for arena in self._arenas:
+            used = arena.used
+            if arena.data[:used].tobytes() != arena.shown[:used].tobytes():
+                self._report(stream, arena)
+            arena.data[:used] = arena.saved[:used]
+
+    def poison(self, name: str, start: int, stop: int) -> None:
+        """See `sidestream.device.sim.Guard`."""
+        arena, first, _ = self._places[name]
+        content = arena.data if self._ranges is None else arena.saved
+        content[first + start : first + stop] = POISON
+
+    def require(self, stream: str, access: Access) -> None:
+        """Report an access of running work to a memory that is not bytes, such as a file, if it was not declared."""
+        if access not in self._checker.declared(stream):
+            self._checker.undeclared(stream, access)
+
+    def _ranges_of(self, declared: Sequence[Access]) -> list[Range]:
+        """The declared accesses to bytes, reads first: a range that is also written counts as written."""
+        ranges = []
+        for access in declared:
+            place = self._places.get(access.memory)
+            if place is not None:
+                arena, first, size = place
+                ranges.append((arena, first + access.start, first + min(access.stop, size), access.write))
+        return ranges
+
+    def _report(self, stream: str, arena: _Arena) -> None:
+        changed = np.flatnonzero(arena.data[: arena.used] != arena.shown[: arena.used])
+        for name, (place, first, size) in self._places.items():
+            inside = changed[(changed >= first) & (changed < first + size)] - first if place is arena else changed[:0]
+            if len(inside):
+                access = Access(name, int(inside[0]), int(inside[-1]) + 1, True)
+                self._checker.undeclared(stream, access)
