@@ -6,13 +6,12 @@ from sidestream.testing.mutations.operators import Become, Delete, Operator, Rew
 from sidestream.testing.mutations.tables import Equivalent, Exempt, Feature, Mutation
 
 
-def _rule(name: str, change: Operator | None, lacks: str, *needs: Feature, at: str = "") -> Mutation:
+def _rule(name: str, change: Operator | None, lacks: str, *needs: Feature) -> Mutation:
     """A rule whose removal lets some work lack a declaration. change: None: delete the statement."""
     return Mutation(
         name=name,
         hazard="H23",
         change=Delete() if change is None else change,
-        at=at,
         consequence=f"{lacks}, so the checker does not see a missing wait",
         needs=frozenset(needs),
     )
@@ -63,15 +62,6 @@ MUTATIONS = (
         "a step drafts without a declaration of the KV that it reads and writes",
         "speculative",
         "hidden_states",
-    ),
-    _rule(
-        "drafts-of-a-gated-step-are-declared",
-        Become("if not gated:\n    self._stream.touch(accesses.all)"),
-        "a step that waits for loads drafts without a declaration",
-        "speculative",
-        "hidden_states",
-        "offload",
-        at="drafts-are-declared",
     ),
     _rule(
         "gated-layer-is-declared",

@@ -1,0 +1,74 @@
+"""What a step declares at its start, before any of its layers waits for a load."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateLayout, StateRegion, StateTensor
+from sidestream.runner.executor import Executor, _StepAccesses
+from sidestream.types import Access, BatchPlan, RowPlan
+
+LAYOUT = KVLayout(2, 1, 2, 4, "float32")
+SIZE = LAYOUT.block_bytes
+
+
+def row(number: int, blocks: tuple[int, ...], *, start: int, stop: int, drafts: int) -> RowPlan:
+    return RowPlan(
+        request_id=number,
+        slot=number,
+        epoch=0,
+        min_start=start,
+        stop=stop,
+        tokens=None,
+        block_ids=blocks,
+        samples=True,
+        min_output_index=0,
+        drafts=drafts,
+    )
+
+
+DRAFTING = row(0, (3, 5), start=5, stop=8, drafts=2)
+LOADING = row(1, (7,), start=2, stop=3, drafts=0)
+
+
+def declared(rows: tuple[RowPlan, ...], *, gated: bool) -> list[Access]:
+    """What `_touch_before_drafts` declares for a step of these rows."""
+    found: list[Access] = []
+    stream = SimpleNamespace(touch=lambda accesses: found.extend(accesses()))
+    executor = cast(Any, SimpleNamespace(_traced=True, _stream=stream))
+    batch = BatchPlan(rows, any(row.drafts for row in rows))
+    Executor._touch_before_drafts(executor, batch, _StepAccesses("kv", None, rows, LAYOUT, None), gated=gated)
+    return found
+
+
+def whole(block: int, *, write: bool) -> Access:
+    return Access("kv", block * SIZE, (block + 1) * SIZE, write)
+
+
+def test_a_step_that_waits_for_loads_declares_the_kv_of_its_drafts_first() -> None:
+    """Drafting reads and writes KV before the first gate, but no block that is being loaded."""
+    assert declared((DRAFTING, LOADING), gated=True) == [whole(3, write=False), whole(5, write=True)]
+
+
+def test_a_step_without_loads_declares_everything_first() -> None:
+    expected = [whole(3, write=False), whole(5, write=True), whole(7, write=True)]
+    assert declared((DRAFTING, LOADING), gated=False) == expected
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_step_without_drafts_declares_nothing_there(gated: bool) -> None:
+    assert declared((LOADING,), gated=gated) == []
+
+
+def test_hidden_states_of_no_block_and_reserved_states_are_declared() -> None:
+    region = StateRegion(StateLayout((StateTensor(0, "recurrent", 0, (4,), "float32"),), 1, "float32"), SIZE, 10, 2)
+    found = _StepAccesses("kv", 9, (), LAYOUT, region).all()
+    assert found == [
+        whole(9, write=True),
+        Access("kv", *region.span(2), write=False),
+        Access("kv", *region.span(3), write=True),
+    ]
