@@ -128,15 +128,15 @@ def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_early_as_may_be(
 def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_once_the_layers_are_through(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    through = rig.model._forward
+    through = rig.model._run_layers
 
-    def layers(*given: Any) -> torch.Tensor:
-        logits = through(*given)
+    def layers(*given: Any) -> Any:
+        mixed = through(*given)
         rig.happened.append("layers")
-        return logits
+        return mixed
 
     monkeypatch.setattr(rig.executor._stream, "on_side_stream", at_once)
-    monkeypatch.setattr(rig.model, "_forward", layers)
+    monkeypatch.setattr(rig.model, "_run_layers", layers)
     tokens = [*PROMPT, *rig.model.expected(PROMPT, 4)]
     rig.launch(row(0, tokens[:4], drafts=2))
     assert rig.happened == ["layers", "keeps up", "model"]

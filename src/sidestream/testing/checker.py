@@ -67,6 +67,7 @@ class Checker:
         self._leases = Leases(self._order, self._report)
         self._shadows: dict[str, Shadow] = {}
         self._sizes: dict[str, int] = {}
+        self._knows_all_memories = False
         self._submissions = 0
         self._sweep_at = _SWEEP_FROM
 
@@ -190,6 +191,12 @@ class Checker:
         with self._lock:
             self._sizes[memory] = num_bytes
 
+    def refuse_unknown(self) -> None:
+        """From now on, report accesses to a memory that was neither allocated nor backs a pool. Not for devices on
+        which work uses memory of others.
+        """
+        self._knows_all_memories = True
+
     def declared(self, stream: str) -> Sequence[Access]:
         """All accesses that the running work of a stream has declared so far."""
         running = self._order.stream(stream).running
@@ -269,7 +276,7 @@ class Checker:
         shadows, stream = self._shadows, op.stream
         for access in accesses:
             start, stop, write = access.start, access.stop, access.write
-            if self._sizes and not 0 <= start <= stop <= self._sizes.get(access.memory, -1):
+            if not 0 <= start <= stop <= self._sizes.get(access.memory, -1):
                 self._check_bounds(op, access)
             shadow = shadows.get(access.memory) or self._shadow(access.memory)
             while shadow.beyond is not None and start >= shadow.beyond.first:
@@ -297,9 +304,8 @@ class Checker:
 
     def _check_bounds(self, op: Op, access: Access) -> None:
         """Report an access to bytes that its memory does not have. A tier that is no memory has ids without end."""
-        size = self._sizes.get(access.memory)
-        shadow = self._shadows.get(access.memory)
-        if size is not None or shadow is None or not shadow.pool:
+        size, shadow = self._sizes.get(access.memory), self._shadows.get(access.memory)
+        if size is not None or (self._knows_all_memories and (shadow is None or not shadow.pool)):
             self._report.beyond(op, access, size)
 
     def _apply(self, op: Op, clock: Clock, writes: list[Written], reads: list[Read]) -> None:

@@ -62,6 +62,7 @@ class Guard:
         self._places: dict[str, tuple[_Arena, int, int]] = {}
         self._ranges: Sequence[Range] | None = None  # of the running work
         self._known: tuple[Sequence[Access], Sequence[Range]] = ((), ())
+        checker.refuse_unknown()
 
     def allocate(self, name: str, num_bytes: int) -> Bytes:
         """See `sidestream.device.sim.Guard`."""
