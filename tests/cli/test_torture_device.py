@@ -37,6 +37,10 @@ from .conftest import Run
             ("--device", "cpu", "--requests", "5", "--blocks", "5"),
             "--requests tortures a whole engine, --blocks only transfers",
         ),
+        (
+            ("--device", "cpu", "--requests", "5", "--mutations", "store-waits-for-step"),
+            "no mutation for a whole engine on cpu store-waits-for-step",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(options: tuple[str, ...], message: str, run: Run) -> None:
