@@ -12,10 +12,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from sidestream.device.base import CopyBatch
+from sidestream.device.base import CopyBatch, Rest
 from sidestream.device.channel import Bell
 from sidestream.device.sim import Deadlock, SimDevice, SimFence, make_policy
 from sidestream.device.sim.device import POISON
+from sidestream.device.sim.policies import Choice, Policy
 from sidestream.device.sim.stream import QUEUE_LIMIT, SimEvent, SimStream
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.types import Accesses, Fence
@@ -25,8 +26,9 @@ SEEDS = range(40)
 
 
 @contextmanager
-def simulated(policy: str = "random", seed: int = 0, tracer: object = None) -> Iterator[SimDevice]:
-    device = SimDevice(make_policy(policy, random.Random(seed)), tracer=tracer)
+def simulated(policy: str | Policy = "random", seed: int = 0, tracer: object = None) -> Iterator[SimDevice]:
+    chosen = make_policy(policy, random.Random(seed)) if isinstance(policy, str) else policy
+    device = SimDevice(chosen, tracer=tracer)
     try:
         yield device
     finally:
@@ -521,6 +523,23 @@ def test_a_loop_over_polls_that_never_sleeps_is_an_error_and_not_a_hang() -> Non
         with pytest.raises(Deadlock, match="a loop over polls must sleep"):
             while not fence.poll():
                 pass
+
+
+def test_host_threads_that_wake_each_other_for_ever_are_an_error_and_not_a_hang() -> None:
+    class Busiest:
+        """Threads first, in turn: no stream ever runs."""
+
+        def choose(self, choice: Choice) -> str:
+            threads = [name for name in choice.able if name in ("one", "other") and name != choice.current]
+            return threads[0] if threads else choice.able[0]
+
+    with simulated(Busiest()) as device:
+        work = device.stream("a").submit(lambda: None)
+        threads = [device.thread(name, lambda: Rest((), device.now())) for name in ("one", "other")]
+        with pytest.raises(Deadlock, match=r"the last of them (one|other): a loop over polls must sleep"):
+            for thread in threads:
+                thread.wake()
+            device.wait_host(work, reason="step")
 
 
 # ---------------------------------------------------------------------- ends and failures

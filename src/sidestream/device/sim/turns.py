@@ -17,7 +17,8 @@ from sidestream.errors import SidestreamError
 
 # Virtual time that a point takes; sleeps are much longer.
 _POINT_S = 1e-6
-# Number of consecutive turns after which the host counts as spinning: a full queue would have stopped it much earlier.
+# Number of consecutive turns of host threads after which they count as spinning: a full queue, or work that they wait
+# for, would have stopped them much earlier.
 _SPIN_LIMIT = 100_000
 
 
@@ -207,12 +208,14 @@ class Turns:
         self.points += 1
         self.now_s += _POINT_S
         chosen = self._decide()
-        self._spins = self._spins + 1 if chosen is self._running is self._host else 0
+        self._spins = self._spins + 1 if chosen.is_host and self._running.is_host else 0
         if self._spins > _SPIN_LIMIT:
             self._spins = 0
             self._failure = Deadlock(
-                f"the host took {_SPIN_LIMIT} turns in a row: a loop over polls must sleep, or wait for a fence"
+                f"host threads took {_SPIN_LIMIT} turns in a row, the last of them {chosen.name}: a loop over polls "
+                "must sleep, or wait for a fence"
             )
+            return self._host  # which raises
         return chosen
 
     def _decide(self) -> Actor:
