@@ -1,8 +1,9 @@
 """The simulated device: streams, events, graphs and memory as on CUDA, but a policy decides the order of work.
 
-Every order that the fences, events and streams allow happens with some seed. A stream's work runs on the stream's turn.
-Other actors may run between the moment when a copy has moved its bytes and the moment when its fence is done. Fresh
-memory holds poison. Time is virtual, so waits take no real time.
+Every order that the fences, events and streams allow happens with some seed. Only one actor (the host, a stream or a
+thread) runs at a time; a stream's work runs when the policy picks the stream. Other actors may run between the moment
+when a copy has moved its bytes and the moment when its fence is done. Fresh memory holds poison. Time is virtual, so
+waits take no real time.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class SimDevice:
                 lambda: fence.done or (bell is not None and bell.rung), lambda: fence.stream, wake_s=wake_s
             )
             if bell is not None and not fence.done:
-                bell.wait(0)  # take a pending ring
+                bell.wait(0)  # clear the bell, if it was rung
         if fence.done and self.tracer is not None:
             self.tracer.observed(fence)
         return fence.done
@@ -187,16 +188,17 @@ class SimDevice:
         self.turns.sleep(seconds)
 
     def rest(self) -> None:
-        """Nothing to do."""
+        """Does nothing: this device has no free memory to return."""
 
     def event(self, name: str) -> SimEvent:
         """See `Device.event`."""
         return SimEvent(self, name)
 
     def accesses(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> Accesses:
-        """Declares that work reads and writes these tensors, views of this device's memories, of any dtype and strides.
+        """The accesses of work that reads and writes these tensors: views of this device's memories, of any dtype and
+        strides.
 
-        Raises InvariantError for another tensor.
+        Raises InvariantError for a tensor that is not such a view.
         """
         found = view_accesses(self._memories.values(), reads=reads, writes=writes)
         return lambda: found
@@ -209,8 +211,8 @@ class SimDevice:
             self.tracer.host_touched(self.accesses(reads=reads, writes=writes), label)
 
     def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        """Overwrite unused bytes when the fences `after`, their last uses, are done. A memory of another name belongs
-        to a tier and is not changed.
+        """Overwrite bytes that are no longer used, once the fences `after` of their last uses are done. If this device
+        has no memory of that name, it belongs to a tier: nothing is overwritten.
         """
         if memory not in self._memories:
             return

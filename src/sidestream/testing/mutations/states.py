@@ -132,7 +132,7 @@ MUTATIONS = (
     Mutation(
         name="state-covers-no-draft",
         hazard="H12",
-        consequence="a state counts as including the drafts of its row, although it does not",
+        consequence="a state is recorded as covering the drafts of its row, although the drafts are not in it",
         needs=_DRAFTED,
     ),
     Mutation(
@@ -146,7 +146,7 @@ MUTATIONS = (
         name="kept-inputs-are-read-before-others-are-kept",
         hazard="H16",
         change=Become("self._keep_inputs(layer, inputs)\nself._decode(layer, inputs, outputs, advance)"),
-        consequence="the inputs of the current step's drafts are replayed instead of the accepted drafts' inputs",
+        consequence="a step replays the inputs of its own drafts instead of the inputs of the accepted drafts",
         needs=_DRAFTED,
     ),
     Mutation(
@@ -158,7 +158,7 @@ MUTATIONS = (
     Mutation(
         name="kept-inputs-know-their-tokens",
         hazard="H16",
-        consequence="the inputs of wrong tokens are replayed, or none",
+        consequence="a step replays the inputs of tokens that are not the accepted drafts, or replays nothing",
         needs=_DRAFTED,
     ),
     Mutation(
@@ -172,7 +172,7 @@ MUTATIONS = (
         name="checkpoint-is-written-if-its-border-is-reached",
         hazard="H15",
         change=Become("checkpoints = torch.where(checkpoints >= 0, checkpoints, 0)"),
-        consequence="padding and rows without a checkpoint overwrite another request's state",
+        consequence="a padding row, or a row without a checkpoint, overwrites the state of another request",
         needs=_DRAFTED,
     ),
     Mutation(
@@ -185,7 +185,7 @@ MUTATIONS = (
     Mutation(
         name="candidate-that-is-no-checkpoint-is-released",
         hazard="H10",
-        consequence="states that no step wrote stay in use while their request runs, and are lost afterwards",
+        consequence="an unwritten state stays in use while its request runs, and is never released afterwards",
         needs=_DRAFTED,
     ),
     Mutation(
@@ -227,7 +227,7 @@ EQUIVALENT = (
             consequence="a load overwrites a state that a step still reads",
             needs=frozenset({"states", "offload"}),
         ),
-        "the fresh blocks of the same request wait for the same steps",
+        "the load also waits for the last uses of the request's new blocks, and these are the same steps",
         noticed_by="schedule/test_states.py::test_the_fences_of_a_states_last_uses_reach_its_next_writer",
     ),
     Equivalent(
@@ -288,19 +288,19 @@ EQUIVALENT = (
             consequence="the checkpoint at the end of an answer is not found after a restart",
             needs=frozenset({"states", "offload"}),
         ),
-        "the store only saves time",
+        "storing the checkpoint only saves time",
         noticed_by="schedule/test_states.py::test_the_newest_checkpoint_is_stored_when_its_request_leaves",
     ),
 )
 
-_LEASED = "its release is a rule: see states-are-released-after-the-last-step"
+_LEASED = "the release of these states has its own mutation: states-are-released-after-the-last-step"
 
 EXEMPT = (
     Exempt("Allocator.plan_states", ("shares",), "a request that shares no blocks publishes no checkpoint"),
     Exempt("Allocator.plan_decode_states", ("shares",), "a request that shares no blocks publishes no checkpoint"),
     Exempt("Allocator.release", ("release",), "see states-are-released-after-the-last-step"),
     Exempt("Committer.commit", ("commit",), "see checkpoint-is-released-after-its-transfers"),
-    Exempt("ReuseFinder.loadable", ("replace",), "it copies a value"),
+    Exempt("ReuseFinder.loadable", ("replace",), "this replace only copies a dataclass with one field changed"),
     Exempt("StateCache.start", ("take", "take"), _LEASED),
     Exempt("StateCache.plan", ("take",), _LEASED),
     Exempt("StateCache.plan_decode", ("take",), "see candidates-are-released-with-their-request"),

@@ -1,8 +1,8 @@
-"""Patterns that identify their place: every eight bytes of a block encode its key and their offset. Written and
-compared on the device.
+"""Test patterns for blocks: each 8-byte word holds the key of its block and the offset of the word. They are written
+and compared on the device.
 
-Knows blocks and streams, not their owners. Called from the thread in place of the engine thread. It waits for the
-device only to reuse its pinned memory, and to read the results at the end of a round.
+This module knows blocks and streams, but no requests. The caller is the test's own thread, which takes the place of an
+engine thread. It waits for the device in two cases only: before pinned memory is reused, and in `take_results`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sidestream.types import Access, Fence, Key
 Words = npt.NDArray[np.int64]
 
 WORD_BYTES = 8
-# A word: generation << 51 | key's number << 20 | place in the block, in words.
+# Fields of a word, from the high bits: the key's generation, the key's number, the offset in the block in words.
 _PLACE_BITS = 20
 _NUMBER_BITS = 31
-# Steps in flight whose block and key numbers are in pinned memory.
+# Number of `write` and `look` calls in flight: each has a row of pinned memory for its block ids and key numbers.
 _STEPS = 32
 # Slots compared at once; bounds the temporaries.
 _SLOTS_AT_ONCE = 64
@@ -40,10 +40,10 @@ _SLOTS_AT_ONCE = 64
 class Found:
     """Wrong content in a block.
 
-    row      index of the block in the look
+    row      index of the block in the `block_ids` of the `look` call
     place    byte in the block
     word     the wrong word
-    num_bad  blocks that are wrong in the same way, including this one: in one look at one layer, or in a tier
+    num_bad  number of blocks of the `look` call with wrong bytes in this layer, with this one; 1 from `wrong_slots`
     """
 
     row: int
@@ -76,8 +76,8 @@ class Patterns:
         if layout.layer_bytes % WORD_BYTES or layout.block_bytes >> _PLACE_BITS >= WORD_BYTES:
             raise ConfigError(
                 f"a block of {layout.num_layers} layers of {layout.layer_bytes} bytes cannot hold a pattern: "
-                f"give layers of a multiple of {WORD_BYTES} bytes, and less than {WORD_BYTES << _PLACE_BITS} bytes "
-                "in all"
+                f"the size of a layer must be a multiple of {WORD_BYTES} bytes, and the block smaller than "
+                f"{WORD_BYTES << _PLACE_BITS} bytes"
             )
         self._device = device
         self._memory = memory
@@ -128,7 +128,7 @@ class Patterns:
         """Compare the blocks with the patterns on `stream`. Returns the number of the look and its fence.
 
         after   done before any access
-        gates   one per layer: done before that layer is accessed; empty: no gates
+        gates   for each layer, the fences to wait for before that layer is accessed; empty: no such fences
         """
         row = self._upload(block_ids, stamps)
         count, size = len(block_ids), self._layer_words
@@ -153,10 +153,10 @@ class Patterns:
         return number, self._sent(row, fence)
 
     def take_results(self, stream: Stream, judge: Callable[[int, Found], None]) -> None:
-        """Wait for all steps so far, and call `judge` for each look that found wrong bytes, once for each layer.
-        Blocks.
+        """Wait for all `write` and `look` calls so far. Then call `judge` once for each look and layer with wrong
+        bytes. Blocks the calling thread.
 
-        Raises the exception of a step.
+        Raises the exception of a call's work.
         """
 
         def work() -> None:
@@ -198,7 +198,7 @@ class Patterns:
         return fence
 
     def _read_inputs(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids `[count]`, and the words of the blocks, `[count, words]`. Inside work."""
+        """Ids `[count]`, and the words of the blocks, `[count, words]`. Called in the work of a stream."""
         inputs = self._inputs[row].to(self._device.torch_device, non_blocking=True)[
             :, :count
         ]  # sliced after the copy: a contiguous copy needs no staging buffer

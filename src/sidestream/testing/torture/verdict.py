@@ -25,15 +25,15 @@ ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answere
 """The checks of a schedule. Findings are sorted in this order.
 
 checker         no two unordered accesses, no use outside a lease, and the other rules of `sidestream.testing.checker`
-tokens          equal to the reference's, with text, log-probabilities and finish reason; the tokens of an aborted
-                request are a prefix of them
-accept lengths  every step drafts the continuation of its row's tokens, and accepts the right part of it; needed because
-                the text stays right after a stale read (H19)
+tokens          tokens, text, log-probabilities and finish reason equal the reference's; an aborted request has a prefix
+                of its tokens
+accept lengths  each row accepts as many drafts as if they were drafted from its own tokens; needed because a stale read
+                (H19) changes the drafts, but not the text
 content         every findable block in every tier holds the content of its key; no block from before a reset becomes
                 findable; no two blocks that differ in a part of their identity have the same key (H14)
 balance         at the end every pool is as it was at the start, and no request or transfer is kept
-answered        every request ends once, for a possible reason; when its client receives the end, the engine holds no
-                resources of it any more (H24)
+answered        every request ends exactly once, with a finish reason that is possible for it; when its client learns of
+                the end, the engine has released all its resources (H24)
 deadlock        every stream and every thread waits, each for another
 no progress     the schedule does not end (H26)
 error           the engine raised an exception
@@ -52,7 +52,7 @@ class Verdict:
     """The findings about one schedule, without duplicates.
 
     contents     the contents of all keys, by the key function under test
-    objections   the checker's findings; `findings` contains them as text
+    objections   the checker's findings as objects; `sorted_findings` returns them as text
     """
 
     def __init__(self, workload: Workload, reference: Reference) -> None:
