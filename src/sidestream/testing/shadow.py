@@ -7,6 +7,7 @@ by byte. Called by the checker only, under its lock.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -28,10 +29,15 @@ Site = tuple[CodeType, int]
 """A call site: code and instruction. Cheap to record; the line number is computed for messages only."""
 
 # Findings name the caller of these files.
+_TORCH = importlib.util.find_spec("torch")  # not imported here
 _ROOM = Path(sidestream.device.__file__).parent
 _PASSED_OVER = (
     str(_ROOM),
-    *(str(_ROOM.parent / name) for name in ("testing/checker.py", "kv/pool.py", "offload/tiers/index.py")),
+    *(
+        str(_ROOM.parent / name)
+        for name in ("testing/checker.py", "testing/check_trace", "kv/pool.py", "offload/tiers/index.py")
+    ),
+    *((_TORCH.submodule_search_locations if _TORCH is not None else None) or ()),
 )
 _hidden_files: dict[str, bool] = {}
 

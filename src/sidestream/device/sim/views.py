@@ -33,11 +33,11 @@ def view_accesses(
                     "slice or view the `data` of a memory that the device has allocated"
                 )
             first, name = address - owner[0], owner[1].name
-            found += [Access(name, first + start, first + stop, write) for start, stop in _runs(tensor)]
+            found += [Access(name, first + start, first + stop, write) for start, stop in runs_of(tensor)]
     return found
 
 
-def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
+def runs_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """The contiguous byte ranges of a tensor, relative to its first element, in ascending order."""
     size = tensor.element_size()
     length = size
