@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sidestream.cli.bench import app as bench_app
+from sidestream.cli.bench.check_trace import PASSED_ON, check_trace
 from sidestream.cli.bench.torture import torture
 from sidestream.cli.chat import chat
 from sidestream.cli.declare import Command, flag
@@ -56,4 +57,5 @@ app.command(cls=Command)(doctor)
 app.add_typer(bench_app, name="bench")
 app.command(cls=Command)(demo)
 app.command(cls=Command)(torture)
+app.command("check-trace", cls=Command, context_settings=PASSED_ON)(check_trace)
 app.command("train-mtp", cls=Command)(train_mtp)

@@ -1,7 +1,7 @@
 """A fake of `torch.cuda` for machines without a GPU: PyTorch programs for one GPU run on the processor.
 
-Tensors "on the GPU" are `DeviceTensor`: they say that they are on `cuda:0`, and keep their bytes in a CPU tensor. To the
-C++ code of torch they are on the device `meta`, which needs no driver; programs that use `meta` tensors themselves
+Tensors "on the GPU" are `DeviceTensor`: they say that they are on `cuda:0`, and keep their bytes in a CPU tensor. To
+the C++ code of torch they are on the device `meta`, which needs no driver; programs that use `meta` tensors themselves
 cannot run here. Work runs when it is enqueued, so a fake program's results are those of a correct order, whatever the
 judge finds. Events and streams are always done when they are queried. Used by one program in one thread or in several.
 """
@@ -34,10 +34,19 @@ _ISOLATION = "CUDA error: dependency created on uncaptured work in another strea
 _MEMORY = 80 << 30  # that programs see
 
 
+class _Lifetime:
+    """Ends when the last tensor of a storage "on the GPU" is deleted."""
+
+
 class DeviceTensor(torch.Tensor):
-    """A tensor "on the GPU". `bytes` is the CPU tensor with its contents."""
+    """A tensor "on the GPU".
+
+    bytes      the CPU tensor with its contents
+    lifetime   shared by all tensors of one storage; ends with the last one, even if a captured graph keeps the bytes
+    """
 
     bytes: torch.Tensor
+    lifetime: _Lifetime
 
     @staticmethod
     def __new__(cls, contents: torch.Tensor) -> DeviceTensor:
@@ -51,6 +60,7 @@ class DeviceTensor(torch.Tensor):
             device=_META,
         )
         made.bytes = contents
+        made.lifetime = _lifetime_of(contents.untyped_storage())
         return made
 
     device = property(lambda self: _GPU)  # type: ignore[assignment]
@@ -152,6 +162,10 @@ class FakeCuda:
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         """See `Runtime.device_of`."""
         return _GPU if isinstance(tensor, DeviceTensor) else None
+
+    def lifetime_of(self, tensor: torch.Tensor) -> object:
+        """See `Runtime.lifetime_of`."""
+        return tensor.lifetime if isinstance(tensor, DeviceTensor) else tensor.untyped_storage()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """See `Runtime.is_pinned`."""
@@ -458,6 +472,15 @@ def _execute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
     out = tree_map(wrap, func(*host_args, **host_kwargs))
     return out, _Step(func, host_args, host_kwargs, tuple(made))
+
+
+def _lifetime_of(storage: Any) -> _Lifetime:
+    known = getattr(storage, "_check_trace_lifetime", None)
+    lifetime = None if known is None else known()
+    if lifetime is None:
+        lifetime = _Lifetime()
+        storage._check_trace_lifetime = weakref.ref(lifetime)
+    return lifetime
 
 
 def _names_gpu(device: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Knows no tensors and no torch: the recorder reports named streams, byte ranges of storages, and marks. Each storage is a
 memory of its own, so the judgement does not depend on the addresses that the allocator chose in this run. The rule for
-freed storages is that of PyTorch's caching allocator: the next allocation on the stream of the freed storage may get its
+freed storages is that of PyTorch's caching allocator: the next allocation on the stream of a freed storage may get its
 bytes, as soon as the streams that `record_stream` named have done the work that they had at the deletion.
 
 Works are reported in the order in which the host submitted them. That order is possible on the device, and the checker

@@ -52,6 +52,10 @@ class CudaRuntime:
         """See `Runtime.device_of`."""
         return tensor.device if on_gpu(tensor.device) else None
 
+    def lifetime_of(self, tensor: torch.Tensor) -> object:
+        """See `Runtime.lifetime_of`."""
+        return tensor.untyped_storage()
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """See `Runtime.is_pinned`."""
         return tensor.is_pinned()

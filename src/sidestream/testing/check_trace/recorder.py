@@ -54,6 +54,10 @@ class Runtime(Protocol):
         """The GPU of a tensor; None: the tensor is in host memory."""
         ...
 
+    def lifetime_of(self, tensor: torch.Tensor) -> object:
+        """An object that exists as long as the tensor's storage."""
+        ...
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor in host memory is pinned."""
         ...
@@ -153,7 +157,7 @@ class Recorder:
         if name is None:
             storage = tensor.untyped_storage()
             name = self._names[key] = f"storage{next(self._numbers)}"
-            self._watched[key] = weakref.ref(storage, self._end_of(key, name))
+            self._watched[key] = weakref.ref(self.runtime.lifetime_of(tensor), self._end_of(key, name))
             device = self.runtime.device_of(tensor)
             stream = "" if device is None else self.runtime.stream_of(device)
             place = f"on {device}" if device is not None else f"of {_kind_of_host(self.runtime.is_pinned(tensor))}"
@@ -242,8 +246,8 @@ def touches(
 ) -> None:
     """Declare that the kernel that is launched next on the current stream reads and writes these tensors.
 
-    For kernels that PyTorch does not dispatch, such as Triton's or CUDA extensions without a schema. Views declare their
-    own bytes only. Without `check_trace`, the call does nothing.
+    For kernels that PyTorch does not dispatch, such as Triton's or CUDA extensions without a schema. Views declare
+    their own bytes only. Without `check_trace`, the call does nothing.
     """
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, OperatorMode):

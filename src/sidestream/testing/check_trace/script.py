@@ -140,4 +140,7 @@ def _readable(finding: Finding, judge: Judge) -> Finding:
         r" waited for \1 before its next allocation, nor did record_stream name the stream",
         message,
     )
+    message = message.replace(
+        "which had no open lease when it was submitted", "all tensors of which were deleted before"
+    )
     return dataclasses.replace(finding, message=message)
