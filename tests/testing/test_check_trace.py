@@ -283,7 +283,7 @@ def test_work_inside_a_graph_is_ordered_by_the_waits_of_the_capture(judge: Run) 
     late = FORK.format(fork=fork + "\n    x.sum()", inside="x.add_(1)")
     found = judge(late)
     assert set(kinds(found)) == {"race"}
-    assert "captured at" in found.findings[0].message and "program.py:12" in found.findings[0].message
+    assert "`add_, captured at" in found.findings[0].message and "program.py:15" in found.findings[0].message
 
 
 def test_a_replay_is_ordered_like_other_work_of_its_stream(judge: Run) -> None:

@@ -259,6 +259,12 @@ class Checker:
         with self._lock:
             return list(self._leases.leaks())
 
+    def forget(self, memory: str) -> None:
+        """Delete the records of a memory, and of the pool of the same name, which will not be used again."""
+        with self._lock:
+            self._shadows.pop(memory, None)
+            self._leases.pools.pop(memory, None)
+
     # ------------------------------------------------------------------ bytes
 
     def _shadow(self, memory: str) -> Shadow:

@@ -63,14 +63,16 @@ class DeviceTensor(torch.Tensor):
         made.lifetime = _lifetime_of(contents.untyped_storage())
         return made
 
-    device = property(lambda self: _GPU)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]
-    is_meta = property(lambda self: False)  # type: ignore[assignment]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: _GPU)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+    is_meta = property(lambda self: False)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """An operator outside of a recording."""
         return _execute(func, args, kwargs or {})[0]
 
@@ -243,7 +245,7 @@ class FakeCuda:
     def _keep(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._before:
-            self._before[storage._cdata] = tensor, storage.clone()
+            self._before[storage._cdata] = tensor, storage.clone()  # type: ignore[no-untyped-call]
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

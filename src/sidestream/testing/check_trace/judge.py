@@ -116,6 +116,7 @@ class Judge:
         self._storages: dict[str, _Storage] = {}
         self._freed_inside: deque[str] = deque()
         self._reusable: dict[str, list[tuple[int, Mark]]] = {}
+        self._in_graphs: set[str] = set()  # storages that replays access, even after their deletion
         self._graphs = 0
         self._capture: Graph | None = None
         self.origins: dict[str, Origin] = {}
@@ -138,9 +139,14 @@ class Judge:
         with self._exclusive():
             if (graph := self._capturing(stream)) is not None:
                 text = f"{label}, captured at {read_site(calling_site())}"
-                graph.steps.append(lambda at, _: self._submit(at(stream), accesses, text))
-                return
-            self._submit(stream, accesses, label)
+                self._in_graphs.update(access.memory for access in accesses)
+
+                def submit(at: Callable[[str], str], _: dict[Mark, Mark]) -> None:
+                    self._submit(at(stream), accesses, text)
+
+                graph.steps.append(submit)
+            else:
+                self._submit(stream, accesses, label)
 
     def mark(self, stream: str) -> Mark:
         """The position after all work and waits that the stream has now."""
@@ -318,6 +324,7 @@ class Judge:
         after = [own, *(self._mark(stream) for stream in sorted(storage.recorded))]
         if storage.users <= storage.recorded | {storage.stream}:
             self._checker.released(name, [0], after)
+            self._forget(name)
             return
         # Whether this is too early depends on the waits of the storage's stream until its next allocation that fits.
         reuse = Mark(f"reuse/{name}", 1)
@@ -343,3 +350,11 @@ class Judge:
             self._checker.waited(reuse.stream, here)
             self._checker.started(reuse)
             self._checker.finished(reuse)
+            self._forget(reuse.stream.partition("/")[2])
+
+    def _forget(self, name: str) -> None:
+        """Drop the records of a deleted storage, so that a long program needs no more memory than a short one."""
+        if name not in self._in_graphs:
+            self._checker.forget(name)
+            if not any(finding.memory == name for finding in self.findings):
+                del self.origins[name]

@@ -68,7 +68,9 @@ def use_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     if schema is None:
         return None
     name = schema.name.partition("::")[2]
-    reads, writes, results = [], [], tensors_in(out)
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    results = tensors_in(out)
     for number, argument in enumerate(schema.arguments):
         value = kwargs.get(argument.name) if number >= len(args) else args[number]
         found = tensors_in(value)
@@ -111,8 +113,9 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def ranges_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """The byte ranges of a tensor in its storage."""
-    size, first = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
-    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    last = sum((int(count) - 1) * int(stride) for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
     span = first, first + (last + 1) * size
     if tensor.is_contiguous() or _num_runs(tensor) > _MAX_RUNS:
         return [span]

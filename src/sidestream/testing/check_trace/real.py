@@ -84,10 +84,10 @@ def _reporting(original: Callable[..., Any], report: Callable[..., None]) -> Cal
 
 def _event(event: Any) -> Event:
     """The judge's record of an event."""
-    known = getattr(event, "_check_trace_event", None)
+    known: Event | None = getattr(event, "_check_trace_event", None)
     if known is None:
         known = event._check_trace_event = Event()
-    return known  # type: ignore[no-any-return]
+    return known
 
 
 def _keep_external(event: Any, *args: Any, external: bool = False, **kwargs: Any) -> None:
