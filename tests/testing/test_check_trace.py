@@ -381,7 +381,7 @@ def test_tensors_on_the_fake_gpu_behave_as_on_a_gpu(judge: Run) -> None:
     else:
         raise AssertionError
     """)
-    assert torch.ones(1).to(CPU).is_cpu and not hasattr(torch.cuda.Stream, "cuda")  # all names are back
+    assert torch.ones(1).to(CPU).is_cpu and not hasattr(torch.cuda.Stream, "runtime")  # all names are back
 
 
 # ---------------------------------------------------------------------- the examples and the command

@@ -255,7 +255,7 @@ class FakeCuda:
 
     def _make_names(self) -> dict[str, Any]:
         """The names of `torch.cuda` that the fake replaces."""
-        bound = {"cuda": self}
+        bound = {"runtime": self}
         event, stream = type("Event", (FakeEvent,), bound), type("Stream", (FakeStream,), bound)
         return {
             "Event": event,
@@ -296,12 +296,12 @@ class FakeCuda:
 class FakeStream:
     """`torch.cuda.Stream` of the fake."""
 
-    cuda: FakeCuda
+    runtime: FakeCuda
     device_index = 0
     device = _GPU
 
     def __init__(self, device: object = None, priority: int = 0, **kwargs: object) -> None:
-        self.name = self.cuda.next_name()
+        self.name = self.runtime.next_name()
         self.priority = priority
 
     def __repr__(self) -> str:
@@ -317,7 +317,7 @@ class FakeStream:
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """See `torch.cuda.Stream.record_event`."""
-        event = self.cuda.names["Event"]() if event is None else event
+        event = self.runtime.names["Event"]() if event is None else event
         event.record(self)
         return event
 
@@ -328,21 +328,21 @@ class FakeStream:
 
     def synchronize(self) -> None:
         """See `torch.cuda.Stream.synchronize`."""
-        self.cuda.judge.host_saw(self.cuda.judge.mark(self.name))
+        self.runtime.judge.host_saw(self.runtime.judge.mark(self.name))
 
     def __enter__(self) -> FakeStream:
-        self._outer = self.cuda.current
-        self.cuda.select(self)
+        self._outer = self.runtime.current
+        self.runtime.select(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.cuda.select(self._outer)
+        self.runtime.select(self._outer)
 
 
 class FakeEvent:
     """`torch.cuda.Event` of the fake."""
 
-    cuda: FakeCuda
+    runtime: FakeCuda
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -351,14 +351,14 @@ class FakeEvent:
 
     def record(self, stream: FakeStream | None = None) -> None:
         """See `torch.cuda.Event.record`."""
-        self.cuda.judge.recorded(self.event, (stream or self.cuda.current).name)
+        self.runtime.judge.recorded(self.event, (stream or self.runtime.current).name)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         """See `torch.cuda.Event.wait`. Raises RuntimeError in a capture if the event was recorded outside of it."""
-        name, mark = (stream or self.cuda.current).name, self.event.mark
-        if mark is not None and not mark.captured and not self.event.external and self.cuda.judge.capturing(name):
+        name, mark = (stream or self.runtime.current).name, self.event.mark
+        if mark is not None and not mark.captured and not self.event.external and self.runtime.judge.capturing(name):
             raise RuntimeError(_ISOLATION)
-        self.cuda.judge.waited_event(self.event, name)
+        self.runtime.judge.waited_event(self.event, name)
 
     def query(self) -> bool:
         """See `torch.cuda.Event.query`. All work is done."""
@@ -367,7 +367,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         """See `torch.cuda.Event.synchronize`."""
-        self.cuda.judge.host_saw(self.event.mark)
+        self.runtime.judge.host_saw(self.event.mark)
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
         """Fake work takes no time."""
@@ -377,7 +377,7 @@ class FakeEvent:
 class FakeGraph:
     """`torch.cuda.CUDAGraph` of the fake: a replay repeats the captured calls."""
 
-    cuda: FakeCuda
+    runtime: FakeCuda
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph: Graph | None = None
@@ -385,18 +385,18 @@ class FakeGraph:
 
     def capture_begin(self, *args: object, **kwargs: object) -> None:
         """See `torch.cuda.CUDAGraph.capture_begin`."""
-        self.cuda.judge.capture_began(self.cuda.current.name)
-        self.cuda.capture()
+        self.runtime.judge.capture_began(self.runtime.current.name)
+        self.runtime.capture()
 
     def capture_end(self) -> None:
         """See `torch.cuda.CUDAGraph.capture_end`."""
-        self._steps = self.cuda.captured()
-        self._graph = self.cuda.judge.capture_ended()
+        self._steps = self.runtime.captured()
+        self._graph = self.runtime.judge.capture_ended()
 
     def replay(self) -> None:
         """See `torch.cuda.CUDAGraph.replay`."""
         if self._graph is not None:
-            self.cuda.judge.replayed(self._graph, self.cuda.current.name)
+            self.runtime.judge.replayed(self._graph, self.runtime.current.name)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             for step in self._steps:
                 step.repeat()
@@ -413,39 +413,39 @@ class FakeGraph:
 class _Capture:
     """`torch.cuda.graph` of the fake."""
 
-    cuda: FakeCuda
+    runtime: FakeCuda
 
     def __init__(self, cuda_graph: FakeGraph, pool: object = None, stream: Any = None, **kwargs: object) -> None:
         self._graph = cuda_graph
-        self._stream = stream if stream is not None else self.cuda.names["Stream"]()
-        self._outer = self.cuda.current
+        self._stream = stream if stream is not None else self.runtime.names["Stream"]()
+        self._outer = self.runtime.current
 
     def __enter__(self) -> None:
-        self.cuda.judge.synchronized()
-        self._outer = self.cuda.current
-        self.cuda.select(self._stream)
+        self.runtime.judge.synchronized()
+        self._outer = self.runtime.current
+        self.runtime.select(self._stream)
         self._graph.capture_begin()
 
     def __exit__(self, *exception: object) -> None:
         self._graph.capture_end()
-        self.cuda.select(self._outer)
+        self.runtime.select(self._outer)
 
 
 class _Selected:
     """`torch.cuda.stream` of the fake."""
 
-    cuda: FakeCuda
+    runtime: FakeCuda
 
     def __init__(self, stream: FakeStream | None) -> None:
         self._stream = stream
-        self._outer = self.cuda.current
+        self._outer = self.runtime.current
 
     def __enter__(self) -> None:
-        self._outer = self.cuda.current
-        self.cuda.select(self._stream)
+        self._outer = self.runtime.current
+        self.runtime.select(self._stream)
 
     def __exit__(self, *exception: object) -> None:
-        self.cuda.select(self._outer)
+        self.runtime.select(self._outer)
 
 
 def _execute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Step]:
@@ -492,4 +492,4 @@ def _names_gpu(device: Any) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == CUDA
 
 
-_METHODS = frozenset({"tolist", "numpy", "__array__", "__repr__", "is_pinned", "pin_memory", "cuda", "to"})
+_METHODS = frozenset({"tolist", "numpy", "__array__", "__repr__", "is_pinned", "pin_memory", "to", CUDA})
