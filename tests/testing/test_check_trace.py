@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -450,6 +451,14 @@ def test_the_report_is_apart_from_the_output_of_the_script() -> None:
     assert err.rstrip().endswith("check-trace: 1 finding in 19 works on default, stream1")
 
 
+def test_the_ordering_page_shows_the_report() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "ordering.md").read_text(encoding="utf-8")
+    shown = page.partition("two_stream_offloader.py --drop store\n")[2].partition("```")[0].split()
+    _, out, err = command(str(EXAMPLES / "two_stream_offloader.py"), "--drop", "store")
+    pattern = ".*".join(map(re.escape, " ".join(shown).split("…")))
+    assert re.fullmatch(pattern, " ".join((out + err).split()))
+
+
 def test_the_module_has_the_same_output_and_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -512,6 +521,17 @@ def test_a_storage_that_is_collected_inside_the_judge_is_freed_afterwards() -> N
         assert "storage1" in judge._storages
     judge.made("storage2", 64, "default", "on a GPU")
     assert [finding.kind for finding in judge.findings] == ["race", "early_release"]
+
+
+def test_records_of_deleted_storages_are_dropped() -> None:
+    judge = Judge()
+    for number in range(20):
+        name = f"storage{number}"
+        judge.made(name, 64, "default", "on a GPU")
+        judge.submitted("stream1" if number % 2 else "default", [Access(name, 0, 64, write=True)], "write")
+        judge.recorded_stream(name, "stream1")
+        judge.freed(name)
+    assert not judge.findings and not judge.origins and not judge._checker._shadows
 
 
 class Stub:
