@@ -373,8 +373,12 @@ def test_tensors_on_the_fake_gpu_behave_as_on_a_gpu(judge: Run) -> None:
     assert host.pin_memory().is_pinned() and not host.is_pinned() and y.to("cpu", non_blocking=True).is_pinned()
     y[1:3] = 7
     assert y.cpu().numpy().tolist() == [0, 7, 7, 3] and (y[y > 1] == y[1:]).all()
+    assert f"{y[1]:.1f}" == "7.0" and repr(y).endswith("device='cuda:0')")
     model = torch.nn.Linear(4, 2).to("cuda")
     assert model(torch.ones(3, 4, device="cuda")).shape == (3, 2) and next(model.parameters()).is_cuda
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3, 4, device="cuda")).sum().backward()
+    optimizer.step()
     try:
         y.numpy()
     except TypeError:

@@ -193,6 +193,9 @@ class FakeCuda:
 
     ___array__ = _numpy
 
+    def ___format__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(args[0].detach().cpu() if isinstance(args[0], DeviceTensor) else args[0], *args[1:])
+
     def ___repr__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(args[0], DeviceTensor):
             return f"{repr(args[0].detach().cpu())[:-1]}, device='{_GPU}')"
@@ -457,7 +460,7 @@ def _execute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
             contents = value.bytes if isinstance(value, DeviceTensor) else value
             wrappers[id(contents)] = value
             return contents
-        return _HOST if value == _META and isinstance(value, torch.device) else value
+        return _HOST if isinstance(value, torch.device) and value == _META else value
 
     host_args, host_kwargs = tree_map(unwrap, tuple(args)), tree_map(unwrap, dict(kwargs))
     device = kwargs.get("device")
@@ -492,4 +495,4 @@ def _names_gpu(device: Any) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == CUDA
 
 
-_METHODS = frozenset({"tolist", "numpy", "__array__", "__repr__", "is_pinned", "pin_memory", "to", CUDA})
+_METHODS = frozenset({"tolist", "numpy", "__array__", "__repr__", "__format__", "is_pinned", "pin_memory", "to", CUDA})

@@ -264,7 +264,9 @@ class Judge:
             return graph
 
     def replayed(self, graph: Graph, stream: str) -> None:
-        """The graph's work was enqueued on the stream, ordered by the waits of the capture."""
+        """The graph's work was enqueued on the stream, ordered by the waits of the capture. CUDA refuses a capture whose
+        streams its own stream has not waited for, so the end of the origin's work is the end of the graph.
+        """
         with self._exclusive():
             if graph.end is not None:
                 self._wait(stream, graph.end)
@@ -275,8 +277,6 @@ class Judge:
             marks: dict[Mark, Mark] = {}
             for step in graph.steps:
                 step(at, marks)
-            for other in sorted(graph.streams - {graph.origin}):
-                self._wait(stream, self._mark(at(other)))
             graph.end = self._mark(stream)
 
     # ------------------------------------------------------------------ private
