@@ -303,6 +303,20 @@ def test_a_replay_is_ordered_like_other_work_of_its_stream(judge: Run) -> None:
     assert kinds(judge(program.format("side.wait_stream(main)"))) == []
 
 
+def test_replays_of_one_graph_do_not_overlap(judge: Run) -> None:
+    program = """
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    for graph in (first, second):
+        with torch.cuda.graph(graph):
+            x.add_(1)
+    first.replay()
+    with torch.cuda.stream(side):
+        {}.replay()
+    """
+    assert kinds(judge(program.format("first"))) == []
+    assert kinds(judge(program.format("second"))) == ["race"]
+
+
 def test_a_capture_executes_nothing_and_its_work_races_with_nothing(judge: Run) -> None:
     program = """
     graph = torch.cuda.CUDAGraph()

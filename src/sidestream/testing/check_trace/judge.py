@@ -264,8 +264,9 @@ class Judge:
             return graph
 
     def replayed(self, graph: Graph, stream: str) -> None:
-        """The graph's work was enqueued on the stream, ordered by the waits of the capture. CUDA refuses a capture whose
-        streams its own stream has not waited for, so the end of the origin's work is the end of the graph.
+        """The graph's work was enqueued on the stream, ordered by the waits of the capture, behind its last replay.
+
+        CUDA refuses a capture in which the origin has not waited for the other streams, so its end is the graph's end.
         """
         with self._exclusive():
             if graph.end is not None:
