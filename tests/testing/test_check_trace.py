@@ -132,7 +132,7 @@ def test_the_host_orders_nothing_without_waiting(judge: Run, no_wait: str) -> No
 
 # ---------------------------------------------------------------------- copies and the host
 
-READS = ["h.numpy()", "h.tolist()", "h.sum()", "h[3].item()", "torch.empty(64).copy_(h)"]
+READS = ["h.numpy()", "h.tolist()", "h.sum()", "h[3].item()", "torch.empty(64).copy_(h)", "x + h[0]"]
 
 
 @pytest.mark.parametrize("read", READS)
