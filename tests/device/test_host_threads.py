@@ -238,6 +238,7 @@ def test_simulated_thread_whose_turn_raises_takes_no_other() -> None:
 def race(*, tell: bool) -> list[str]:
     """The host writes bytes, tells a thread or not, and the thread gives a stream work that reads them."""
     device, checker = simulated("early", 0)
+    device.allocate("m", 8)
     stream = device.stream("s")
     channel: Channel[str] = Channel("c", tracer=checker)
     checker.host_touched(lambda: [Access("m", 0, 8, True)], "write")

@@ -275,7 +275,7 @@ def test_steps_without_drafts_are_counted_by_reason_and_logged_now_and_then(
             ),
         )
         with speculating(speculative=SpeculativeConfig(max_drafts=3)) as rig:
-            rig.ask(prompts(1, 1)[0], 30)
+            rig.ask(prompts(1, 1)[0], 31)
             assert rig.counted("draft_fallbacks_total", "measuring") > 0
             assert (
                 rig.counted("draft_fallbacks_total", "end") > 0 or dear

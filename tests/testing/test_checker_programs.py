@@ -346,6 +346,7 @@ def test_a_long_run_does_not_grow() -> None:
 def test_what_has_run_but_was_not_seen_is_kept_because_somebody_may_wait_for_it_yet() -> None:
     device, checker = simulated("early", 0)
     try:
+        device.allocate("kv", 64)
         compute, copy, load = (device.stream(name) for name in STREAMS)
         first = compute.submit(nothing, lambda: [Access("kv", 0, 64, write=True)])
         for _ in range(600):
@@ -362,6 +363,7 @@ def test_what_was_seen_is_forgotten_only_once_nothing_from_before_is_on_its_way(
     """The held up work was submitted before the other was seen, so it has to wait for it by itself; and it does."""
     device, checker = simulated("late", 0)
     try:
+        device.allocate("kv", 64)
         compute, copy, load = (device.stream(name) for name in STREAMS)
         first = compute.submit(nothing, lambda: [Access("kv", 0, 64, write=True)])
         load.wait(first)

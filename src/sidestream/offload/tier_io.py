@@ -19,7 +19,7 @@ from sidestream.offload.tickets import ReadTicket, Stopwatch, StoreTicket, Write
 from sidestream.offload.tiers.base import PersistentTier
 from sidestream.offload.tiers.index import Entry, WriteGrant
 from sidestream.offload.tiers.stack import TierStack
-from sidestream.types import Fence, Key
+from sidestream.types import Access, Fence, Key
 
 # Number of read streams of a tier.
 _NUM_READERS = 2
@@ -120,13 +120,17 @@ class TierIO:
                 grant,
                 grant.victim,
             ),
-            # rule: disk-write-declares-its-entry, disk-write-declares-its-slot
-            lambda: [*tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)],
+            lambda: self._written(grant, index),
             label="write block",
         )
         self._writes.append(
             WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.job.generation)
         )
+
+    def _written(self, grant: WriteGrant, index: int) -> list[Access]:
+        """The accesses of the write of a host slot."""
+        # rule: disk-write-declares-its-entry, disk-write-declares-its-slot
+        return [*self._tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)]
 
     def finish_writes(self) -> None:
         """Handle the writes that have ended: publish or abandon their grants, and release their slots."""
@@ -156,13 +160,17 @@ class TierIO:
         watch, index, entry = Stopwatch(), slot.ids[0], pin.entries[0]
         fence = stream.submit(
             TierWork(self._timed(watch, lambda: tier.read(entry, self._host.slot(index))), self.name, index, entry),
-            # rule: disk-read-declares-its-entry, disk-read-declares-its-slot
-            lambda: [tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)],
+            lambda: self._read(entry, index),
             label="read block",
         )
         ticket = ReadTicket(key, self.name, slot, pin, fence, self._clock(), watch, generation)
         self.reads[key] = ticket
         return ticket
+
+    def _read(self, entry: Entry, index: int) -> list[Access]:
+        """The accesses of the read of an entry into a host slot."""
+        # rule: disk-read-declares-its-entry, disk-read-declares-its-slot
+        return [self._tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)]
 
     def finish_reads(self, published: Callable[[ReadTicket], None]) -> None:
         """Handle the reads that have ended: publish their blocks in the host tier, and release slots and pins.

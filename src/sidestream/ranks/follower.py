@@ -134,14 +134,13 @@ class Follower:
         assert self._tiers is not None
         tier, slot = self._tiers.persistent[message.tier], host.slot(message.slot)
         stream = self._stream(message.stream, self._device.worker)
-        name, span = host.memory.name, host.layout.span(message.slot)
         if isinstance(message, TierRead):
             for fence in self._unfinished(message.after):  # rule: read-on-a-rank-waits-for-its-slot
                 stream.wait(fence)
             fence = stream.submit(
                 lambda: tier.read(entry, slot),
                 # rule: disk-read-of-a-rank-declares-its-slot
-                lambda: [Access(name, *span, write=True)],
+                lambda: self._slot_accesses(message.slot, write=True),
                 label="read block",
             )
         else:
@@ -149,10 +148,13 @@ class Follower:
             fence = stream.submit(
                 lambda: _write(tier, WriteGrant(entry, victim), slot),
                 # rule: disk-write-of-a-rank-declares-its-slot
-                lambda: [Access(name, *span, write=False)],
+                lambda: self._slot_accesses(message.slot, write=False),
                 label="write block",
             )
         self._submitted(message.stream, message.number, fence)
+
+    def _slot_accesses(self, slot: int, *, write: bool) -> list[Access]:
+        return [Access(self._host.memory.name, *self._host.layout.span(slot), write=write)]
 
     @property
     def _host(self) -> HostTier:

@@ -435,9 +435,9 @@ class Executor:
         """The memory that a step reads and writes, for the tracer. `later`: without the KV, whose accesses are reported
         later: layer by layer, or once the positions of the rows were read from the device state.
         """
-        written = entry.access(write=True)
-        # rule: step-declares-its-mailbox-entry
-        return [written] if later else [written, *self._accesses_of(batch.rows).all()]
+        accesses = [] if later else [*self._accesses_of(batch.rows).all()]
+        accesses.append(entry.access(write=True))  # rule: step-declares-its-mailbox-entry
+        return accesses
 
     def _accesses_of(self, rows: Sequence[RowPlan]) -> _StepAccesses:
         return _StepAccesses(self._memory, self._scratch, rows, self._model.layout, self._states)

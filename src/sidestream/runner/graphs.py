@@ -122,11 +122,13 @@ class Graphs:
         self._traced = device.tracer is not None
         self._replayed: StepAccesses | None = None  # of the gated graph that is being replayed
         self._groups: list[range] = []
+        self._starts: list[int] = []  # first layer of each group
         self._events: list[GateEvent] = []
         if gate_layers:
             self._groups = [
                 range(first, min(first + gate_layers, num_layers)) for first in range(0, num_layers, gate_layers)
             ]
+            self._starts = [group.start for group in self._groups]
             self._events = [device.event(f"gate {group.start}") for group in self._groups]
             for event in self._events:
                 event.record(gates)  # because a wait for an event that was never recorded returns at once
@@ -206,7 +208,6 @@ class Graphs:
             key, state.block_tables.device, padding_slot=state.padding_slot, table_width=self._table_width
         )
         captured = CapturedStep(key, inputs, _Pass(), _Pass())
-        events = dict(zip((group.start for group in self._groups), self._events, strict=True))
 
         def run(into: _Pass, before_layer: Callable[[int], None]) -> None:
             gated = into is captured.gated
@@ -220,8 +221,8 @@ class Graphs:
                 into.output = self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
         def wait(layer: int) -> None:
-            if layer in events:  # rule: captured-layer-waits-for-its-load
-                self._stream.wait_external(events[layer])
+            if layer in self._starts:  # rule: captured-layer-waits-for-its-load
+                self._stream.wait_external(self._events[self._starts.index(layer)])
             self._touch(lambda accesses: accesses.layers(range(layer, layer + 1)))  # rule: captured-layer-is-declared
 
         self._finish(lambda: run(captured.plain, ungated))  # compiles, tunes and allocates before the capture
@@ -231,11 +232,11 @@ class Graphs:
         captured.plain.graph = self._stream.capture(
             lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside
         )
-        if events:
+        if self._starts:
             captured.gated.graph = self._stream.capture(
                 lambda: self._submit(lambda: run(captured.gated, wait)), beside=captured.plain.graph
             )
-        for into in (captured.plain, captured.gated)[: 1 + bool(events)]:
+        for into in (captured.plain, captured.gated)[: 1 + bool(self._starts)]:
             for mode in captured.modes(gated=into is captured.gated):
                 into.draws[mode] = self._stream.capture(
                     lambda into=into, mode=mode: self._submit(lambda: self._draw(captured.inputs, into, mode)),  # type: ignore[misc]
@@ -249,7 +250,7 @@ class Graphs:
         if captured.fetches:
             padding = pack(BatchPlan(()), key.sizes, padding_slot=state.padding_slot, block_tokens=1)
             self._finish(lambda: self.fill(captured, padding))
-        for gated in (False, True)[: 1 + bool(events)]:  # a graph's first replay takes longer
+        for gated in (False, True)[: 1 + bool(self._starts)]:  # a graph's first replay takes longer
             self._finish(lambda gated=gated: self._replay(captured, gated=gated))  # type: ignore[misc]
         return captured
 

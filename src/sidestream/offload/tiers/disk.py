@@ -249,7 +249,7 @@ class DiskTier:
             expected = self._header(key)
             if not header.startswith(expected):  # rule: header-is-verified
                 return "has the header of another block or tier"
-            if header[_DIGEST_AT:] != _digest(expected, view):  # rule: every-bit-is-verified
+            if header[_DIGEST_AT:] != _digest(bytes(header[:_DIGEST_AT]), view):  # rule: every-bit-is-verified
                 return "does not match its checksum"
             with contextlib.suppress(OSError):  # the read succeeds even if its time cannot be recorded
                 # The kernel's own time stamp changes only once per tick, so a read could get the same time as the

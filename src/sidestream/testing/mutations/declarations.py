@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     _rule(
         "step-declares-its-mailbox-entry",
-        Rewrite("[written] if later else [written, ", "[] if later else ["),
+        None,
         "a step writes its results without a declaration",
     ),
     _rule(
@@ -95,7 +95,7 @@ MUTATIONS = (
     _rule("copy-declares-what-it-writes", Value("reads"), "a copy declares only what it reads", "offload"),
     _rule(
         "disk-write-declares-its-entry",
-        Rewrite("*tier.index.accesses(grant), ", ""),
+        Rewrite("*self._tier.index.accesses(grant), ", ""),
         "a disk write does not declare the entry of its grant",
         "disk",
     ),
@@ -113,7 +113,7 @@ MUTATIONS = (
     ),
     _rule(
         "disk-read-declares-its-entry",
-        Rewrite("tier.index.access(entry, write=False), ", ""),
+        Rewrite("self._tier.index.access(entry, write=False), ", ""),
         "a disk read does not declare the entry that it reads",
         "disk",
     ),
@@ -125,14 +125,14 @@ MUTATIONS = (
     ),
     _rule(
         "disk-read-of-a-rank-declares-its-slot",
-        Rewrite("Access(name, *span, write=True)", ""),
+        Rewrite("self._slot_accesses(message.slot, write=True)", "[]"),
         "a disk read of a rank other than 0 does not declare the slot that it writes",
         "disk",
         "ranks",
     ),
     _rule(
         "disk-write-of-a-rank-declares-its-slot",
-        Rewrite("Access(name, *span, write=False)", ""),
+        Rewrite("self._slot_accesses(message.slot, write=False)", "[]"),
         "a disk write of a rank other than 0 does not declare the slot that it reads",
         "disk",
         "ranks",
