@@ -406,18 +406,18 @@ def test_tensors_on_the_fake_gpu_behave_as_on_a_gpu(judge: Run) -> None:
 # ---------------------------------------------------------------------- the examples and the command
 
 
-@pytest.mark.parametrize(
-    ("example", "drop", "kind"),
-    [
-        ("two_stream_offloader", "", None),
-        ("two_stream_offloader", "store", "race"),
-        ("two_stream_offloader", "load", "race"),
-        ("two_stream_offloader", "reuse", "early_release"),
-        ("captured_decode", "", None),
-        ("captured_decode", "wait", "race"),
-        ("captured_decode", "input", "unleased"),
-    ],
-)
+EXAMPLE_KINDS = [
+    ("two_stream_offloader", "", None),
+    ("two_stream_offloader", "store", "race"),
+    ("two_stream_offloader", "load", "race"),
+    ("two_stream_offloader", "reuse", "early_release"),
+    ("captured_decode", "", None),
+    ("captured_decode", "wait", "race"),
+    ("captured_decode", "input", "unleased"),
+]
+
+
+@pytest.mark.parametrize(("example", "drop", "kind"), EXAMPLE_KINDS)
 def test_an_example_is_clean_with_its_wait_and_found_without(example: str, drop: str, kind: str | None) -> None:
     result = check_script(EXAMPLES / f"{example}.py", ["--drop", drop] if drop else [], device=CPU)
     assert not result.failure
@@ -427,18 +427,7 @@ def test_an_example_is_clean_with_its_wait_and_found_without(example: str, drop:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(
-    ("example", "drop", "kind"),
-    [
-        ("two_stream_offloader", "", None),
-        ("two_stream_offloader", "store", "race"),
-        ("two_stream_offloader", "load", "race"),
-        ("two_stream_offloader", "reuse", "early_release"),
-        ("captured_decode", "", None),
-        ("captured_decode", "wait", "race"),
-        ("captured_decode", "input", "unleased"),
-    ],
-)
+@pytest.mark.parametrize(("example", "drop", "kind"), EXAMPLE_KINDS)
 def test_an_example_is_judged_alike_on_a_gpu(example: str, drop: str, kind: str | None) -> None:
     command = [
         sys.executable,

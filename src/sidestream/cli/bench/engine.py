@@ -126,6 +126,19 @@ class Rig:
         """Submit a request for so many tokens."""
         return ask(self.engine, prompt, outputs)
 
+    def ask_from_host(self, prompt: Sequence[int]) -> Answer:
+        """Ask again for a token of a prompt that was answered, when its KV is in host memory only. Waits for it.
+
+        Raises SidestreamError if any of the KV came from elsewhere.
+        """
+        self.forget_device()
+        answer, length = self.ask(prompt, 1).wait(), len(prompt) - 1
+        if answer.cached.host != length:
+            raise SidestreamError(
+                f"{answer.cached.host} of {length} tokens came from host memory: the benchmark measures something else"
+            )
+        return answer
+
     def forget_device(self) -> None:
         """Wait for all stores, then drop the device's prefix cache, so that KV remains in host memory only."""
         if not self.engine.flush(timeout_s=60.0):
@@ -349,14 +362,7 @@ def ttft(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], Non
         for _ in range(5):
             prompt = rig.prompt(length + 1)
             cold.append(rig.ask(prompt, 1).wait().ttft_s)
-            rig.forget_device()
-            answer = rig.ask(prompt, 1).wait()
-            if answer.cached.host != length:
-                raise SidestreamError(
-                    f"{answer.cached.host} of {length} tokens came from host memory: "
-                    "the benchmark measures something else"
-                )
-            warm.append(answer.ttft_s)
+            warm.append(rig.ask_from_host(prompt).ttft_s)
         floor = (length * rig.layout.token_bytes + rig.state_bytes) / rate + step_s
         figures.append(Figure(f"ttft_host_over_floor{suffix}", median(warm) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"ttft_cold_over_host{suffix}", median(cold) / median(warm), "ratio", at_least(gain)))

@@ -267,7 +267,7 @@ class CudaStream:
             return self.submit(lambda: self._launch(graph), accesses or captured, label=label or "graph")
 
     def enqueue(self, graph: CudaGraph) -> None:
-        """See `Stream.enqueue`. The tracer is told of the graph's waits and of its touched accesses in their order."""
+        """See `Stream.enqueue`. Reports waits and accesses of the captured work to the tracer, in their order."""
         if not self._running:
             raise InvariantError(f"stream {self.name}: only its own work may enqueue a graph; others call `replay`")
         if self._history is not None:
