@@ -11,17 +11,15 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import EQUIVALENT, Equivalent
 from sidestream.testing.mutations.marks import PACKAGE
-from sidestream.testing.torture.hunt import Killed, kill
-from sidestream.testing.torture.workers import spread
+from sidestream.testing.torture.hunt import Killed, Table, kill
 
 SCHEDULES_PER_EXCUSE = 200
 
@@ -54,18 +52,8 @@ class ExcuseRow:
 
 
 @dataclass(slots=True)
-class Excuses:
-    """The results for all rows.
-
-    total       expected number of rows
-    schedules   total number of schedules
-    """
-
-    total: int
-    rows: list[ExcuseRow] = field(default_factory=list)
-    schedules: int = 0
-    seconds: float = 0.0
-    interrupted: bool = False
+class Excuses(Table[ExcuseRow]):
+    """The results for all rows."""
 
     @property
     def wrong(self) -> list[ExcuseRow]:
@@ -96,18 +84,8 @@ def check_excuses(
     chosen = list(dict.fromkeys(names)) or list(known)
     if any(known[name].noticed_by for name in chosen) and not _TESTS.is_dir():
         raise ConfigError(f"there is no {_TESTS}, whose tests rows name: check excuses in a checkout of the repository")
-    order = {name: at for at, name in enumerate(chosen)}
-    report, start = Excuses(len(chosen)), time.monotonic()
-    try:
-        for row in spread([_Check(name, schedules, seed) for name in chosen], workers=workers):
-            report.rows.append(row)
-            report.rows.sort(key=lambda row: order[row.name])
-            report.schedules += row.killed.after if row.killed is not None else schedules
-            report.seconds = time.monotonic() - start
-            if on_progress is not None:
-                on_progress(report)
-    except KeyboardInterrupt:
-        report.interrupted = True
+    report, jobs = Excuses(len(chosen)), {name: _Check(name, schedules, seed) for name in chosen}
+    report.collect(jobs, max_schedules=schedules, workers=workers, on_progress=on_progress)
     return report
 
 

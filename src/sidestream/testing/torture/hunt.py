@@ -8,8 +8,9 @@ code.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
 
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError, InvariantError
@@ -17,7 +18,7 @@ from sidestream.testing.miniatures import MINIATURES, Miniature, run_miniature
 from sidestream.testing.mutations import MUTATIONS, Feature, Mutation, applied
 from sidestream.testing.torture.campaign import POLICIES, SCHEDULES_PER_WORKLOAD, Failure, deal, run_one
 from sidestream.testing.torture.oracle import reference_of
-from sidestream.testing.torture.workers import spread
+from sidestream.testing.torture.workers import Job, spread
 from sidestream.testing.torture.workload import Workload, draw_workload
 
 MAX_SCHEDULES = 500
@@ -52,19 +53,59 @@ class Row:
     killed: Killed | None
 
 
-@dataclass(slots=True)
-class Hunt:
-    """The results for all mutations and miniatures.
+class Tried(Protocol):
+    """A row of a table: a rule that was taken away, and the schedule that detected it."""
 
-    schedules   total number of schedules, including those of miniatures
+    @property
+    def name(self) -> str: ...  # noqa: D102  # see the class
+    @property
+    def killed(self) -> Killed | None: ...  # noqa: D102
+
+
+R = TypeVar("R", bound=Tried)
+
+
+@dataclass(slots=True)
+class Table(Generic[R]):
+    """Rows that worker processes find, in the order of their names.
+
     total       expected number of rows
+    schedules   total number of schedules
     """
 
     total: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[R] = field(default_factory=list)
     schedules: int = 0
     seconds: float = 0.0
     interrupted: bool = False
+
+    def collect(
+        self,
+        jobs: Mapping[str, Job[R]],
+        *,
+        max_schedules: int,
+        workers: int,
+        on_progress: Callable[[Self], None] | None,
+    ) -> None:
+        """Run the jobs, by name of their rows, and add the rows; blocks. An interrupt ends it early. A row that was not
+        killed counts `max_schedules` schedules.
+        """
+        order, start = {name: at for at, name in enumerate(jobs)}, time.monotonic()
+        try:
+            for row in spread(jobs.values(), workers=workers):
+                self.rows.append(row)
+                self.rows.sort(key=lambda row: order[row.name])
+                self.schedules += row.killed.after if row.killed is not None else max_schedules
+                self.seconds = time.monotonic() - start
+                if on_progress is not None:
+                    on_progress(self)
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+
+@dataclass(slots=True)
+class Hunt(Table[Row]):
+    """The results for all mutations and miniatures; `schedules` includes those of miniatures."""
 
     @property
     def survivors(self) -> list[Row]:
@@ -93,18 +134,8 @@ def hunt(
         if name not in known:
             raise ConfigError(unknown_name("mutation", name, known))
     chosen = list(dict.fromkeys(names)) or list(known)
-    order = {name: at for at, name in enumerate(chosen)}
-    report, start = Hunt(len(chosen)), time.monotonic()
-    try:
-        for row in spread([_Kill(name, max_schedules, seed) for name in chosen], workers=workers):
-            report.rows.append(row)
-            report.rows.sort(key=lambda row: order[row.name])
-            report.schedules += row.killed.after if row.killed is not None else max_schedules
-            report.seconds = time.monotonic() - start
-            if on_progress is not None:
-                on_progress(report)
-    except KeyboardInterrupt:
-        report.interrupted = True
+    report, jobs = Hunt(len(chosen)), {name: _Kill(name, max_schedules, seed) for name in chosen}
+    report.collect(jobs, max_schedules=max_schedules, workers=workers, on_progress=on_progress)
     return report
 
 
