@@ -189,6 +189,6 @@ def test_blocks_that_cannot_hold_a_pattern_are_refused() -> None:
         num_blocks=2,
         num_slots=2,
     )
-    with pytest.raises(ConfigError, match="give layers of a multiple of 8 bytes"):
+    with pytest.raises(ConfigError, match="must be a multiple of 8 bytes"):
         Patterns(device, rig.memory, max_blocks=1, max_looks=1)
     rig.close()
