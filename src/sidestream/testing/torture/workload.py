@@ -322,13 +322,16 @@ def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
 
 def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
     """Divide the model among ranks in one workload of eight. Their weights are not updated, and no step fails: a failed
-    step ends an engine with ranks.
+    step ends an engine with ranks. If the host tier grows, it may do so while steps are in flight: a deferred block is
+    then stored at once, and other ranks may not have filled it yet.
     """
     if rng.random() >= 1 / 8:
         return workload
+    ranks = rng.choice((2, 2, 4))
     return dataclasses.replace(
         workload,
-        ranks=rng.choice((2, 2, 4)),
+        ranks=ranks,
+        pin_s=workload.pin_s and rng.choice((workload.pin_s, 5e-4, 1.5e-3)),
         events=tuple(event for event in workload.events if event.kind != "weights"),
         faults=tuple(fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "lost")),
     )
