@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 from sidestream.device.cpu import CpuDevice
 from sidestream.errors import InvariantError
 from sidestream.kv.layout import KVLayout
+from sidestream.offload.tiers.disk import DiskTier
 from sidestream.offload.tiers.host import HostTier
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.ranks.follower import Follower
-from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready
+from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, TierRead
 
 LAYOUT = KVLayout(1, 1, 2, 2, "float32")  # 32 bytes a block
 
@@ -81,6 +83,30 @@ def test_a_copy_waits_for_the_fences_that_its_message_names(rank: Rank, monkeypa
     monkeypatch.undo()
     assert waited == ["store-1 waits for store-0"]
     rank.settle()
+
+
+def test_a_read_waits_for_the_fences_that_its_message_names(
+    tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier.open(tmp_path, layout=LAYOUT, fingerprint="f", capacity_bytes=1 << 20)
+    rank.follower._tiers = TierStack(rank.host, {"disk": tier})
+    waited: list[str] = []
+    make = rank.device.worker
+
+    def worker(name: str) -> Any:
+        made = make(name)
+        monkeypatch.setattr(made, "wait", lambda fence: waited.append(f"{name} waits for {fence.stream}"))
+        return made
+
+    monkeypatch.setattr(rank.device, "worker", worker)
+    held = rank.device.stream("held").submit(lambda: None)
+    monkeypatch.setattr(type(held), "poll", lambda fence: False)  # the load is not known to be done
+    rank.inbox += [copy("load-0", 1, 0, 0), TierRead("disk-read-0", 1, "disk", 0, b"k" * 16, 1, (("load-0", 1),))]
+    rank.follower.turn()
+    monkeypatch.undo()
+    assert waited == ["disk-read-0 waits for load-0"]
+    rank.settle()
+    tier.close()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from sidestream.errors import InvariantError
 from sidestream.ranks.messages import Step, StepDecoder, StepEncoder
-from sidestream.types import BatchPlan, LayerGates, RowPlan
+from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart, SamplingSpec
 
 _UNGATED = LayerGates(())
 
@@ -58,6 +58,13 @@ def test_plans_survive_the_journey() -> None:
             rows[-1 - index] = row._replace(tokens=tokens, drafts=0, stop=row.min_start + 3)
         plan = BatchPlan(tuple(rows), draw.random() < 0.5)
         assert decoder.decode(_over_the_wire(encoder.encode(plan, (), _UNGATED))) == plan
+
+
+def test_a_slot_begins_on_every_rank() -> None:
+    start = RowStart(SamplingSpec({}, False, {5: 1.0}, 3, 0, (), -1), prompt=(5, 6), outputs=(7,))
+    first = _decode_row(2, 2, (9,), 0)._replace(tokens=(6, 7), stop=4, begin=start)
+    plan = BatchPlan((_decode_row(1, 4, (3,), 0), first), False)
+    assert StepDecoder().decode(_over_the_wire(StepEncoder().encode(plan, (), _UNGATED))).begins == [(2, start)]
 
 
 def test_step_that_comes_twice_or_is_skipped_is_refused() -> None:

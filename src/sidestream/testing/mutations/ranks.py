@@ -68,13 +68,6 @@ MUTATIONS = (
         needs=_RANKS,
     ),
     Mutation(
-        name="slot-begins-on-every-rank",
-        hazard="H13",
-        change=Value("{}"),
-        consequence="a slot of another rank keeps the state of the request before",
-        needs=_RANKS,
-    ),
-    Mutation(
         name="block-table-of-every-rank-belongs-to-the-slots-owner",
         hazard="H13",
         change=Always(),
@@ -92,12 +85,6 @@ MUTATIONS = (
         hazard="H13",
         consequence="ranks verify drafts that differ",
         needs=frozenset({"ranks", "speculative"}),
-    ),
-    Mutation(
-        name="read-on-a-rank-waits-for-its-slot",
-        hazard="H6",
-        consequence="a rank reads an entry into a slot from which it still loads a block",
-        needs=frozenset({"ranks", "disk"}),
     ),
     # ------------------------------------------------------------------ failures and the end
     Mutation(
@@ -129,6 +116,27 @@ MUTATIONS = (
 )
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="slot-begins-on-every-rank",
+            hazard="H13",
+            change=Value("{}"),
+            consequence="a slot of another rank keeps the state of the request before",
+            needs=_RANKS,
+        ),
+        reason="other ranks take tokens and drafts from rank 0, so the sampling state of their slots decides nothing",
+        noticed_by="ranks/test_rank_messages.py::test_a_slot_begins_on_every_rank",
+    ),
+    Equivalent(
+        Mutation(
+            name="read-on-a-rank-waits-for-its-slot",
+            hazard="H6",
+            consequence="a rank reads an entry into a slot from which it still loads a block",
+            needs=frozenset({"ranks", "disk"}),
+        ),
+        reason="see disk-read-waits-on-its-stream: rank 0 releases a slot after every rank has reported its last use",
+        noticed_by="ranks/test_follower.py::test_a_read_waits_for_the_fences_that_its_message_names",
+    ),
     Equivalent(
         Mutation(
             name="step-is-the-next-one",
