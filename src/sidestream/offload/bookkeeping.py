@@ -1,4 +1,6 @@
-"""State that the parts of the offload worker share: the engine's switches, unsettled jobs, and counts of outcomes."""
+"""State that several parts of the offload worker share: switches that the engine sets, jobs that still use device
+blocks, and counts of how transfers end.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,18 @@ from sidestream.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Period in which at most one failure is logged, because a broken tier fails often. transfers_total counts all failures.
+# Minimum time between two logged failures, because a broken tier fails often. The metric transfers_total counts all
+# failures.
 _WARNING_PERIOD_S = 1.0
 
 
 @dataclass(slots=True)
 class Switches:
-    """Switches that the engine thread, or the thread that closes the engine, sets and that the worker reads.
+    """Values that the engine thread (or the thread that closes the engine) sets, and that the worker reads.
 
-    generation   number of resets so far; transfers of an earlier generation publish nothing (hazard H8)
-    abandoned    the engine is closing, so no more transfers begin. Never set back to False
+    generation   number of cache resets so far. A transfer that was submitted before the last reset must not make its
+                 blocks findable (hazard H8 in docs/glossary.md)
+    abandoned    whether the engine is closing: then no transfer begins any more. Never set back to False
     """
 
     generation: int = 0
@@ -27,7 +31,7 @@ class Switches:
 
 
 class UnsettledJobs:
-    """Ids of stores and loads that still use device blocks, in the order of their commands. Worker thread only."""
+    """Ids of stores and loads that still use device blocks, in the order of submission. Worker thread only."""
 
     def __init__(self) -> None:
         self._unsettled: dict[int, None] = {}
@@ -46,7 +50,7 @@ class UnsettledJobs:
         del self._unsettled[job_id]  # rule: job-settles-once
 
     def settled_through(self) -> int:
-        """The id up to which every job has settled."""
+        """The largest id such that this job and all jobs before it no longer use device blocks."""
         return next(iter(self._unsettled), self._last + 1) - 1  # rule: only-settled-jobs-count-as-settled
 
 
@@ -67,9 +71,9 @@ class TransferLog:
             self._metrics.observe("transfer_seconds", self._clock() - since_s, kind)
         elif self._clock() >= self._next_warning_s:
             self._next_warning_s = self._clock() + _WARNING_PERIOD_S
-            logger.warning("%s failed and is a miss: %s: %s", kind, type(error).__name__, error)
+            logger.warning("%s failed and counts as a cache miss: %s: %s", kind, type(error).__name__, error)
         return error is None
 
     def left_out(self, kind: str, outcome: str) -> None:
-        """Count a transfer that does not begin: `"skipped"`, `"deferred"` or `"full"`."""
+        """Count a transfer that will not be executed, with its outcome: `"skipped"`, `"deferred"` or `"full"`."""
         self._metrics.inc("transfers_total", 1, kind, outcome)

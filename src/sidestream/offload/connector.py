@@ -1,6 +1,16 @@
-"""The engine thread's end of the offload worker: submits plans, polls events, and tracks which blocks transfers use.
-All other work happens on the worker's thread. `submit` and `poll` cost the engine thread a few microseconds a plan,
-however many blocks the plan has; neither ever waits.
+"""The engine thread's interface to the offload worker, which copies KV blocks between device, host memory and disk.
+
+The engine thread submits plans (frozen descriptions of transfers), polls events, and tracks the device blocks that
+transfers still use. The worker does everything else on its own thread. `submit` and `poll` never wait; they take a few
+microseconds per plan, however many blocks the plan has.
+
+    tier       a storage level for KV: device, host memory, or a persistent tier such as the disk
+    load       copies blocks from host memory to the device; a store copies in the other direction
+    promotion  reads blocks from a persistent tier into host memory
+    fence      a position on a stream; it is done when all work up to this position is done, like a CUDA event
+    settled    a store or load has settled when it uses no device block any more
+    epoch      number of preemptions of a request so far
+    H2, H5, …  numbers of hazards, listed in docs/glossary.md
 """
 
 from __future__ import annotations
@@ -38,7 +48,7 @@ _FLUSH_POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class LoadReady:
-    """All copies of a load were submitted to the device, so a step can be gated by the load's fences."""
+    """Event: all copies of a load were submitted to the device, so a step can wait for the load's fences."""
 
     request_id: RequestId
     epoch: int
@@ -46,7 +56,7 @@ class LoadReady:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The device blocks of a load must not be used. `reason`: see `LoadMissed`."""
+    """Event: a load failed, so its device blocks must not be used. `reason` is explained in `LoadMissed`."""
 
     request_id: RequestId
     epoch: int
@@ -60,7 +70,10 @@ TransferEvent = Promoted | LoadReady | LoadFailed | StoreAgain
 class _Load:
     """A load that has not settled. Only the engine thread writes it.
 
-    submitted   the message with the load's fences, once all of them exist
+    A load is copied in pieces. The last piece is split into groups of layers, so that a step can start before the last
+    layers have arrived.
+
+    submitted   the worker's message with all fences of the load; None until all copies were submitted to the device
     reported    whether the load's failure was returned as an event
     """
 
@@ -69,21 +82,22 @@ class _Load:
     reported: bool = False
 
     def gates(self, group: int) -> tuple[Fence, ...]:
-        """Fences that a layer of the group waits for."""
+        """The fences that each layer of layer group `group` waits for."""
         assert self.submitted is not None
         # rule: layer-gates
         return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.group(group).fences[-1])
 
     def share_left(self) -> float:
-        """Share of the load's bytes that have not arrived yet, from 0 to 1."""
+        """Share of the load's bytes that have not arrived on the device yet, from 0 to 1."""
         if self.submitted is None:
             return 1.0
         parts = (*self.submitted.before, *self.submitted.groups)
         return sum(part.bytes_left() for part in parts) / self.submitted.num_bytes
 
     def seconds_left(self, load_s: float, step_s: float) -> float:
-        """Seconds until a step of duration `step_s` can begin without waiting for the load: each group of layers then
-        arrives before the step reaches it. Infinite while fences are missing, and if the load has failed.
+        """Seconds until a step of duration `step_s` can begin and never wait for the load, because each group of layers
+        then arrives before the step reaches that group. Infinite if the load was not submitted to the device
+        completely, or has failed.
 
         `load_s` is the duration of the load on an idle link.
         """
@@ -101,7 +115,7 @@ class _Load:
         return soonest
 
     def has_failed(self) -> bool:
-        """Whether a part of the load has failed, and the failure was not reported yet."""
+        """Whether a part of the load has failed and the failure was not returned as an event yet."""
         if self.reported or self.submitted is None:  # rule: load-failure-is-reported-once
             return False
         # rule: load-fails-with-any-of-its-slices
@@ -110,7 +124,9 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class SettledFence:
-    """A fence that is done when every store and load up to job `tick` has settled. Only the host can wait for it."""
+    """A fence that is done when every store and load up to job `tick` has settled. Only the host can wait for it,
+    because it is not recorded on a device stream.
+    """
 
     tick: int
     settled: Mark
@@ -123,11 +139,11 @@ class SettledFence:
 
 
 class OffloadConnector:
-    """The scheduler's view of the tiers, and the engine thread's handle of all transfers in flight.
+    """The scheduler's view of the tiers, and the engine thread's record of all transfers in flight.
 
-    pools    those of device blocks whose releases wait for transfers
-    states   layout of the model's recurrent states; None: it has none
-    notify   function that the worker's thread calls when there is an event to `poll`
+    pools    pools of device blocks; their blocks are released only when the transfers that use them have settled
+    states   layout of the model's recurrent states; None if the model has none
+    notify   function that the worker's thread calls when there is something to `poll`
     """
 
     def __init__(
@@ -175,19 +191,21 @@ class OffloadConnector:
         self._thread.wake()
 
     def sizes(self) -> dict[str, int]:
-        """Number of objects that are kept for transfers, by kind; all 0 when nothing is in flight."""
+        """Number of objects that are kept for transfers, by kind; all 0 when no transfer is in flight."""
         kept = {"commands": len(self._commands), "events": len(self._events), "loads": len(self._loads)}
         return kept | self._worker.sizes()
 
     # ------------------------------------------------------------------ queries of the scheduler
 
     def locate(self, keys: Sequence[Key]) -> list[str]:
-        """See `TierStack.locate`."""
+        """The name of a tier that holds each key, up to the first key that no tier holds."""
         return self.tiers.locate(keys)
 
     def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None) -> bool:
-        """Whether loading is expected to take less time than computing the tokens of `num_blocks` blocks (None: as many
-        as are loaded), and less than the deadline.
+        """Whether loading is expected to take less time than the prefill of `num_blocks` blocks, and less than the load
+        deadline.
+
+        `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
         """
         blocks = Counter(sources)
         blocks.update(self._worker.num_reads)
@@ -199,7 +217,9 @@ class OffloadConnector:
     # ------------------------------------------------------------------ submission: never blocks
 
     def submit(self, plans: Sequence[TransferPlan]) -> None:
-        """Submit plans. Their device blocks must stay in use until `transfers_fence()` is done (hazards H2, H10)."""
+        """Submit plans to the worker. The plans' device blocks must stay in use until `transfers_fence()` is done;
+        otherwise a transfer could read or write a block that has a new owner (hazards H2, H10).
+        """
         if not plans:
             return
         jobs = []
@@ -218,13 +238,13 @@ class OffloadConnector:
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
-        """For each layer, the fences of the loads for the requests of `batch`. The step waits for them (H5)."""
+        """The fences that each layer of a step waits for: those of the loads for the step's requests (hazard H5)."""
         if not self._loads:
             return LayerGates()
         members: set[tuple[RequestId, int]] = set()
         for row in reversed(batch.rows):
             if row.tokens is None:
-                break  # the first step of a decode row has waited for its loads already
+                break  # decode rows come first, and the first step of their requests has waited for the loads already
             members.add((row.request_id, row.epoch))
         loads = [  # rule: loads-of-a-step
             load
@@ -241,13 +261,11 @@ class OffloadConnector:
         return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
-        """Seconds until a step of duration `step_s` can begin without waiting for the request's loads; infinite if
-        unknown.
-
-        Never blocks.
+        """Seconds until a step of duration `step_s` can begin and never wait for the request's loads. Infinite if a
+        load was not submitted to the device completely, or has failed. Never blocks.
         """
         ahead_s = soonest_s = 0.0
-        # Loads are submitted to the device in this order, except that prefetches come last.
+        # The worker submits loads to the device in the order of this dictionary, but prefetches last.
         for load in self._loads.values():
             load_s = self._costs.seconds_from_host(len(load.plan.keys))
             if (load.plan.request_id, load.plan.epoch) == (request_id, epoch):
@@ -261,25 +279,26 @@ class OffloadConnector:
 
     @property
     def busy(self) -> bool:
-        """Whether any transfer is in flight, including writes to tiers, or an event was not polled yet."""
+        """Whether any transfer is in flight, including writes to persistent tiers, or an event was not polled yet."""
         idle = self._worker.idle_after == self._num_sent
         return not idle or len(self._events) > 0 or any(pool.is_settling for pool in self._pools) or bool(self._loads)
 
     @property
     def awaited(self) -> bool:
-        """Whether a request waits for a transfer."""
+        """Whether any request waits for a transfer."""
         return bool(self._num_promotions or self._loads)
 
     def poll(self) -> list[TransferEvent]:
-        """Apply the worker's events and free settled blocks. Returns the events that end a request's wait.
+        """Apply the worker's events, and release the device blocks whose transfers have settled. Returns the events
+        that the scheduler must handle.
 
         Raises the exception that ended the worker.
         """
         events: list[TransferEvent] = []
         # rule: settled-is-read-before-the-events
-        settled = self._settled.read()  # read before the events, so that all events of these jobs are in the channel
+        settled = self._settled.read()  # before the events: all events of jobs up to this id are in the channel already
         while (event := self._events.take()) is not None:  # rule: transfer-events-are-taken
-            if isinstance(event, LoadSubmitted):  # a `match` takes twice as long, in every step
+            if isinstance(event, LoadSubmitted):  # not `match`, which takes twice as long and would run in every step
                 load = self._loads[event.job_id]
                 load.submitted = event
                 events.append(LoadReady(load.plan.request_id, load.plan.epoch))  # rule: ready-load-becomes-an-event
@@ -303,9 +322,11 @@ class OffloadConnector:
         return events
 
     def failed_loads(self) -> list[TransferEvent]:
-        """Failures of loads whose fences have failed, before the worker reports them; each is returned once.
+        """The loads that have failed according to their fences, although the worker has not reported them yet. Each
+        failure is returned once.
 
-        Called at the end of each gated step: if one of its loads has failed, the results of the step must not be used.
+        Call it at the end of each step that waited for loads: if one of these loads has failed, the results of the step
+        must not be used.
         """
         events: list[TransferEvent] = []
         for load in self._loads.values():
@@ -314,18 +335,19 @@ class OffloadConnector:
                 events.append(LoadFailed(load.plan.request_id, load.plan.epoch, "load_failed"))
         return events
 
-    # ------------------------------------------------------------------ resets and the end
+    # ------------------------------------------------------------------ resets and shutdown
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether every `forget_all` has reached the indices of the tiers."""
+        """Whether every `forget_all` has reached the tiers. Also True if the worker's thread has failed."""
         # rule: reset-waits-for-the-tiers
         return self._thread.failure is not None or self._worker.forgotten == self._switches.generation
 
     def forget_all(self) -> None:
-        """Make every block in the tiers unreachable (H8): plans submitted after this call find none of the blocks.
+        """Make every block in the tiers unreachable (hazard H8): plans submitted after this call find none of the
+        blocks.
 
-        Transfers in flight end with their fences, and publish nothing.
+        Transfers in flight are not cancelled, but the blocks that they bring to a tier stay unreachable, too.
         """
         self._switches.generation += 1  # rule: reset-begins-a-generation
         self._send(Forget())
@@ -335,11 +357,11 @@ class OffloadConnector:
         self._send(Forget(frozenset(keys)))
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Wait until every transfer has ended, including writes to tiers. Blocks. Any thread may call it after the
+        """Block until every transfer has ended, including writes to persistent tiers. Any thread may call it after the
         engine thread has ended.
 
-        Returns False after `timeout_s`. Transfers that have not begun by then are dropped, which loses only cached
-        blocks.
+        Returns False after `timeout_s`, or if the worker has failed. Transfers that have not begun by then are dropped,
+        which loses only cached blocks.
         """
         deadline = self._clock() + timeout_s
         while self.busy:
@@ -352,8 +374,8 @@ class OffloadConnector:
         return True
 
     def close(self) -> None:
-        """Handle transfers that ended since the last poll, and close the tiers. Call it after streams and threads have
-        ended. Idempotent.
+        """Handle transfers that ended since the last poll, and close the tiers. Call it after the device's streams and
+        threads have ended. Idempotent.
         """
         try:
             self._switches.abandoned = True  # the streams have ended, so no transfer may begin

@@ -1,4 +1,4 @@
-"""Describes copies of blocks between two memories of one layout: segments and accesses. Does not copy anything."""
+"""Describes copies of KV blocks between two memories with the same layout, as byte ranges. Does not copy anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestream.types import Access
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """A memory of blocks: the device's pool or the host's slab. It is one allocation, or one for each layer
+    """A memory that holds KV blocks, on the device or on the host. It is one allocation, or one allocation per layer
     (striped).
     """
 
@@ -22,7 +22,7 @@ class BlockMemory:
     layout: KVLayout
 
     def accesses(self, block_ids: Sequence[int], *, write: bool) -> list[Access]:
-        """The byte ranges of whole blocks."""
+        """The byte ranges of whole blocks, for a tracer, which checks them for races."""
         return [Access(self.memory.name, *self.layout.span(block_id), write) for block_id in block_ids]
 
 

@@ -1,7 +1,7 @@
-"""Decides whether loading is faster than computing. Compares bytes / measured bandwidth with tokens / measured prefill
-rate.
+"""Estimates whether loading KV from a tier (host memory or disk) is faster than computing it again.
 
-Pure arithmetic on moving averages. The offload worker writes the transfer rates, and the engine thread reads them.
+The time to load is bytes / measured bandwidth; the time to compute is tokens / measured prefill rate. Both rates are
+moving averages. The offload worker writes the transfer rates, and the engine thread reads them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Callable, Mapping
 from sidestream.kv.layout import KVLayout
 from sidestream.types import HOST
 
+# Weight of a new measurement in a moving average.
 _WEIGHT = 0.2
-# Rates that are assumed for the host tier and for other tiers until a transfer was measured. With lower rates, a fast
-# GPU would always compute, so no block would be loaded and no rate would be measured.
+# Rates in bytes/s that are assumed for host memory and for other tiers until a transfer was measured. They are high on
+# purpose: with low rates, a fast GPU would always compute, so no transfer would ever be measured.
 _HEALTHY_HOST = 5e10
 _HEALTHY_TIER = 2e9
-# Time without measured transfers after which a slow rate is discarded.
+# If the last measurement of a tier is older than this, the tier is assumed to be healthy again.
 _STALE_S = 30.0
 
 
 class CostModel:
-    """Moving averages of the cost of loading and of computing.
+    """Moving averages of the transfer rates and of the prefill rate.
 
-    prefill_rate   tokens per second; None until a prefill was measured: until then, loading counts as faster
+    prefill_rate   measured prompt tokens per second. None: not measured yet, and loading counts as faster
     """
 
     def __init__(self, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +36,7 @@ class CostModel:
         self.prefill_rate: float | None = None
 
     def saw_transfer(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """Record that a transfer from `tier` moved `num_bytes` in `seconds` of its stream's time."""
+        """Record that a transfer from `tier` moved `num_bytes` and occupied its stream for `seconds`."""
         if seconds > 0:
             self._measured_s[tier] = self._clock()
             rate = num_bytes / seconds
@@ -53,8 +54,8 @@ class CostModel:
     def load_seconds(self, blocks: Mapping[str, int], *, num_loaded: int) -> float:
         """Expected time until `num_loaded` blocks are on the device.
 
-        `blocks` is the number of blocks to read from each tier, including reads that are queued already. Blocks of all
-        tiers pass through the host.
+        `blocks` is the number of blocks to read from each tier, including reads that are queued already. Blocks of
+        slower tiers are first read into host memory, so both times add up.
         """
         size = self._layout.block_bytes
         promoted_s = sum(count * size / self._rate(tier) for tier, count in blocks.items() if tier != HOST)
@@ -65,8 +66,8 @@ class CostModel:
         return num_blocks * self._layout.block_bytes / self._rate(HOST)
 
     def _rate(self, tier: str) -> float:
-        """Bytes per second. Without a recent measurement, at least the assumed rate of a healthy tier, because a tier
-        that stalled once would otherwise never be used again.
+        """Estimated bytes per second of a tier. If the last measurement is old, the estimate is at least the assumed
+        rate: otherwise a tier that was slow once would never be used, nor measured, again.
         """
         healthy = _HEALTHY_HOST if tier == HOST else _HEALTHY_TIER
         if tier not in self._bytes_per_s:
@@ -75,5 +76,5 @@ class CostModel:
         return max(rate, healthy) if age_s > _STALE_S else rate
 
     def compute_seconds(self, num_blocks: int) -> float:
-        """Expected time to compute that many blocks; infinite until a prefill was measured."""
+        """Expected duration of the prefill of that many blocks; infinite until a prefill was measured."""
         return num_blocks * self._layout.block_tokens / self.prefill_rate if self.prefill_rate else float("inf")

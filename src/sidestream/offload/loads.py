@@ -1,9 +1,15 @@
-"""Loads copy host slots to device blocks, after the last use of the blocks (hazard H3). Worker thread only.
+"""Loads: copies of KV blocks from host memory to the device. Called on the offload worker's thread only.
 
-A load job is executed in pieces. All pieces except the last copy whole blocks. The last piece is split by groups of
-layers, so that a step can follow it layer by layer. A recurrent state has no layers in this sense, and the first layers
-of a step read it: its parts are pieces of their own, before all others. When all pieces were submitted to the device,
-their fences are reported.
+A load waits for the last use of the device blocks that it overwrites (hazard H3 in docs/glossary.md). Each load is
+copied in pieces. All pieces except the last copy whole blocks. The last piece is split into groups of layers, so that a
+step can start before the last layers have arrived. Blocks with recurrent states come first and are always copied whole,
+because the first layers of a step read these states. When all pieces were submitted to the device, their fences are
+reported to the engine thread, which can then launch a step that waits for them.
+
+    slot    host memory for one block
+    lease   the right to use slots until `release`: leased slots are not evicted
+    fence   a position on a stream, like a CUDA event
+    settle  a job has settled when it no longer uses device blocks
 """
 
 from __future__ import annotations
@@ -27,8 +33,10 @@ from sidestream.types import HOST, LoadPlan
 
 
 class Loads:
-    """Load jobs from their command to their end. `report` sends an event to the engine thread. `states`: layout of the
-    recurrent states in the blocks that are loaded whole; None: there are none.
+    """All load jobs that have not ended. A job executes one LoadPlan.
+
+    report   function that sends an event to the engine thread
+    states   layout of the recurrent states in the blocks that are copied whole; None if the model has none
     """
 
     def __init__(
@@ -57,17 +65,17 @@ class Loads:
         self._costs = costs
         self._report = report
         self._states = states
-        self._waiting: deque[LoadJob] = deque()  # jobs with blocks that have not begun
+        self._waiting: deque[LoadJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._jobs: dict[Copy, LoadJob] = {}
 
     @property
     def waiting(self) -> bool:
-        """Whether a job has blocks that have not begun."""
+        """Whether any job has blocks whose copy was not queued yet."""
         return bool(self._waiting)
 
     @property
     def busy(self) -> bool:
-        """Whether any block is in flight or waiting."""
+        """Whether any block is waiting or being copied."""
         return bool(self._waiting or self._jobs)
 
     def sizes(self) -> dict[str, int]:
@@ -75,8 +83,8 @@ class Loads:
         return {"waiting loads": len(self._waiting), "load copies": len(self._jobs)}
 
     def submit(self, job_id: int, plan: LoadPlan) -> None:
-        """Lease the source slots and queue the job. If a source block was evicted, or the recurrent state is not the
-        one after the planned number of tokens, the load is a miss.
+        """Lease the slots that hold the source blocks, and queue the job. The load is reported as missed if a source
+        block was evicted, or if the recurrent state covers another number of tokens than planned.
         """
         source_ids = self._host.pool.match(plan.keys)
         if len(source_ids) < len(plan.keys) or self._switches.abandoned:  # rule: missing-source-fails-the-load
@@ -85,10 +93,10 @@ class Loads:
         slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
         if plan.num_whole and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens
             slots.release()
-            self._tiers.forget(plan.keys[: plan.num_whole])  # or the next request would miss it again
+            self._tiers.forget(plan.keys[: plan.num_whole])  # otherwise the next request would plan the same load
             self._miss(job_id, "coverage")
             return
-        # A hit in host memory also counts as a use of the entries in slower tiers.
+        # Mark the blocks as just used in the persistent tiers, too, so that they are not evicted there.
         self._tiers.touch_persistent(plan.keys)
         self._waiting.append(LoadJob(job_id, plan, slots, self._device.now()))
 
@@ -97,7 +105,9 @@ class Loads:
         self._unsettled.settle(job_id)  # rule: missing-load-is-settled
 
     def _covered(self, slots: Sequence[int]) -> int:
-        """The number of tokens that the state in the first of these slots covers, as the kernel that made it wrote."""
+        """The number of tokens that the recurrent state in these slots covers. The kernel that made the state wrote
+        this number into the block.
+        """
         assert self._states is not None
         part, first = divmod(self._states.covered_offset, self._host.layout.block_bytes)
         tracer = self._device.tracer
@@ -106,7 +116,7 @@ class Loads:
         return int.from_bytes(self._host.slot(slots[part])[first : first + 8], sys.byteorder, signed=True)
 
     def begin_piece(self) -> None:
-        """Begin the next piece of the first job, unless the job has failed."""
+        """Queue the copy of the next piece of the oldest job, unless the job has failed."""
         job = self._waiting[0]
         if job.failure is None:  # rule: failed-load-begins-no-more-pieces
             self._begin_piece(job)
@@ -115,7 +125,7 @@ class Loads:
 
     def _begin_piece(self, job: LoadJob) -> None:
         """Queue the copy of the job's next blocks. Only the last piece is split by layers, because such copies are
-        slower, and the other pieces have arrived when a step can be gated.
+        slower, and because the other pieces have arrived when a step can start.
         """
         plan, layout, first = job.plan, self._memory.layout, job.begun
         piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // layout.block_bytes)
@@ -142,14 +152,15 @@ class Loads:
         self._lane.add(copy)
 
     def submitted(self, copy: Copy) -> None:
-        """Record that a piece was submitted to the device completely. If all pieces were, report the job's fences.
+        """Record that all slices of a piece were submitted to the device. After the last piece, report the job's
+        fences.
 
-        A later piece may be submitted before an earlier one: both wait for the same fences, and these may end between
-        two polls of the lane.
+        Pieces may be submitted out of order. All pieces of a job wait for the same fences, and these fences may become
+        done after the lane has polled an earlier piece and before it polls a later piece.
         """
         job = self._jobs[copy]
         job.submitted += 1
-        # A copy may have failed, although its end was not handled yet.
+        # A copy of the job may have failed already, although `end` was not called for it yet.
         failed = job.failure is not None or any(copy.failure is not None for copy in job.copies)
         if job.all_begun and job.submitted == len(job.copies) and not failed:  # rule: load-is-submitted
             *others, last = [
@@ -160,7 +171,7 @@ class Loads:
             self._report(LoadSubmitted(job.job_id, tuple(part for parts in others for part in parts), tuple(last)))
 
     def end(self, copy: Copy) -> None:
-        """Handle a piece that has ended."""
+        """Handle the end of a piece's copy."""
         job = self._jobs.pop(copy)
         job.ended += 1
         if copy.failure is None:
@@ -170,7 +181,7 @@ class Loads:
         self._settle(job)
 
     def _settle(self, job: LoadJob) -> None:
-        """Release the job's slots and settle the job, once no piece is left."""
+        """If all pieces have ended, release the job's slots, and record that it no longer uses device blocks."""
         if not job.settled:  # rule: load-settles-once
             return
         if not self._log.ended("load", job.failure, len(job.plan.keys), job.submitted_s):
@@ -179,19 +190,19 @@ class Loads:
         self._unsettled.settle(job.job_id)  # rule: ended-load-is-settled
 
     def drop(self, reason: BaseException) -> None:
-        """Fail all jobs that are not copied completely yet: the engine is closing."""
+        """Fail all jobs with blocks whose copy was not queued yet, because the engine is closing."""
         while self._waiting:
             job = self._waiting.popleft()
             # rule: dropped-load-settles-once
-            if job.failure is None:  # a failed job has settled, or settles with its last piece in flight
+            if job.failure is None:  # a failed job has settled already, or settles when its last piece in flight ends
                 job.failure = reason
                 self._settle(job)  # rule: dropped-load-is-settled
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
-    """Number of a block's layers that a load copies as one segment: the smallest number with at least `segment_bytes`.
+    """Number of layers of a block that a load copies as one segment: the smallest number with at least `segment_bytes`.
 
-    With few layers in a group, the first layers of a step can start early; but small segments are copied slowly.
+    Small groups let a step start early, but small segments are copied slowly.
     """
     num_groups = min(layout.num_layers, max(1, layout.block_bytes // segment_bytes))
     return -(-layout.num_layers // num_groups)

@@ -1,4 +1,6 @@
-"""Messages between the engine thread and the offload worker. They are frozen values."""
+"""Messages between the engine thread and the offload worker, as frozen values. The engine thread sends commands, and
+the worker sends events.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ from sidestream.types import Fence, Key, RequestId, TransferPlan
 
 @dataclass(frozen=True, slots=True)
 class SubmitPlans:
-    """Command: execute the plans of one step, each under its job id.
+    """Command: execute the plans of one step.
 
-    generation   number of resets before this command
+    plans        each plan with the id of its job
+    generation   number of cache resets before this command
     """
 
     plans: tuple[tuple[int, TransferPlan], ...]
@@ -21,8 +24,8 @@ class SubmitPlans:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Command: make the blocks of these keys unreachable, both in the tiers and in transfers to them. None: all
-    keys.
+    """Command: make the blocks of `keys` unreachable, also blocks that a transfer is still bringing to a tier. None:
+    all blocks.
     """
 
     keys: frozenset[Key] | None = None
@@ -33,15 +36,16 @@ Command = SubmitPlans | Forget
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a load: its bytes, and the fences of its slices in stream order. The slices have about the same
-    size.
+    """A part of a load, copied in slices of about the same size.
+
+    fences     one fence for each slice, in stream order
     """
 
     fences: tuple[Fence, ...]
     num_bytes: int
 
     def bytes_left(self) -> float:
-        """Bytes that have not arrived yet. Never blocks."""
+        """Estimate of the bytes that have not arrived yet, from the number of unfinished slices. Never blocks."""
         return self.num_bytes * sum(not fence.poll() for fence in self.fences) / len(self.fences)
 
 
@@ -49,8 +53,8 @@ class Part:
 class LoadSubmitted:
     """Event: a load was submitted to the device completely, so all of its fences exist.
 
-    before   all pieces except the last; every layer needs all of them
-    groups   the last piece, by layer group
+    before   all pieces of the load except the last: whole blocks, so every layer waits for all of them
+    groups   the last piece, split into groups of layers
     """
 
     job_id: int
@@ -58,12 +62,14 @@ class LoadSubmitted:
     groups: tuple[Part, ...]
 
     def group(self, number: int) -> Part:
-        """The part that layers of a group wait for. A load that ends with a recurrent state has one for all of them."""
+        """The part of the last piece that layer group `number` waits for. If the last piece holds recurrent states, it
+        has a single part, and all layers wait for this part.
+        """
         return self.groups[min(number, len(self.groups) - 1)]
 
     @property
     def fences(self) -> list[Fence]:
-        """The fences of every slice."""
+        """The fences of all slices."""
         return [fence for part in (*self.before, *self.groups) for fence in part.fences]
 
     @property
@@ -74,8 +80,10 @@ class LoadSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class LoadMissed:
-    """Event: the device blocks of a load must not be used. `reason`: `"load_failed"`; `"gone"`, its source blocks had
-    been evicted; `"coverage"`, its recurrent state does not cover the tokens that the plan says.
+    """Event: a load failed, so its device blocks must not be used.
+
+    reason   `"load_failed"`: a copy failed, or the engine is closing; `"gone"`: a source block was evicted before;
+             `"coverage"`: the recurrent state covers another number of tokens than planned
     """
 
     job_id: int
@@ -84,7 +92,9 @@ class LoadMissed:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """Event: a request's wait for a persistent tier has ended. `complete`: all its blocks are in the host tier."""
+    """Event: a request need no longer wait for reads from persistent tiers. `complete`: all blocks that it waited for
+    are in host memory.
+    """
 
     request_id: RequestId
     epoch: int
@@ -94,14 +104,14 @@ class Promoted:
 
 @dataclass(frozen=True, slots=True)
 class StoreAgain:
-    """Event: these blocks were deferred, but the host tier has grown and now has slots for them."""
+    """Event: the store of these blocks was deferred, but host memory has grown and has slots for them now."""
 
     keys: tuple[Key, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """Event: the offload worker ended with `error`. The ends of transfers in flight will not be reported."""
+    """Event: the offload worker ended with `error`. No events of transfers in flight will follow."""
 
     error: BaseException
 

@@ -1,8 +1,11 @@
-"""Decides when each part of a transfer is submitted to the device. There is one lane for each direction of the link.
+"""Decides when each part of a transfer is submitted to the device.
 
-The device executes copies in the order of their submission, so an urgent copy cannot overtake others. Therefore a lane
-submits a copy in slices, keeps few slices in flight, and queues the other slices by urgency. Knows copies and streams,
-not blocks, keys or tiers. Worker thread only.
+A lane is the queue for one copy direction: device to host, or host to device. The device executes copies in the order
+of submission, so an urgent copy cannot overtake earlier copies. Therefore a lane cuts each copy into slices, keeps few
+slices in flight, and queues the other slices by urgency. A copy consists of segments: byte ranges of one size. A fence
+is a position on a stream, like a CUDA event.
+
+The code uses copies and streams, not blocks, keys or tiers. Only the offload worker's thread calls it.
 """
 
 from __future__ import annotations
@@ -17,20 +20,20 @@ from typing import NamedTuple
 from sidestream.device.base import CopyBatch, Stream
 from sidestream.types import Fence
 
-# Maximum number of blocks that the worker begins in one turn, and number of blocks in a piece of a store. The worker
-# holds the interpreter lock for about 3 us per block.
+# Maximum number of blocks whose transfer the worker begins in one turn of its loop, and number of blocks in a piece of
+# a store. The limit keeps turns short, because the worker holds the GIL for about 3 us per block.
 BLOCKS_PER_TURN = 16
-# Size of a load's pieces, and maximum size of its last piece. The last piece is copied layer by layer while the forward
-# pass already runs, so its size is about the number of bytes that the link moves during one pass.
+# Size of the pieces of a load, and maximum size of its last piece. The last piece is copied layer by layer while the
+# forward pass runs already, so its size is about the number of bytes that the link moves during one pass.
 LOAD_PIECE_BYTES = 64 << 20
 LAST_PIECE_BYTES = 384 << 20
-# Number of copies at the head of a queue that are searched for a copy that is ready; a queue may hold a hundred
-# thousand.
+# Only this many copies at the head of a queue are searched for a copy that is ready, because a queue may hold a hundred
+# thousand copies.
 _LOOK_AHEAD = 16
 
 
 class Urgency(IntEnum):
-    """Urgency of a copy. The lane submits copies with a lower number first."""
+    """Urgency of a copy. Copies with a lower number are submitted first."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -39,13 +42,14 @@ class Urgency(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Limits of one direction of the link.
+    """Limits of one copy direction.
 
-    slice_bytes, slice_segments           limits of one call: a batch of 8,192 segments costs the calling thread 8 ms
-    bytes_in_flight, segments_in_flight   limits of submitted work, large enough to keep the link busy while the worker
-                                          does other work
-    streams                               number of streams that take slices in turn; each slice waits for the previous
-                                          slice
+    slice_bytes, slice_segments           maximum size of a slice. One call submits one slice, and a call with 8,192
+                                          segments takes 8 ms of the calling thread
+    bytes_in_flight, segments_in_flight   maximum size of all slices in flight together, large enough to keep the link
+                                          busy while the worker does other work
+    streams                               number of streams, which take slices in turn; each slice waits for the
+                                          previous slice
     """
 
     slice_bytes: int
@@ -55,24 +59,27 @@ class Pace:
     streams: int
 
 
-# To the host, two streams take slices in turn: each slice waits for the previous slice, on the other stream. During the
-# short time that the device takes to resolve this wait, the copy engine can start a copy of a third stream. So a copy
-# of another library waits for one slice; with one stream, it would wait for all slices in flight (docs/decisions/0014).
+# Slices to the host alternate between two streams, and each slice waits for the previous slice on the other stream.
+# While the device resolves this wait, the copy engine is free for a short time and can start a copy of a third stream.
+# So a copy of another library waits for only one slice; with one stream, it would wait for all slices in flight
+# (docs/decisions/0014-copies-are-paced.md).
 TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
-# To the device, there are no other copies, because kernels fetch the inputs of a step (docs/decisions/0018). A step can
-# be launched when its load was submitted completely. With these limits, all of a load is submitted more than one step
-# before the load ends.
+# Slices to the device compete with no other copies, because the inputs of a step are fetched by kernels
+# (docs/decisions/0018-numbers-go-up-by-kernels-and-steps-follow-loads.md). A step can be launched once its load was
+# submitted completely. These limits are so large that this happens more than one step before the load ends.
 TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
 
 
 class Copy:
-    """One piece of a transfer: groups of segments, each group with its own fences. Only its lane writes it.
+    """One piece of a transfer: groups of segments, each group with its own fences. Only the lane that holds the copy
+    changes it.
 
     after    fences that must be done before the first slice is submitted
     groups   groups of segments, which are copied one after another
     fences   fences of the submitted slices, by group
     failure  failure of the first slice that failed; no slice is submitted after that
-    seconds  time that the link spent on the copy, once it is done; copies that ended together share the time by bytes
+    seconds  time that the link spent on the copy, once the copy is done. Copies that are found done at the same time
+             share the elapsed time in proportion to their bytes
     """
 
     def __init__(self, groups: Sequence[CopyBatch], *, after: Sequence[Fence], urgency: Urgency, label: str) -> None:
@@ -109,7 +116,7 @@ class Copy:
 
 
 class _Slice(NamedTuple):
-    """A submitted slice whose end was not observed yet."""
+    """A submitted slice whose end the lane has not seen yet."""
 
     fence: Fence
     copy: Copy
@@ -118,21 +125,21 @@ class _Slice(NamedTuple):
 
 
 class Lane:
-    """One direction of the link: slices in flight, in the device's order, and a queue of copies for each urgency.
+    """The queue for one copy direction: slices in flight, and a queue of copies for each urgency.
 
-    streams   function that makes stream number i, for each i below `pace.streams`
+    streams   function that returns the stream with a given number, from 0 to `pace.streams` - 1
     """
 
     def __init__(self, pace: Pace, streams: Callable[[int], Stream], *, clock: Callable[[], float]) -> None:
         self._pace = pace
         self._streams = deque(
             streams(number) for number in range(pace.streams)
-        )  # the first stream is for the next slice
+        )  # the next slice goes to the first stream
         self._clock = clock
         # Only the first copy of each queue may have submitted slices.
         self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)
-        self._in_flight: deque[_Slice] = deque()  # in the device's order
-        self._bytes = self._segments = 0  # numbers in flight
+        self._in_flight: deque[_Slice] = deque()  # in the order in which the device executes them
+        self._bytes = self._segments = 0  # bytes and segments in flight
         self._left = self._segments_left = 0  # bytes and segments of queued copies that were not submitted
         self._num_copies = 0
         self._last_end_s = 0.0
@@ -158,13 +165,13 @@ class Lane:
             self._segments -= slice_.num_segments
             copy._in_flight -= 1
             if slice_.fence.failure is not None and not copy.submitted:  # rule: failed-copy-submits-no-more-slices
-                self._queues[copy.urgency].popleft()  # no further slice of this copy is submitted
+                self._queues[copy.urgency].popleft()  # so that no further slice of this copy is submitted
                 self._left -= copy._left
                 self._segments_left -= copy._segments_left
             copy.failure = copy.failure or slice_.fence.failure  # rule: copy-fails-with-any-of-its-slices
             if copy.done:
                 ended.append(copy)
-        if ended:  # copies that ended between two polls share the time by bytes
+        if ended:  # divide the time since the last end among the copies that have ended now, by bytes
             now_s, sizes = self._clock(), [sum(group.num_bytes for group in copy.groups) for copy in ended]
             seconds = now_s - max(min(copy._began_s for copy in ended), self._last_end_s)
             for copy, size in zip(ended, sizes, strict=True):
@@ -174,7 +181,7 @@ class Lane:
         return ended
 
     def fill(self) -> list[Copy]:
-        """Submit as many slices as the pace allows. Returns the copies whose last slice was submitted. Never blocks."""
+        """Submit as many slices as `pace` allows. Returns the copies whose last slice was submitted. Never blocks."""
         submitted = []
         while self._has_room and (copy := self._next_copy()) is not None:
             self._submit_slice(copy)
@@ -184,8 +191,8 @@ class Lane:
         return submitted
 
     def cancel(self, reason: BaseException) -> list[Copy]:
-        """Submit no more slices of any queued copy. Removes and returns the copies without a slice in flight; the other
-        copies end with their fences.
+        """Submit no further slice of any queued copy. Returns the copies without a slice in flight, which end now. The
+        other copies end when their slices in flight have ended.
         """
         queued = [copy for queue in self._queues for copy in queue]
         for queue in self._queues:
@@ -200,9 +207,9 @@ class Lane:
     def awaited(self) -> Iterator[Fence]:
         """Fences whose end should wake the worker. Call it after `retire` and `fill`, which drop finished fences.
 
-        While copies are queued: the fence of the slice in flight whose end makes enough room (`_wake_index`).
-        Otherwise: the fence of the last slice of the oldest copy. In addition, if there is room: the first fence that
-        each queued copy waits for.
+        If copies are queued, this is the fence of the slice in flight whose end makes room for more slices
+        (`_wake_index`). If no copy is queued, it is the fence of the last slice of the oldest copy. If there is room
+        for a slice, the first unfinished fence of each queued copy is returned as well.
         """
         if self._in_flight:
             yield self._in_flight[self._wake_index() if self.has_more else self._last_of_first()].fence
@@ -223,9 +230,9 @@ class Lane:
         return 2 * self._bytes < self._pace.bytes_in_flight and 2 * self._segments < self._pace.segments_in_flight
 
     def _wake_index(self) -> int:
-        """Index of the slice in flight whose end wakes the worker: the middle slice, or an earlier slice if all queued
-        bytes can be submitted after its end (because a step can be launched only when its load was submitted
-        completely).
+        """Index of the slice in flight whose end wakes the worker. This is the middle slice, or an earlier slice if its
+        end makes room for everything that is queued: a step can be launched only when its load was submitted
+        completely, so the worker then wakes as early as possible.
         """
         half, pace = len(self._in_flight) // 2, self._pace
         over, segments_over = (
@@ -233,7 +240,7 @@ class Lane:
             self._segments + self._segments_left - pace.segments_in_flight,
         )
         if over <= 0 and segments_over <= 0:
-            return half  # there is room for everything queued: the queued copies wait for their fences
+            return half  # there is room for everything queued, so the queued copies only wait for their fences
         for index, slice_ in enumerate(islice(self._in_flight, half)):
             over, segments_over = over - slice_.num_bytes, segments_over - slice_.num_segments
             if over <= 0 and segments_over <= 0:
@@ -257,7 +264,8 @@ class Lane:
         """The most urgent copy that is ready; among equally urgent copies, the oldest. Moves it to the head of its
         queue.
 
-        A copy that is not ready is not submitted (H1, H3), because on the device all later copies would wait for it.
+        A copy is submitted only when its fences are done (hazards H1, H3 in docs/glossary.md). If the device waited for
+        these fences, all later copies would wait, too.
         """
         for queue in self._queues:  # rule: urgent-copies-go-first
             for index, copy in enumerate(islice(queue, _LOOK_AHEAD)):
@@ -269,7 +277,7 @@ class Lane:
         return None
 
     def _submit_slice(self, copy: Copy) -> None:
-        """Submit the next slice of `copy`. It runs after the last submitted slice of any copy."""
+        """Submit the next slice of `copy`. The device executes it after all slices that were submitted before."""
         stream, group = self._streams[0], copy.groups[copy._group]
         self._streams.rotate(-1)
         if not copy._group and not copy._segment:

@@ -1,4 +1,6 @@
-"""Promotions read blocks of persistent tiers into host slots, for requests that wait. Worker thread only."""
+"""Promotions: reads of KV blocks from persistent tiers (such as the disk) into host memory, for requests that wait for
+these blocks. Called on the offload worker's thread only.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from sidestream.types import Key, PromotePlan
 
 
 class Promotions:
-    """The requests that wait for persistent tiers.
+    """All requests that wait for blocks of persistent tiers.
 
-    io       reads and writes of each tier, by name
+    io       reads and writes of each persistent tier, by the tier's name
     report   function that sends an event to the engine thread
     """
 
@@ -42,7 +44,7 @@ class Promotions:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits."""
+        """Whether any request waits."""
         return bool(self._waiters)
 
     def sizes(self) -> dict[str, int]:
@@ -50,25 +52,25 @@ class Promotions:
         return {"waiters": len(self._waiters)}
 
     def deadlines(self) -> list[float]:
-        """Deadlines of the waits."""
+        """The time at which each waiting request stops waiting."""
         return [waiter.deadline_s for waiter in self._waiters]
 
     def submit(self, plans: Sequence[PromotePlan], generation: int) -> None:
-        """Begin the promotions of one step. First, every promotion leases those slots of its run that are in the host
-        tier already, so that no promotion evicts a block of another promotion.
+        """Begin the promotions of one step. First, lease the host slots that hold blocks of these plans already, so
+        that the reads of one plan do not evict blocks of another plan.
         """
         promotions = [(plan, self._keep(plan)) for plan in plans]  # rule: loads-come-before-promotions
         for plan, kept in promotions:
             self._promote(plan, kept, generation)
 
     def _keep(self, plan: PromotePlan) -> Lease:
-        """Lease the slots of the run's blocks that are in the host tier already."""
+        """Lease the host slots that hold blocks of the plan already."""
         # rule: kept-slots-are-held
         return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
-        """Join the reads of blocks that are in flight, and begin the other reads. If there are too few host slots, read
-        only the beginning of the run.
+        """Begin to read the plan's blocks that are not in host memory. If a block is being read for another request,
+        wait for that read. If host slots run out, read only the first blocks.
         """
         reads: dict[Key, ReadTicket] = {}
         complete = True
@@ -92,15 +94,15 @@ class Promotions:
             io.finish_reads(self._keep_for_waiters)
 
     def _keep_for_waiters(self, ticket: ReadTicket) -> None:
-        """Lease a promoted block for requests that still wait for other blocks, so that it is not evicted before they
-        load it.
+        """Lease the slot of a promoted block for each request that waits for it, so that the block is not evicted while
+        the request still waits for other blocks.
         """
         for waiter in self._waiters:
             if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
                 waiter.kept.extend(self._host.pool.share([slot]))  # rule: promoted-block-is-held-for-its-request
 
     def finish_waits(self) -> None:
-        """Report each wait that is complete or past its deadline, and release its slots."""
+        """End each wait whose reads have ended or whose deadline has passed: report it, and release its slots."""
         now = self._clock()
         for waiter in list(self._waiters):
             done = all(read.taken_in for read in waiter.reads.values())

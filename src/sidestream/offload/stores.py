@@ -1,7 +1,12 @@
-"""Stores copy device blocks to host slots, after the step that filled the blocks (hazard H1). Worker thread only.
+"""Stores: copies of KV blocks from the device to host memory. Called on the offload worker's thread only.
 
-A store job is executed in pieces. While host memory is still being pinned, the host tier grows, and no block is evicted
-from it: blocks without a slot are deferred, and reported when the tier has grown.
+A store waits for the step that filled the blocks (hazard H1 in docs/glossary.md). It is copied in pieces. At start,
+host memory is pinned little by little, so the host tier grows for a while. In this time, no block is evicted from it,
+and a block that finds no host slot is deferred: when there are slots for it, the engine thread is told to store it
+again.
+
+    slot    host memory for one block
+    settle  a job has settled when it no longer uses device blocks
 """
 
 from __future__ import annotations
@@ -21,11 +26,12 @@ from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Key, StorePlan
 
 WriteThrough = Callable[[Key, int, StoreTicket], None]
-"""Function that is called with key, slot and ticket of each block that a store has published in the host tier."""
+"""Function that is called with key, host slot and ticket of each block that a store has made findable in host memory.
+"""
 
 
 class Stores:
-    """Store jobs from their command to their end. `write_through` is called for every stored block."""
+    """All store jobs that have not ended. A job executes one StorePlan."""
 
     def __init__(
         self,
@@ -50,21 +56,21 @@ class Stores:
         self._log = log
         self._write_through = write_through
         self._clock = device.now
-        self._waiting: deque[StoreJob] = deque()  # jobs with blocks that have not begun
+        self._waiting: deque[StoreJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._storing: dict[Key, StoreTicket] = {}
         self._tickets: dict[Copy, StoreTicket] = {}
-        self._deferred: dict[Key, None] = {}  # oldest first; at most the number of slots that the tier will have
+        self._deferred: dict[Key, None] = {}  # oldest first; at most as many keys as the tier will have slots
         self.growing = True
-        """Whether more host memory is being pinned."""
+        """Whether host memory is still being pinned."""
 
     @property
     def waiting(self) -> bool:
-        """Whether a job has blocks that have not begun."""
+        """Whether any job has blocks whose copy was not queued yet."""
         return bool(self._waiting)
 
     @property
     def busy(self) -> bool:
-        """Whether any block is in flight, waiting or deferred."""
+        """Whether any block is waiting, being copied, or deferred."""
         return bool(self._waiting or self._tickets or self._deferred)
 
     def sizes(self) -> dict[str, int]:
@@ -76,7 +82,9 @@ class Stores:
         }
 
     def grow(self) -> Sequence[Key]:
-        """Use the host memory that was pinned since the last call. Returns deferred blocks that now have a slot."""
+        """Use the host memory that was pinned since the last call. Returns the deferred blocks that now find a slot;
+        they are no longer deferred.
+        """
         self.growing = self._device.grows(self._host.memory)  # read first: if it is False, `ready_bytes` below is final
         self._host.grow(self._device.ready_bytes(self._host.memory))  # rule: host-tier-uses-only-pinned-memory
         room = self._host.pool.num_free if self.growing else len(self._deferred)
@@ -86,11 +94,11 @@ class Stores:
         return again
 
     def submit(self, job_id: int, plan: StorePlan, generation: int) -> None:
-        """Queue a job; its pieces begin later."""
+        """Queue a job. Its copies are queued later, piece by piece."""
         self._waiting.append(StoreJob(job_id, plan, generation))
 
     def begin_pieces(self) -> None:
-        """Begin pieces with at most `BLOCKS_PER_TURN` blocks together: several small jobs, or a part of a large job."""
+        """Queue copies of at most `BLOCKS_PER_TURN` blocks: several small jobs, or a part of a large job."""
         blocks = 0
         while self._waiting and blocks < pacing.BLOCKS_PER_TURN:
             job = self._waiting[0]
@@ -101,10 +109,11 @@ class Stores:
                 del self._waiting[0]
 
     def _begin_piece(self, job: StoreJob) -> None:
-        """Copy those of the job's next blocks that are not in the host tier, as long as there are free or evictable
-        slots.
+        """Queue the copy of the job's next blocks, without blocks that host memory holds already or that another store
+        is copying.
 
-        Blocks without a slot are counted as skipped; while the tier grows, they are deferred.
+        If there are too few free or evictable slots, the last of these blocks are skipped. While the tier grows, they
+        are deferred instead.
         """
         plan, first = job.plan, job.begun
         stop = job.begun = min(first + pacing.BLOCKS_PER_TURN, len(plan.keys))
@@ -144,9 +153,9 @@ class Stores:
         )
 
     def _leave_out(self, job: StoreJob, keys: Sequence[Key]) -> None:
-        """Count blocks without a slot, once per job. While the tier grows, defer them.
+        """Count a job whose blocks `keys` found no slot, once per job. While the tier grows, defer these blocks.
 
-        The device blocks are not held: a deferred block is stored later only if it is still on the device.
+        A deferred block does not stay in use on the device: it is stored later only if it is still there.
         """
         if not job.cut:
             self._log.left_out("store", "deferred" if self.growing else "skipped")
@@ -161,8 +170,8 @@ class Stores:
         return copy in self._tickets
 
     def end(self, copy: Copy) -> None:
-        """Complete a piece whose copy has ended: publish its blocks (H7), begin their writes to the persistent tiers,
-        and release the slots.
+        """Handle the end of a piece's copy: make its blocks findable (not earlier: hazard H7), begin to write them to
+        the persistent tiers, and release the slots.
         """
         ticket = self._tickets.pop(copy)
         for key in ticket.keys:
@@ -181,21 +190,21 @@ class Stores:
         self._settle(job)  # rule: ended-store-is-settled
 
     def _settle(self, job: StoreJob) -> None:
-        """Settle the job if it no longer uses any device block."""
+        """If the job no longer uses device blocks, record this."""
         if job.settled:
             self._unsettled.settle(job.job_id)
 
     def invalidate(self, keys: frozenset[Key]) -> None:
-        """Publish none of these blocks when their copies end."""
+        """Do not make these blocks findable when their copies end."""
         for job in (*self._waiting, *(ticket.job for ticket in self._tickets.values())):
             job.invalidated |= keys.intersection(job.plan.keys)
 
     def forget_deferred(self) -> None:
-        """Forget the deferred blocks."""
+        """Remove all deferred blocks."""
         self._deferred.clear()
 
     def drop(self) -> None:
-        """End all jobs that have not begun: the engine is closing."""
+        """End all jobs with blocks whose copy was not queued yet, because the engine is closing."""
         self._deferred.clear()
         while self._waiting:
             job = self._waiting.popleft()

@@ -1,11 +1,13 @@
-"""Jobs and tickets: the transfers in flight, and the leases that each transfer holds. Worker thread only.
+"""Jobs and tickets: records of the transfers in flight. Only the offload worker's thread uses them.
 
-A job is one plan of the engine thread. A ticket's leases end with its fences and never by time (H6, H10): when a
-request stops waiting, its ticket stays, and the bytes still arrive in slots that have no other owner.
+A job executes one plan of the engine thread. A ticket is one piece of a store, or one read or write of a block. Load
+jobs and tickets hold leases of host slots (memory for one block each): a leased slot is neither evicted nor given to
+another block. The leases end when the transfer has ended, and never after a time (hazards H6, H10 in docs/glossary.md).
+If a request stops waiting, its transfer goes on, and its bytes still arrive in slots that have no other owner.
 
-job_id       the engine thread's id of the job; device blocks stay in use until the job has settled
-generation   number of resets when the job was submitted; a ticket of an earlier generation publishes nothing (H8).
-             A load has none: the engine thread publishes its blocks
+job_id       id of the job, from the engine thread. A job has settled when it no longer uses device blocks
+generation   number of cache resets when the job was submitted. A ticket from before a reset makes no block findable
+             (H8). Loads need no generation: the engine thread decides whether their blocks become findable
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ from sidestream.types import Fence, Key, LoadPlan, RequestId, StorePlan
 
 @dataclass(slots=True, eq=False)
 class Stopwatch:
-    """Seconds of stream time that a ticket took. Written by the stream, and read after the ticket's fence."""
+    """Seconds that a ticket's work took on its stream. Written by the stream, and read after the ticket's fence."""
 
     seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class StoreJob:
-    """A store plan. Executed in pieces, so that each turn of the worker is short.
+    """A submitted StorePlan. It is executed in pieces, so that each turn of the worker is short.
 
-    begun        number of blocks that were copied or skipped
+    begun        number of blocks that were queued for a copy or skipped
     pieces       number of tickets in flight
-    cut          whether some blocks found no slot
-    invalidated  keys of blocks that a failed step computed; no ticket publishes them
+    cut          whether some blocks found no host slot
+    invalidated  keys of blocks that a failed step computed; they do not become findable
     """
 
     job_id: int
@@ -45,14 +47,14 @@ class StoreJob:
 
     @property
     def settled(self) -> bool:
-        """Whether all pieces have begun and none is in flight."""
+        """Whether all pieces have begun and no piece is in flight."""
         return self.begun == len(self.plan.keys) and not self.pieces  # rule: store-is-settled
 
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """One piece of a store, device to host. Holds its target slots. `prefix` is that of the StorePlan, for the last
-    piece.
+    """One piece of a store. Holds its target slots. `prefix`: the prefix of the StorePlan if this is the last piece,
+    else empty.
     """
 
     job: StoreJob
@@ -65,14 +67,14 @@ class StoreTicket:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A load plan, host to device. Holds its source slots. All pieces except the last are copied by whole blocks, and
-    the last by layer groups.
+    """A submitted LoadPlan. Holds its source slots. The last piece is copied by groups of layers, the other pieces by
+    whole blocks.
 
-    begun      number of blocks that have copies
-    copies     the pieces that have begun, in order
+    begun      number of blocks that were queued for a copy
+    copies     copies of the pieces, in order
     submitted  number of copies that were submitted to the device completely
     ended      number of copies that have ended
-    failure    failure of the first piece that failed; no piece begins after it
+    failure    failure of the first piece that failed; no piece is queued after it
     """
 
     job_id: int
@@ -87,20 +89,20 @@ class LoadJob:
 
     @property
     def all_begun(self) -> bool:
-        """Whether every block has its copy."""
+        """Whether every block was queued for a copy."""
         return self.begun == len(self.plan.keys)
 
     @property
     def settled(self) -> bool:
-        """Whether no piece is in flight, and none will begin."""
+        """Whether no piece is in flight, and no piece will begin."""
         return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)  # rule: load-is-settled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteTicket:
-    """The write of one block, from the host to a persistent tier. Holds its source slot.
+    """The write of one block from host memory to a persistent tier. Holds its source slot.
 
-    prefix   prefix of the store that brought the block to the host; the same object for all blocks of that store
+    prefix   prefix of the StoreTicket of this block; all writes of one StoreTicket have the same tuple object
     """
 
     key: Key
@@ -115,10 +117,11 @@ class WriteTicket:
 
 @dataclass(slots=True, eq=False)
 class ReadTicket:
-    """The read of one block, from a persistent tier to the host. Holds its target slot, and a pin on the tier's entry.
+    """The read of one block from a persistent tier to host memory. Holds its target slot, and protects the tier's entry
+    from eviction (`pin`).
 
-    invalidated   a failed step computed the block, so the ticket publishes nothing
-    taken_in      the worker has handled the end of the read
+    invalidated   whether a failed step computed the block; it then does not become findable
+    taken_in      whether the worker has handled the end of the read
     """
 
     key: Key
@@ -133,17 +136,17 @@ class ReadTicket:
     taken_in: bool = False
 
     def failure(self) -> BaseException | None:
-        """The read's exception, after its fence."""
+        """The exception that the read raised, valid after its fence is done; None after success."""
         return self.fence.failure
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits for promotions, at most until `deadline_s`. Some promotions may have begun for other
-    requests.
+    """A request that waits for reads from persistent tiers, at most until `deadline_s`. Some of these reads may have
+    begun for other requests.
 
-    kept       lease of the run's host slots, so that no promotion evicts them
-    complete   every block that is not in the host tier is being read
+    kept       lease of the host slots that hold its blocks already, so that these blocks are not evicted
+    complete   whether every block that is not in host memory is being read
     """
 
     request_id: RequestId

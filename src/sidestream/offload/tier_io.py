@@ -1,7 +1,8 @@
-"""Reads and writes of one persistent tier, on its own streams. Owns the tier's index (docs/tiers.md). Worker thread
-only.
+"""Reads and writes of one persistent tier, such as the disk, on streams of its own. Called on the offload worker's
+thread only.
 
-A failed write leaves no entry, and a failed read is a miss.
+A failed write leaves no entry in the tier, and a failed read counts as a cache miss. Before a write, the tier's index
+gives a grant: the right to write one entry, possibly in place of an evicted entry. docs/tiers.md describes tiers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from sidestream.offload.tiers.index import Entry, WriteGrant
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Access, Fence, Key
 
-# Number of read streams of a tier.
+# Number of read streams for each tier.
 _NUM_READERS = 2
-# Time after a refused write in which no other write is submitted to the tier.
+# After a failed write, the tier gets no other write for this time.
 PAUSE_S = 5.0
 
 
@@ -31,10 +32,10 @@ PAUSE_S = 5.0
 class TierWork:
     """A read or a write of a block, as work for a stream.
 
-    run     does it
+    run     function that reads or writes the block
     slot    index of the host slot
-    grant   of a write; None: a read
-    victim  the entry that a write deletes first
+    grant   grant of the write; None if this is a read
+    victim  evicted entry that the write deletes first; None if there is none
     """
 
     run: Callable[[], None]
@@ -76,7 +77,7 @@ class TierIO:
         self._writes: list[WriteTicket] = []
         self._resumes_s = 0.0
         self.reads: dict[Key, ReadTicket] = {}
-        """Reads in flight. Any thread may read the length."""
+        """Reads in flight, by key. Any thread may read the length."""
 
     @property
     def busy(self) -> bool:
@@ -95,10 +96,12 @@ class TierIO:
     # ------------------------------------------------------------------ writes
 
     def write(self, key: Key, index: int, stored: StoreTicket) -> None:
-        """Write the block of a newly published slot, unless the tier has the key or has just refused a write."""
+        """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
+        already, if too many writes are in flight, or shortly after a failed write.
+        """
         if key in self._tier.index:
             return
-        # Each write leases a slot, and a slow tier must leave enough slots for other transfers.
+        # Each write holds a host slot. If the tier is slow, its writes must not take the slots of other transfers.
         crowded = len(self._writes) >= self._host.pool.size // 2
         if crowded or self._switches.abandoned or self._clock() < self._resumes_s:
             self._log.left_out(f"{self.name}-write", "skipped")
@@ -128,12 +131,12 @@ class TierIO:
         )
 
     def _written(self, grant: WriteGrant, index: int) -> list[Access]:
-        """The accesses of the write of a host slot."""
+        """The memory that a write of host slot `index` accesses, for a tracer."""
         # rule: disk-write-declares-its-entry, disk-write-declares-its-slot
         return [*self._tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)]
 
     def finish_writes(self) -> None:
-        """Handle the writes that have ended: publish or abandon their grants, and release their slots."""
+        """Handle writes that have ended: make their entries findable or abandon them, and release the slots."""
         while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
             good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.submitted_s)
@@ -145,14 +148,15 @@ class TierIO:
             if not good:
                 self._resumes_s = self._clock() + PAUSE_S
             ticket.slot.release()  # rule: disk-write-releases-its-slot
-            # Touch the prefix again after the last write of a store: entries that were being written were not touched.
+            # Mark the prefix as just used again after the last write of a store piece: entries that were still being
+            # written could not be marked before.
             if not self._writes or self._writes[0].prefix is not ticket.prefix:
                 self._tiers.touch(ticket.prefix)
 
     # ------------------------------------------------------------------ reads
 
     def read(self, key: Key, generation: int) -> ReadTicket:
-        """Read an entry into a host slot. A slot must be available, and the tier must hold `key`."""
+        """Begin to read the entry of `key` into a host slot. A slot must be available, and the tier must hold `key`."""
         tier, slot, pin = self._tier, self._host.pool.take(1), self._tier.index.pin([key])
         stream = self._read_streams[len(self.reads) % len(self._read_streams)]
         for fence in slot.after:  # rule: disk-read-waits-on-its-stream
@@ -168,14 +172,14 @@ class TierIO:
         return ticket
 
     def _read(self, entry: Entry, index: int) -> list[Access]:
-        """The accesses of the read of an entry into a host slot."""
+        """The memory that a read into host slot `index` accesses, for a tracer."""
         # rule: disk-read-declares-its-entry, disk-read-declares-its-slot
         return [self._tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)]
 
     def finish_reads(self, published: Callable[[ReadTicket], None]) -> None:
-        """Handle the reads that have ended: publish their blocks in the host tier, and release slots and pins.
+        """Handle reads that have ended: make their blocks findable in host memory, and release slots and pins.
 
-        `published` is called for each published block, before its slot is released.
+        `published` is called for each block that has become findable, before its slot is released.
         """
         # rule: disk-read-counts-after-its-fence
         for ticket in [t for t in self.reads.values() if t.fence.poll()]:
@@ -190,23 +194,23 @@ class TierIO:
                     published(ticket)
             elif not isinstance(ticket.failure(), TierTimeout):
                 # rule: damaged-entry-is-dropped
-                self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed again
+                self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable, so the block is computed again
             ticket.pin.release()  # rule: disk-read-ends-its-pin
             ticket.slot.release()  # rule: disk-read-releases-its-slot
 
     def invalidate(self, keys: frozenset[Key]) -> None:
-        """Publish none of these blocks when their reads end."""
+        """Do not make these blocks findable when their reads end."""
         for key in keys & self.reads.keys():
             self.reads[key].invalidated = True
 
-    # ------------------------------------------------------------------ both
+    # ------------------------------------------------------------------ reads and writes
 
     def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
-        """Whether no reset came after the ticket's command (hazard H8)."""
+        """Whether the cache was not reset after the ticket's transfer was submitted (hazard H8 in docs/glossary.md)."""
         return ticket.generation == self._switches.generation  # rule: transfers-check-the-generation
 
     def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
-        """The work for the stream: runs `work` and measures its time, or raises if the engine is closing."""
+        """Wrap `work` for the stream: it measures the time of `work`, or raises an error if the engine is closing."""
 
         def run() -> None:
             if self._switches.abandoned:

@@ -1,15 +1,16 @@
-"""The offload worker executes transfers on its own thread. It owns the pool of the host tier and the indices of the
-persistent tiers.
+"""The offload worker executes transfers of KV blocks on its own thread. It owns the pool of host slots (host memory for
+one block each) and the indices of the persistent tiers, such as the disk.
 
-It takes commands from one channel and puts events into another; neither side ever waits for the other:
+It takes commands from one channel and puts events into another channel. Neither thread waits for the other:
 
     store        device blocks → host slots     after the step that filled the blocks (hazard H1)
-    load         host slots → device blocks     after the last use of the blocks (H3); fences for each layer group
+    load         host slots → device blocks     after the last use of the blocks (H3); fences for each group of layers
     TIER-write   host slots → persistent tier   after the fence of the store
     TIER-read    persistent tier → host slots   for requests that wait
 
-Every failure is a miss: nothing is published (H9), the leases end, and the request recomputes. The thread shares the
-interpreter lock with the engine thread, so a turn is short: it takes few commands and submits few slices.
+docs/glossary.md lists the hazards. A failed transfer counts as a cache miss: its blocks do not become findable (H9),
+its leases of slots end, and the request computes the tokens again. The thread shares the GIL with the engine thread, so
+each turn of its loop is short: it takes few commands and submits few slices of copies.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ from sidestream.offload.tier_io import TierIO
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 
-# Pause between two turns if there is more work: a thread that waits for the interpreter lock needs some 50 us to wake
-# up, and must then find the lock free. While the link has little work, the pause is the system's shortest sleep.
+# Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
+# about 50 us to wake up, and must then find the GIL free. If the link has little work, the shorter pause is used, which
+# is the shortest sleep of the operating system.
 _PAUSE_S = 100e-6
 _SHORT_PAUSE_S = 20e-6
-# While a lane holds this many copies, the worker begins a piece only when the link needs it; all other work stays in
-# plans. A plan has far fewer Python objects than its tickets; with hundreds of thousands of objects, a garbage
-# collection stops the engine thread for hundreds of milliseconds.
+# While a lane (the queue for one copy direction) holds this many copies, the worker begins further pieces only when the
+# link needs them; until then, the work stays in plans. A plan has far fewer Python objects than its tickets. With
+# hundreds of thousands of objects, a garbage collection would stop the engine thread for hundreds of milliseconds.
 _CROWDED_LANE = 64
-# Polling interval for host memory that is being pinned.
+# Polling interval while host memory is being pinned.
 _GROWTH_POLL_S = 0.05
 
 
@@ -57,7 +59,9 @@ class _Part(Protocol):
 
 
 class OffloadWorker:
-    """Executes commands. Only the worker's thread calls `turn`; any thread may read the other public names."""
+    """Executes the engine thread's commands. Only the worker's thread calls `turn`; any thread may read the other
+    public names.
+    """
 
     def __init__(
         self,
@@ -73,10 +77,10 @@ class OffloadWorker:
         settled: Mark,
         states: StateLayout | None = None,
     ) -> None:
-        """`settled` always holds the largest id up to which every job has settled."""
+        """`settled`: the worker sets it to the largest job id up to which no job uses device blocks any more."""
         self.switches = Switches()
         self.forgotten = 0
-        """Number of resets that have reached the tiers."""
+        """Number of cache resets that were applied to the tiers."""
         self.idle_after = 0
         """Number of commands taken so far, if no transfer is in flight; else -1."""
         self._tiers = tiers
@@ -87,7 +91,7 @@ class OffloadWorker:
         self._num_taken = 0  # number of commands
         self._ended_copies: deque[Copy] = (
             deque()
-        )  # copies that are done but not handled yet: handling takes some 5 us a block
+        )  # copies that have ended but were not handled yet: handling takes some 5 us a block
         self._unsettled = UnsettledJobs()
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
@@ -131,7 +135,7 @@ class OffloadWorker:
 
     @property
     def num_reads(self) -> dict[str, int]:
-        """Reads in flight, by tier."""
+        """Number of reads in flight, by tier."""
         return {name: len(io.reads) for name, io in self._io.items()}
 
     def sizes(self) -> dict[str, int]:
@@ -149,10 +153,10 @@ class OffloadWorker:
     # ------------------------------------------------------------------ the turn: never blocks
 
     def turn(self) -> Rest:
-        """Handle ended transfers, take commands, and submit copies to the device as far as the pace allows. Returns
-        the time of the next turn.
+        """One pass of the worker's loop: handle ended transfers, take commands, and submit copies to the device as far
+        as the limits of the lanes allow. Returns when the next turn should run.
 
-        An exception is reported and then raised, which ends the thread.
+        An exception is reported to the engine thread and then raised, which ends the worker's thread.
         """
         try:
             return self._turn()
@@ -173,9 +177,9 @@ class OffloadWorker:
         if self.switches.abandoned:
             self._drop()  # rule: transfers-are-dropped
             self._take_in_copies()
-        # One slow task per turn: begin pieces that the link needs now, else handle ended copies, else begin pieces that
-        # the link needs later. If blocks are so small that the link always needs pieces, ended copies are handled as
-        # soon as there are too many of them.
+        # Do one slow task per turn. Begin pieces if the link needs them now; otherwise handle ended copies; otherwise
+        # begin pieces that the link needs later. If blocks are very small, the link always needs pieces now; ended
+        # copies are then handled when more than _CROWDED_LANE of them have piled up.
         elif not (
             (len(self._ended_copies) <= _CROWDED_LANE and self._begin_pieces(ahead=False)) or self._take_in_copies()
         ):
@@ -191,7 +195,7 @@ class OffloadWorker:
             self._loads.submitted(copy)
 
     def _take_commands(self) -> None:
-        """Take some commands and queue their jobs, which are begun piece by piece."""
+        """Take some commands and queue their jobs. The jobs are then executed piece by piece."""
         blocks = 0
         while blocks < pacing.BLOCKS_PER_TURN and (command := self._commands.take()) is not None:
             self._num_taken += 1
@@ -201,8 +205,8 @@ class OffloadWorker:
                 self._forget(command)
 
     def _submit(self, command: SubmitPlans) -> int:
-        """Queue the plans. Returns the number of blocks to load and to promote. Loads come first, because they lease
-        slots that the other plans might evict.
+        """Queue the plans. Returns the number of blocks to load and to promote. Loads are queued first, because they
+        lease slots whose blocks the other plans might evict.
         """
         plans = command.plans
         # rule: received-job-is-unsettled
@@ -221,8 +225,8 @@ class OffloadWorker:
         return sum(len(plan.keys) for _, plan in plans if not isinstance(plan, StorePlan))
 
     def _forget(self, command: Forget) -> None:
-        """Make blocks unreachable in all tiers (H8). Transfers in flight are not cancelled, but publish none of these
-        blocks.
+        """Make blocks unreachable in all tiers (hazard H8). Transfers in flight are not cancelled, but they do not make
+        these blocks findable again.
         """
         if command.keys is None:
             self._tiers.forget_all()
@@ -235,8 +239,8 @@ class OffloadWorker:
                 io.invalidate(command.keys)
 
     def _begin_pieces(self, *, ahead: bool) -> bool:
-        """Begin pieces for each lane that has nothing to submit or, with `ahead`, for each lane that is not crowded.
-        Returns whether any piece began.
+        """Begin pieces for each lane that has nothing left to submit; with `ahead`, also for each lane that holds few
+        copies. Returns whether any piece began.
         """
         begun = False
         if self._loads.waiting and self._wants_more(self._to_device, ahead):
@@ -252,7 +256,7 @@ class OffloadWorker:
         return not lane.has_more or (ahead and len(lane) < _CROWDED_LANE)
 
     def _take_in_copies(self) -> bool:
-        """Handle ended copies, some in each turn. Returns whether there were any."""
+        """Handle some of the ended copies. Returns whether there were any."""
         blocks = 0
         while self._ended_copies and (blocks < pacing.BLOCKS_PER_TURN or self.switches.abandoned):
             copy = self._ended_copies.popleft()
@@ -268,14 +272,14 @@ class OffloadWorker:
             io.write(key, index, stored)
 
     def _drop(self) -> None:
-        """End everything that has not begun, because the engine is closing."""
+        """End all transfers that have not begun, because the engine is closing."""
         reason = TierTimeout("the engine closed before this transfer began")
         self._loads.drop(reason)
         self._stores.drop()
         for copy in (*self._to_host.cancel(reason), *self._to_device.cancel(reason)):
             self._end_copy(copy)
 
-    # ------------------------------------------------------------------ the rest between two turns
+    # ------------------------------------------------------------------ waiting between two turns
 
     def _next_rest(self) -> Rest:
         lanes = ((self._loads, self._to_device), (self._stores, self._to_host))

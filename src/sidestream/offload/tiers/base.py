@@ -1,7 +1,9 @@
-"""The contract of a persistent tier. docs/tiers.md explains it to authors; `testing.tier_conformance` tests it.
+"""The interface of a persistent tier: storage for KV blocks that is slower than host memory, such as a disk.
+docs/tiers.md explains it to authors of tiers; `testing.tier_conformance` tests an implementation.
 
-Threads. The offload worker owns the index; the engine thread only looks keys up in it. `write` and `read` run on stream
-threads.
+The offload worker's thread owns the tier's index, which gives grants (the right to write one entry) and pins entries
+(protects them from eviction). The engine thread only looks keys up in the index. `write` and `read` run on the threads
+of the tier's streams.
 
     offload worker   grant = tier.index.reserve(key)          lease = tier.index.pin([key])
     stream thread    tier.write(grant, block)                 tier.read(lease.entries[0], slot)
@@ -37,15 +39,16 @@ __all__ = [
 ]
 
 Block = memoryview | npt.NDArray[np.uint8]
-"""One block's bytes: `layout.block_bytes`, contiguous, in host memory. Page-aligned blocks may be faster to move."""
+"""The bytes of one block: `layout.block_bytes`, contiguous, in host memory. Page-aligned blocks may be faster to copy.
+"""
 
 
 class PersistentTier(Protocol):
     """KV blocks by content key, on a medium that is slower than host memory.
 
-    The index never does I/O. `read` and `write` may block on I/O. They are called on stream threads, several at the
-    same time, and never use the index: they work on the grant or the pinned entry that they are given. For every
-    reader, in this process and in later ones, an entry is either complete or absent.
+    Calls of `index` never do I/O. `read` and `write` may block on I/O. They are called on stream threads, several at
+    the same time. They must not use the index, but only the grant or the pinned entry that they are given. An entry
+    must always be either complete or absent, for readers in this process and in later processes.
     """
 
     @property
@@ -56,28 +59,31 @@ class PersistentTier(Protocol):
     def write(self, grant: WriteGrant, payload: Block) -> None:
         """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`.
 
-        Raises TierFull (the medium has no room) or TierError; then no part of the entry is left.
+        Raises TierFull (the medium has no room) or TierError. After either error, no part of the entry may be left.
         """
         ...
 
     def read(self, entry: Entry, out: Block) -> None:
         """Fill `out` with the block of a pinned entry, and verify it.
 
-        Raises TierCorrupt (the entry is missing or damaged; the tier deletes it) or TierError; then `out` is undefined.
+        Raises TierCorrupt (the entry is missing or damaged; the tier deletes it) or TierError. After either error, the
+        content of `out` is undefined.
         """
         ...
 
     def close(self) -> None:
-        """Delete `index.take_doomed()` and release the medium. Called after the last read and write. Idempotent."""
+        """Delete the entries of `index.take_doomed()` and release the medium. Called after the last read and write.
+        Idempotent.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """The context in which a tier is opened: the model whose KV it will hold.
+    """Facts that a tier needs when it is opened, about the model whose KV it will hold.
 
-    fingerprint   identifies weights and config; a tier must not serve blocks of another model
-    tracer        tracer for the tier's index
+    fingerprint   hash of the model's weights and config; a tier must not serve blocks of another model
+    tracer        tracer for the tier's index, in tests; None: no tracing
     """
 
     layout: KVLayout
@@ -87,11 +93,11 @@ class TierContext:
 
 @dataclass(frozen=True, slots=True)
 class TierKind:
-    """A row of the registry.
+    """A kind of persistent tier that the registry knows.
 
-    name   name of the tier in metrics (`tier="NAME"`, `kind="NAME-write"`), streams, `CachedTokens.by_tier` and
-           `OffloadConfig.tiers`, and name of the tier's index
-    open   function that makes the tier, or returns None if the config does not ask for it. Raises ConfigError
+    name   name of the tier in metrics (`tier="NAME"`, `kind="NAME-write"`), streams, `CachedTokens.by_tier`,
+           `OffloadConfig.tiers` and the tier's index
+    open   function that makes the tier, or returns None if the config does not ask for the tier. Raises ConfigError
     """
 
     name: str

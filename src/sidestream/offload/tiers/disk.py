@@ -1,7 +1,8 @@
-"""The disk tier: one file per KV block, checksummed, in a directory that one engine holds at a time.
+"""The disk tier: one file per KV block, with a checksum, in a directory that one engine uses at a time.
 
-Knows files; the index (`tiers.index`) knows which entries are served, pinned or next to be evicted. The engine opens
-and closes the tier; `write` and `read` run on stream threads, several at once.
+This module reads and writes files. The index (`tiers.index`) decides which entries are served, pinned (protected from
+eviction) or evicted next. The engine opens and closes the tier; `write` and `read` run on stream threads, several at
+once.
 
     DIRECTORY/sidestream-tier.json        description of the tier: format version, model fingerprint, layout
     DIRECTORY/sidestream-tier.lock        locked (flock) by the engine that uses the directory; its pid, for messages
@@ -16,19 +17,20 @@ An entry is a header and the block. The header fills a page, so that the block s
     [4080, 4096)  xxh3-128 of everything else in the file
     [4096, …)     payload
 
-**The directory is the index.** Names and sizes are enough to rebuild it at open, without reading a payload; the
-modification time, set by every write and every read, gives the order of eviction. If the process dies between the
-rename of a file and its publication, the file is complete, and is served after the next open.
+**The directory is the index.** At open, the index is rebuilt from file names and sizes, without reading a payload.
+Every write and every read sets the modification time of a file, which gives the order of eviction. If the process dies
+after it has renamed a file into place, and before the index has the entry, the file is complete and is served after the
+next open.
 
 **No deletion can hit a newer write.** A file name contains the serial of its write, and is never reused while an engine
 holds the directory. So a late unlink of an evicted entry, a read in flight and a new write of the same key work on
-different files. If a crash leaves two files of one key, open keeps the later file; both hold the same bytes, because a
-key is a hash of the content.
+different files. If a crash leaves two files of one key, open keeps the later file. Both files hold the same bytes,
+because a key is a hash of everything that the block's content depends on.
 
-**No entry is synced.** kill -9 loses no page of a finished write, because the kernel has the page. A power loss may
-damage files that were renamed into place; their length or checksum is then wrong, and the lost block is recomputed. An
-fsync per block would only make stores slower. tier.json is synced, because without it the directory is refused; it is
-written only once.
+**Entries are not synced with fsync.** After kill -9, no page of a finished write is lost, because the kernel has the
+page. A power loss may damage files that were renamed into place; their length or checksum is then wrong, and the block
+is computed again. An fsync per block would only make stores slower. sidestream-tier.json is synced, because a directory
+without it is refused; it is written only once.
 """
 
 from __future__ import annotations
@@ -71,9 +73,9 @@ _PAGE = 4096
 _TIER_FILE = "sidestream-tier.json"
 _LOCK_FILE = "sidestream-tier.lock"
 _TEMPORARY = ".tmp"
-_OURS_AT_BIRTH = {_LOCK_FILE, _TIER_FILE + _TEMPORARY, "lost+found"}  # names allowed in a directory without tier.json
+_OURS_AT_BIRTH = {_LOCK_FILE, _TIER_FILE + _TEMPORARY, "lost+found"}  # names allowed in a directory before it is a tier
 _ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
-_PREFIX = re.compile(r"[0-9a-f]{2}")  # name of a directory of entries: the first byte of their keys
+_PREFIX = re.compile(r"[0-9a-f]{2}")  # name of a subdirectory: the first byte of the keys in it
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # errors of open() if the file is not regular: a socket, a directory opened for writing, circular symbolic links
@@ -83,10 +85,10 @@ _log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """KV blocks in files under `directory`; made by `open`."""
+    """The disk tier in `directory`. Made by `open`."""
 
     def __init__(self, directory: Path, *, block_bytes: int, identity: bytes, index: TierIndex, lock: int) -> None:
-        """Callers use `open` instead. Takes ownership of `lock`, an open descriptor."""
+        """Callers use `open` instead. `lock` is the open descriptor of the lock file; the tier closes it."""
         self.directory = directory
         self._root = str(directory)
         self._block_bytes = block_bytes
@@ -106,8 +108,9 @@ class DiskTier:
     ) -> DiskTier:
         """Create or reopen the tier in `directory`, for one model (`fingerprint`) and layout.
 
-        Removes leftovers of killed processes and damaged entries, then evicts entries down to `capacity_bytes` (counted
-        in whole pages, including headers). Reads only names and sizes: 70,000 entries take about a second.
+        Removes leftovers of killed processes and damaged entries, then evicts entries until the tier takes at most
+        `capacity_bytes` (counted in whole pages, including headers). Reads only names and sizes: 70,000 entries take
+        about a second.
         Raises ConfigError, and changes nothing, if `directory` is a file, is not writable, is in use, holds other
         files, or was written for another model, layout or format version, or if `capacity_bytes` is less than one
         entry.
@@ -212,7 +215,7 @@ class DiskTier:
             return
         lock, self._lock = self._lock, None
         for entry in self._index.take_doomed():
-            with contextlib.suppress(OSError):  # the file stays, and the next open finds it again
+            with contextlib.suppress(OSError):  # if this fails, the file stays, and the next open finds it again
                 _unlink(self._path(entry))
         os.close(lock)
         _log.info("disk tier %s: closed with %d blocks", self._root, len(self._index))
@@ -252,8 +255,8 @@ class DiskTier:
             if header[_DIGEST_AT:] != _digest(bytes(header[:_DIGEST_AT]), view):  # rule: every-bit-is-verified
                 return "does not match its checksum"
             with contextlib.suppress(OSError):  # the read succeeds even if its time cannot be recorded
-                # The kernel's own time stamp changes only once per tick, so a read could get the same time as the
-                # write.
+                # Set the time explicitly: the kernel's own time stamp changes only once per timer tick, so a read could
+                # get the same time as the write.
                 now = time.time_ns()
                 os.utime(fd, ns=(now, now))
             return None
@@ -292,8 +295,8 @@ class _NotRegular(OSError):
 
 
 def _open_regular(path: str | Path, flags: int) -> int:
-    """A descriptor of a regular file. Never waits, whereas a plain open of a FIFO waits for its other end. Raises
-    OSError.
+    """Open a regular file and return its descriptor. Never waits, whereas a plain open of a FIFO waits for its other
+    end. Raises OSError.
     """
     not_regular = _NotRegular(errno.EINVAL, f"{path} is not a regular file")
     try:
@@ -313,7 +316,7 @@ def _write_whole(path: str, buffers: list[memoryview]) -> None:
     try:
         try:
             fd = _open_regular(temporary, flags)
-        except FileNotFoundError:  # the first entry with this prefix
+        except FileNotFoundError:  # the subdirectory of this entry does not exist yet
             Path(path).parent.mkdir(mode=0o700, exist_ok=True)
             fd = _open_regular(temporary, flags)
         try:
@@ -346,15 +349,15 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _unlink(path: str) -> None:
-    """Delete the file, if it exists. A directory with that name, which the tier has not made, stays; it does no harm,
-    because names are never reused.
+    """Delete the file, if it exists. A directory with that name stays: it is not from the tier, and it does no harm,
+    because file names are never reused.
     """
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)  # noqa: PTH108  a Path per deletion would cost more than the call
 
 
 def _check_directory(directory: Path, description: dict[str, int | str]) -> bool:
-    """Whether the directory already is the described tier. False if it is missing or empty. Changes nothing.
+    """Whether the directory holds the described tier already. False if it is missing or empty. Changes nothing.
 
     Raises ConfigError in any other case.
     """
@@ -411,12 +414,12 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
 def _hold(directory: Path) -> int:
     """Lock the directory until the returned descriptor is closed or the process dies (also by kill -9).
 
-    A forked child shares the lock; a spawned one does not.
+    A forked child shares the lock; a spawned process does not.
     """
     lock = _open_regular(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # rule: directory-has-one-owner
-        with contextlib.suppress(OSError):  # the pid is only for messages, and a full disk can still serve reads
+        with contextlib.suppress(OSError):  # may fail on a full disk, but the pid is only for messages
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
     except BlockingIOError:
@@ -433,8 +436,8 @@ def _hold(directory: Path) -> int:
 
 
 def _write_description(directory: Path, description: dict[str, int | str]) -> None:
-    """Write tier.json, which makes an empty directory a tier. Entries are written only later, so a process that is
-    killed here leaves a directory that counts as empty.
+    """Write sidestream-tier.json, which makes an empty directory a tier. Entries are written only after it, so a
+    process that is killed before leaves a directory that counts as empty.
     """
     temporary = directory / (_TIER_FILE + _TEMPORARY)
     temporary.unlink(missing_ok=True)
@@ -469,7 +472,7 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
         next_serial = max(next_serial, serial + 1)  # rule: serials-go-on-after-a-restart
         status = file.stat(follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
-            continue  # not a file of the tier
+            continue  # a directory, which is not from the tier
         twin = newest.get(key)
         if file.name.endswith(_TEMPORARY):  # rule: leftovers-are-deleted
             leftovers += 1

@@ -1,7 +1,8 @@
-"""The host tier: slots of host memory that the device can copy from and to, with a pool like the device's.
+"""The host tier: host memory for KV blocks that the device can copy from and to. A slot is the memory of one block, and
+a pool tracks the slots, like the pool of device blocks.
 
-Knows slots and bytes, not copies. The offload worker's thread owns the pool; the engine thread only looks up keys in
-it. Only the holder of a slot's lease writes the slot's bytes.
+This module has slots and bytes, but copies nothing. The offload worker's thread owns the pool; the engine thread only
+looks keys up in it. Only the holder of a slot's lease (the right to use the slot) writes the slot's bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from sidestream.types import Tracer
 
 
 class HostTier:
-    """`num_slots` blocks in one slab of host memory.
+    """`num_slots` blocks in one allocation of host memory.
 
     memory        `num_slots * layout.block_bytes` bytes, from `Device.allocate_host`
-    ready_bytes   number of bytes, from the start, that can be used already (see `grow`); None: all
+    ready_bytes   number of bytes at the start of the memory that can be used already; `grow` raises it. None: all bytes
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class HostTier:
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes of the slots that can be used already. Any thread."""
+        """Bytes of the slots that can be used already. Any thread may read it."""
         return self.pool.size * self.layout.block_bytes
 
     def slot(self, index: int) -> memoryview:

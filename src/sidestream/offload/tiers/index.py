@@ -1,24 +1,28 @@
-"""The index of a persistent tier: the blocks that it holds, reads or writes, and the order of their eviction.
+"""The index of a persistent tier (such as the disk): which KV blocks the tier holds, reads or writes, and which block
+is evicted next.
 
-Knows keys, serials, pins and order, but no file or socket. Nothing here does I/O or blocks. Only the offload worker's
-thread writes it; the engine thread calls `in` and `stats`, which read one attribute each. All entries have the same
-size, so the capacity is a number of entries.
+The index holds keys, but no file or socket; it does no I/O and never blocks. Only the offload worker's thread changes
+it. The engine thread calls only `in` and `stats`, which read one attribute each. All entries have the same size, so the
+capacity is a number of entries.
+
+    entry      one *write* of a key, identified by the key and the serial number of the write
+    grant      the right to write an entry; `reserve` gives it
+    pin        protection of an entry from eviction while it is read
+    published  an entry that can be found under its key
+    doomed     an entry that cannot be found any more but is not deleted from the medium yet
+    victim     the entry that a grant's write deletes before it writes its own bytes
 
     absent ── reserve ──> writing ── publish ──> published ── evicted by reserve · forget · clear ──> doomed ──> absent
                              └───── abandon (a finished write leaves its entry doomed) ───────────────────┘
 
-A pinned entry is never evicted. If an entry is forgotten or cleared while it is pinned, it becomes doomed at its last
-release. Doomed entries are unreachable, but stay on the medium until the write of a later grant deletes them: each
-grant has at most one victim, which is deleted before the grant's own bytes are written. So the medium never holds more
-than
+A pinned entry is never evicted. If a pinned entry is forgotten or cleared, it becomes doomed when its last pin is
+released. Each grant has at most one victim: a doomed entry, or else an evicted entry. So no thread waits for a
+deletion, and the medium never holds more than `max_entries` entries:
 
-    published + writing + leaving (pinned, unreachable) + doomed  <=  max_entries
+    published + writing + leaving (pinned, but not findable) + doomed  <=  max_entries
 
-and no thread waits for a deletion.
-
-A deletion cannot hit the wrong bytes: it names an Entry, which is one *write* of a key (key and serial), not only the
-key. A second write of the key makes another entry, so late deletions, reads in flight and new writes use different
-entries.
+A deletion cannot delete the wrong bytes, because it names an entry, not only a key. A second write of the same key
+makes another entry, so late deletions, reads in flight and new writes use different entries.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from sidestream.types import Access, Key, Tracer
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One write of one key. `serial` increases with every write, and is never used twice while the tier is open."""
+    """One write of one key. `serial` increases with every write and is never reused while the tier is open."""
 
     key: Key
     serial: int
@@ -44,11 +48,12 @@ class Entry:
 class WriteGrant:
     """The right to write `entry`. `TierIndex.reserve` gives it, and either `publish` or `abandon` ends it.
 
-    Until the write's fence, the tier's `write` owns `victim` and `written`; after it, the offload worker reads them.
+    Until the write's fence is done, the tier's `write` owns `victim` and `written`; then the offload worker reads them.
 
     victim   the entry that `write` deletes before it writes; None if there was room, or after the deletion
-    written  the complete entry is on the medium
-    void     the entry's key was dropped meanwhile, so `publish` abandons the grant (offload worker)
+    written  whether the complete entry is on the medium
+    void     whether the key was dropped during the write: `publish` then abandons the grant. Only the offload worker
+             uses it
     """
 
     entry: Entry
@@ -80,7 +85,9 @@ class _Slot:
 
 
 class ReadLease:
-    """Keeps `entries` (in the order of the pinned keys) on the medium until `release`; never ends by time (H6)."""
+    """Keeps `entries` on the medium until `release`, and never ends after a time (hazard H6 in docs/glossary.md).
+    `entries` are in the order of the pinned keys.
+    """
 
     __slots__ = ("_index", "_slots", "entries")
 
@@ -98,7 +105,7 @@ class ReadLease:
 
 
 class TierIndex:
-    """Entries by key, least recently used first. `name` is the tier's name, and for a tracer also its memory's name."""
+    """Entries by key, least recently used first. A tracer sees the tier as a memory with the tier's name, `name`."""
 
     def __init__(
         self,
@@ -120,7 +127,7 @@ class TierIndex:
         """
         self.name = name
         self.key_log: TierKeyLog | None = None
-        """Hears of every change of the published keys; None: no log."""
+        """Log of every key that becomes findable or is removed; None: no log."""
         self._tracer = tracer
         self._max_entries = max_entries
         self._entry_bytes = entry_bytes
@@ -171,8 +178,8 @@ class TierIndex:
         return TierStats(len(self._slots), len(self._slots) * self._entry_bytes, self._evictions, self._corrupt)
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """Number of leading `keys` that are published, without a gap. Read-only: does not pin entries, nor change their
-        order (hazard H26).
+        """Number of leading `keys` that are published, without a gap. Read-only: it neither pins entries nor changes
+        their order (hazard H26).
         """
         for count, key in enumerate(keys):
             if key not in self._slots:
@@ -182,8 +189,8 @@ class TierIndex:
     def touch(self, keys: Sequence[Key]) -> None:
         """Mark `keys` as just used, in reverse order; absent keys are skipped.
 
-        The keys are a run from the start of a prefix. A block is useless without its predecessors, so the run's end
-        must be evicted first.
+        The keys are those of a sequence's first blocks, in order. A block is useless without the blocks before it, so
+        the last block must be evicted first.
         """
         for key in reversed(keys):
             if key in self._idle:
@@ -192,7 +199,7 @@ class TierIndex:
     def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Protect published `keys` from eviction until the lease is released. Only a pinned entry may be read.
 
-        Raises InvariantError if a key is not published (nothing is pinned then); `lookup` returns how many are.
+        Raises InvariantError, and pins nothing, if a key is not published: call `lookup` first.
         """
         if self.lookup(keys) < len(keys):
             raise InvariantError(
@@ -210,8 +217,8 @@ class TierIndex:
     def reserve(self, key: Key) -> WriteGrant | None:
         """The right to write `key`, with room for the entry. None if `key` is published or being written already.
 
-        If there is no room, the least recently used entry that is not pinned is evicted at once; the grant's write
-        deletes it. Raises TierFull if every entry is being read or written (nothing is evicted then).
+        If there is no room, the least recently used entry that is not pinned is evicted at once, and the grant's write
+        deletes it. Raises TierFull, and evicts nothing, if every entry is being read or written.
         """
         if key in self._slots or key in self._writing:  # rule: key-is-written-by-one-at-a-time
             return None
@@ -227,10 +234,10 @@ class TierIndex:
         return grant
 
     def publish(self, grant: WriteGrant) -> None:
-        """Make a written entry visible as the most recently used entry. Call it after the fence of its write (H7).
+        """Make a written entry findable, as the most recently used entry. Call it after the fence of the write (H7).
 
-        If the key was dropped during the write, the entry is dropped, too (H8). Raises InvariantError if the write did
-        not succeed.
+        If the key was dropped during the write, the entry is dropped as well (H8). Raises InvariantError if the write
+        did not succeed.
         """
         if not grant.written:  # rule: entry-was-written
             raise InvariantError(
@@ -247,7 +254,7 @@ class TierIndex:
             self.key_log.stored((grant.entry.key,))
 
     def abandon(self, grant: WriteGrant) -> None:
-        """End a grant without an entry (H9), because its write failed, never ran, or is no longer needed.
+        """End a grant without a findable entry (H9), because its write failed, never ran, or is no longer needed.
 
         Call it only after the fence of the write, or if the write was never submitted.
         """
@@ -267,16 +274,16 @@ class TierIndex:
             self._retire(slot)
 
     def clear(self) -> None:
-        """Drop every entry: no key is reachable afterwards, not even keys that are being written now (H8).
+        """Drop every entry: no key can be found afterwards, not even a key that is being written now (H8).
 
-        Later writes, and the tier's close, delete the entries. Entries that are not deleted by then (kill -9) are found
-        by the next open, which is harmless, because their content matches their keys.
+        Later writes delete the entries from the medium; `close` of the tier deletes those that remain. After kill -9,
+        the next open finds them again. This is harmless, because their content still matches their keys.
         """
         self.drop([*self._slots, *self._writing])
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Drop these entries: none of the keys is reachable afterwards, not even keys that are being written now. They
-        are deleted later, as by `clear`.
+        """Drop the entries of these keys, as `clear` does for all keys: none of the keys can be found afterwards, not
+        even a key that is being written now.
         """
         for key in keys:
             if (slot := self._slots.get(key)) is not None:
@@ -291,7 +298,7 @@ class TierIndex:
         return doomed
 
     def _make_room(self) -> Entry | None:
-        """The victim for one more entry; None if there is room without a victim."""
+        """The victim of the next grant; None if there is room without deleting an entry."""
         if self._doomed:  # rule: doomed-entries-are-deleted
             return self._doomed.popleft()
         if len(self._slots) + len(self._writing) + self._leaving < self._max_entries:
@@ -333,7 +340,7 @@ class TierIndex:
             self._doomed.append(slot.entry)
 
     def _trace_found(self, tracer: Tracer, entry: Entry) -> None:
-        """Trace an entry of an earlier process, whose bytes are on the medium."""
+        """Tell the tracer about an entry that an earlier process wrote."""
         tracer.took(self.name, [entry.serial], ())
         tracer.host_touched(lambda: [self.access(entry, write=True)], f"found on {self.name}")
         tracer.published(self.name, entry.serial, entry.key)
@@ -342,7 +349,7 @@ class TierIndex:
     def _unpin(self, slots: tuple[_Slot, ...]) -> None:
         if self._tracer is not None:
             self._tracer.released(self.name, [slot.entry.serial for slot in slots], ())
-        for slot in reversed(slots):  # so the first key becomes the most recently used: see touch
+        for slot in reversed(slots):  # reversed, so that the first key becomes the most recently used: see `touch`
             slot.pins -= 1  # rule: reader-ends-its-own-pin
             if slot.pins:  # rule: entry-is-idle-after-its-last-reader
                 continue

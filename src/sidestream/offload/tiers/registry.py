@@ -16,7 +16,7 @@ _KINDS: list[TierKind] = [disk.KIND]
 
 
 def register(kind: TierKind) -> None:
-    """Add a persistent tier after the known ones, for engines of this process that are built later.
+    """Add a persistent tier after the known tiers, for engines that this process builds later.
 
     Raises ConfigError if a tier with that name is known already.
     """
@@ -33,7 +33,7 @@ def names() -> tuple[str, ...]:
 def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, PersistentTier]:
     """The persistent tiers that `config` asks for, by name, fastest first.
 
-    Raises ConfigError if a tier cannot be opened or is unknown; then the others are closed.
+    Raises ConfigError if a tier cannot be opened or is unknown; tiers that were opened before are closed again.
     """
     known = {kind.name for kind in _KINDS}
     for name in config.tiers:
@@ -50,16 +50,17 @@ def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, Persist
 
 
 def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
-    """The tiers of one of `size` ranks: its share of the bytes, and a disk directory of its own under `config.disk`.
+    """The tier options of one of `size` ranks: its share of the bytes, and its own disk directory under `config.disk`.
 
-    Raises ConfigError if the directory holds the blocks of another number of ranks, or if a tier other than the disk
-    is asked for, whose options Sidestream cannot divide.
+    Raises ConfigError if the directory holds blocks of another number of ranks, or if `config` asks for a tier other
+    than the disk: Sidestream cannot divide the options of such a tier.
     """
     if size == 1:
         return config
     if config.tiers:
         raise ConfigError(
-            f"tier {next(iter(config.tiers))} was asked for with {size} ranks: ranks share only host memory and disk"
+            f"tier {next(iter(config.tiers))} cannot be used with {size} ranks, because only host memory and the disk can "
+            "be divided among ranks: remove the tier, or use one rank"
         )
     disk = None
     if config.disk is not None:
@@ -67,8 +68,8 @@ def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
         names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
         if strange := next((name for name in names if not name.endswith(f"-of-{size}")), None):
             raise ConfigError(
-                f"disk directory {root} holds {strange}, which {size} ranks cannot use: the blocks of each number of "
-                "ranks need a directory of their own; choose another directory, or empty this one"
+                f"disk directory {root} holds {strange}, which {size} ranks cannot use, because a directory is for one "
+                "number of ranks: give another directory, or empty this one"
             )
         disk = root / f"rank-{rank}-of-{size}"
     return dataclasses.replace(

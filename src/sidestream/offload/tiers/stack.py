@@ -1,8 +1,8 @@
-"""The tiers of one engine as an ordered list: host memory, then the persistent tiers.
+"""The tiers of one engine, as an ordered list: host memory, then the persistent tiers (such as the disk).
 
-A block goes from the device to the host tier, and from there to every persistent tier. It comes back through the host
-tier, from the fastest tier that has it. The offload worker owns the pool and the indices of the tiers; the engine
-thread calls `locate`, `gauges` and `close`.
+A block is copied from the device to the host tier, and from there to every persistent tier. It comes back through the
+host tier, from the fastest tier that has it. The offload worker owns the pool of the host tier and the indices of the
+persistent tiers; the engine thread calls only `locate`, `gauges` and `close`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sidestream.types import HOST, Key
 
 @dataclass(frozen=True, slots=True)
 class TierGauge:
-    """The content of one tier. `ready_bytes`: bytes of its memory that can be used already; None: it is not a
-    memory.
+    """The content of one tier. `ready_bytes`: bytes of the tier's memory that can be used already; None if the tier is
+    not in memory.
     """
 
     name: str
@@ -35,12 +35,12 @@ class TierStack:
     host: HostTier
     persistent: Mapping[str, PersistentTier] = field(default_factory=dict)
 
-    # ------------------------------------------------------------------ any thread
+    # ------------------------------------------------------------------ called from any thread
 
     def locate(self, keys: Sequence[Key]) -> list[str]:
-        """The longest run of leading `keys` that the tiers hold: the name of a tier for each key of the run.
+        """The longest run of leading `keys` that the tiers hold. Returns the name of a tier for each key of the run.
 
-        This is only a lookup: a block may be evicted before the resulting plan is executed, and is then a miss.
+        This is only a lookup: if a block is evicted before a plan loads it, that load is a miss.
         """
         sources = [HOST] * len(self.host.pool.match(keys))  # often the whole run; faster than single lookups
         for key in keys[len(sources) :]:
@@ -51,7 +51,7 @@ class TierStack:
         return sources
 
     def find(self, key: Key) -> str | None:
-        """The fastest persistent tier that holds `key`."""
+        """The name of the fastest persistent tier that holds `key`, or None."""
         return next((name for name, tier in self.persistent.items() if key in tier.index), None)
 
     def gauges(self) -> Iterator[TierGauge]:
@@ -68,20 +68,20 @@ class TierStack:
             for tier in self.persistent.values():
                 ends.callback(tier.close)
 
-    # ------------------------------------------------------------------ the offload worker
+    # ------------------------------------------------------------------ called from the offload worker only
 
     def touch(self, prefix: Sequence[Key]) -> None:
-        """Mark a run from the start of a sequence as just used in every tier. The run's end will be evicted first."""
+        """Mark the first blocks of a sequence as just used in every tier; the last of them will be evicted first."""
         self.host.pool.touch(prefix)
         self.touch_persistent(prefix)
 
     def touch_persistent(self, prefix: Sequence[Key]) -> None:
-        """The same as `touch`, but only in the persistent tiers."""
+        """Like `touch`, but only in the persistent tiers."""
         for tier in self.persistent.values():
             tier.index.touch(prefix)
 
     def forget_all(self) -> None:
-        """Make every block unreachable, in every tier (hazard H8)."""
+        """Make every block unreachable in every tier (hazard H8 in docs/glossary.md)."""
         self.host.pool.forget_all()  # rule: reset-drops-keys-of-the-host-tier
         for tier in self.persistent.values():
             tier.index.clear()  # rule: reset-drops-keys-of-the-disk
