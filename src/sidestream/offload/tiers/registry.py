@@ -59,8 +59,8 @@ def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
         return config
     if config.tiers:
         raise ConfigError(
-            f"tier {next(iter(config.tiers))} cannot be used with {size} ranks, because only host memory and the disk can "
-            "be divided among ranks: remove the tier, or use one rank"
+            f"tier {next(iter(config.tiers))} cannot be used with {size} ranks, because only host memory and the disk "
+            "can be divided among ranks: remove the tier, or use one rank"
         )
     disk = None
     if config.disk is not None:
