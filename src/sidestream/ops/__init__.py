@@ -1,5 +1,6 @@
-"""The device operations of a step besides the model. One interface has two implementations: torch for a CPU, and Triton
-kernels for a GPU. They take only tensors, and know nothing about the runner, requests or streams.
+"""Device operations of a step outside the model: preparing inputs, sampling, and verifying drafts. The interface `Ops`
+has two implementations: torch for a CPU, and Triton kernels for a GPU. They take only tensors; they do not use the
+model runner, requests or streams.
 """
 
 from sidestream.ops.interface import Ops

@@ -1,4 +1,4 @@
-"""Triton kernels for argmax and prompt lookup. Each replaces tens of small torch kernels. They may be captured.
+"""Triton kernels for argmax and prompt lookup. Each replaces tens of small torch kernels. CUDA graphs may capture them.
 
 Their results are bit-equal to those of `ops/torch_ops.py`; tests compare both.
 """
@@ -12,7 +12,9 @@ _MAXIMA = tl.constexpr(128)
 
 @triton.jit(do_not_specialize=["parts"])
 def argmax_of_parts(logits, maxima, indices, width, stride, parts):
-    """The largest of `LANES` logits of a row, and its first index; infinity if a logit is NaN. Grid (rows, parts)."""
+    """First pass of argmax: the largest of `LANES` logits of a row, and its first index. The largest is infinity if a
+    logit is NaN. Grid (rows, parts).
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     index = part * LANES + tl.arange(0, LANES)
     value = tl.load(logits + row * stride + index, mask=index < width, other=float("-inf")).to(tl.float32)
@@ -24,7 +26,9 @@ def argmax_of_parts(logits, maxima, indices, width, stride, parts):
 
 @triton.jit(do_not_specialize=["parts"])
 def argmax_of_maxima(maxima, indices, tokens, finite, parts):
-    """The first index of the largest logit of all parts; 0 if that logit is not finite. Grid (rows,)."""
+    """Second pass of argmax: the first index of the largest logit of all parts of a row; 0 if that logit is not finite.
+    Grid (rows,).
+    """
     row = tl.program_id(0).to(tl.int64)
     largest, token = tl.program_id(0) * 0.0 + float("-inf"), tl.program_id(0) * 0
     for begin in range(0, parts, _MAXIMA):
@@ -42,8 +46,8 @@ def argmax_of_maxima(maxima, indices, tokens, finite, parts):
 
 @triton.jit(do_not_specialize=["width", "stride", "longest", "shortest", "count"])
 def match_ngram(history, rows, lengths, drafts, width, stride, longest, shortest, count):
-    """The tokens after the longest earlier occurrence of a row's last tokens; if several are equally long, after the
-    latest one. Grid (rows,).
+    """Drafts by prompt lookup. Finds the longest suffix of a row's tokens that also occurs earlier, at its latest
+    occurrence, and drafts the tokens that follow there. Grid (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
     own = history + tl.load(rows + row) * stride

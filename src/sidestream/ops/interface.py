@@ -1,8 +1,12 @@
-"""The interface of the device operations. Unless its docstring says otherwise, an operation enqueues work on the
-current stream and reads no device values on the host. `TritonOps` may be captured in a CUDA graph.
+"""The interface of the device operations. An operation enqueues work on the current stream, and the host reads no
+device values, unless the operation's docstring says otherwise. CUDA graphs may capture the operations of `TritonOps`.
 
-Shapes: T packed tokens, B rows of a step, R rows of a call, S request slots (the last is the padding slot), N rows of
-logits, K drafts per row, V tokens of the vocabulary. Integers are int64 unless a type is given.
+A row is one request's part of a step's batch: a decode token with its drafts, or a chunk of a prompt. The tokens of all
+rows are packed in one tensor. A request slot is a request's index in the tensors of device state. A draft is a guessed
+token that the model verifies.
+
+Shapes: T packed tokens, B rows of a step, R rows of a call, S request slots (the last slot is for padding), N rows of
+logits, K drafts per row, V tokens of the vocabulary. Integers are int64 unless another type is given.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ class DraftRows(NamedTuple):
     """The state of R decode rows before a step drafts for them.
 
     tokens         `[R]`: the last token of each row
-    lengths        `[R]`: number of tokens of each row, including the last one
+    lengths        `[R]`: number of tokens of each row, including the last token
     bounds         `[R]`: the last position for which the row has a block
-    padding        bool `[R]`: the row is padding
+    padding        bool `[R]`: whether the row is padding
     block_tables   int32 `[R, width]`
-    hidden         `[R, hidden_size]`
+    hidden         `[R, hidden_size]`: the hidden state of each row's request slot
     """
 
     tokens: Tensor
@@ -48,12 +52,12 @@ class DraftRows(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """The rows of a packed step, for hidden states.
+    """The rows of a step, for operations on hidden states.
 
     cu_seqlens_q   `[B + 1]`: offsets of the rows into the packed tokens
-    slots          `[B]`: request slots
-    origins        `[B]`: the source of the hidden state before the row's first token: a block id, `FROM_SLOT` or
-                   `ZEROS`
+    slots          `[B]`: request slot of each row
+    origins        `[B]`: where to read the hidden state of the token before each row's first token: a block id,
+                   `FROM_SLOT` or `ZEROS`
     """
 
     cu_seqlens_q: Tensor
@@ -62,21 +66,22 @@ class PackedRows(NamedTuple):
 
 
 FROM_SLOT, ZEROS = -1, -2
-"""Values of `origins`: the hidden state before a row's first token is the state of its request slot (`FROM_SLOT`), or
-it is zeros, at the start of a sequence (`ZEROS`).
+"""Values of `PackedRows.origins`. `FROM_SLOT`: the hidden state is kept for the row's request slot. `ZEROS`: the row
+begins a sequence, so the hidden state is zeros.
 """
 
 
 class SlotTensors(NamedTuple):
-    """The state of request slots that a draw advances.
+    """Device state of the request slots that `Ops.advance` updates after sampling.
 
     last_tokens     `[S]`
     lengths         `[S]`: number of tokens with KV
-    history         int32 `[S, width + 1]`: all tokens. Writes to the last column are ignored. An engine without drafts
-                    has no columns here, and keeps neither `lengths` nor `hidden`
+    history         int32 `[S, width + 1]`: all tokens of each request; the last column takes writes to be ignored. An
+                    engine without drafts keeps no history (no columns), no `lengths` and no `hidden`
     hidden          `[S, hidden_size]`
-    output_counts   int32 `[S, V]`: counts of output tokens of penalised slots; None: no row of the step is penalised
-    sampling        sampling options, see `ops/rules.py`
+    output_counts   int32 `[S, V]`: how often each token was output, for slots with a penalty; None if no row of the
+                    step has a penalty
+    sampling        sampling options: `SamplingTensors.numbers` in ops/rules.py
     """
 
     last_tokens: Tensor
@@ -101,7 +106,8 @@ class Ops(Protocol):
     def match_ngram(
         self, history: Tensor, slots: Tensor, lengths: Tensor, count: int, *, longest: int, shortest: int
     ) -> Tensor:
-        """Drafts `[R, count]` by prompt lookup, see `NgramProposer`. history int32 `[S, width]`; slots and lengths
+        """Drafts `[R, count]` by prompt lookup: the tokens that follow the longest earlier occurrence of a row's last
+        tokens. Such an occurrence has `shortest` to `longest` tokens. history int32 `[S, width]`; slots and lengths
         `[R]`.
         """
         ...
@@ -125,13 +131,14 @@ class Ops(Protocol):
         block_tokens: int,
         width: int,
     ) -> ResolvedInputs:
-        """Replace the placeholders in packed inputs by device state.
+        """Replace placeholders by device state. The host prepares a step before the results of the previous step are
+        known, so its inputs contain negative numbers in place of unknown values.
 
-        packed        `[T]`: token ids; -1: the slot's last token; -2 - k: its draft k
-        positions     `[T]`; -1 - k: k positions after the slot's last token
-        token_slots   `[T]`
-        kv_lens       `[B]`; -k: k tokens more than the slot's length
-        slots         `[B]`
+        packed        `[T]`: token ids; -1: the last token of the slot; -2 - k: draft k of the slot
+        positions     `[T]`; -1 - k: k positions after the last token of the slot
+        token_slots   `[T]`: request slot of each token
+        kv_lens       `[B]`; -k: k tokens more than the length of the slot
+        slots         `[B]`: request slot of each row
         drafts        `[S, K]` by slot; None: the step has no drafts
         width         number of columns of the returned block tables
         """
@@ -150,16 +157,16 @@ class Ops(Protocol):
         hidden: Tensor,
         width: int,
     ) -> DraftRows:
-        """The state of R decode rows. positions `[T]` and kv_lens `[R]` as in `resolve_inputs`; starts `[R]`: the first
-        packed token of each row; slots `[R]`.
+        """The state of R decode rows. positions `[T]` and kv_lens `[R]` are as in `resolve_inputs`; starts `[R]` is the
+        first packed token of each row; slots `[R]`.
         """
         ...
 
     def draft_slots(
         self, block_tables: Tensor, positions: Tensor, bounds: Tensor, padding: Tensor, *, block_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """Slot mapping and KV lengths, both `[R]`, of rows with one token each. The token is at the row's position, or
-        at its bound if that is earlier. Padding rows write nothing and have length 0.
+        """Slot mapping and KV lengths, both `[R]`, of a batch with one token in each row. The token is at the row's
+        position, or at the row's bound if the bound is smaller. Padding rows write nothing and have length 0.
         """
         ...
 
@@ -172,23 +179,25 @@ class Ops(Protocol):
         in_prompt: Tensor,
         drafted: Tensor | None,
     ) -> Tensor:
-        """The logits after the penalties of their slots, float32 `[N, V]`. Float32 logits may be overwritten.
+        """The logits with the penalties of their request slots applied, float32 `[N, V]`. Float32 logits may be
+        overwritten.
 
         slots           `[N]`
         output_counts   int32 `[S, V]`
-        in_prompt       bool `[S, V]`
-        drafted         `[N, K]`: drafts between the slot's last token and each row of logits, padded with -1. They
-                        count as output tokens
+        in_prompt       bool `[S, V]`: whether the token is in the prompt
+        drafted         `[N, K]`: the drafts before each row of logits, padded with -1. The penalties count them as
+                        output tokens
         """
         ...
 
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `[N]`, and whether the logits of each row are finite, bool `[N]`. If not, the row's token is 0.
+        """Sample one token for each row of logits. Returns the tokens, `[N]`, and whether the logits of each row are
+        finite, bool `[N]`; if not, the token is 0.
 
         slots            `[N]`
-        output_indices   `[N]`: number of the slot's outputs before this token
+        output_indices   `[N]`: number of the request's outputs before this token
 
-        `TorchOps` reads device values here.
+        In `TorchOps`, the host reads device values.
         """
         ...
 
@@ -206,21 +215,22 @@ class Ops(Protocol):
         cu_seqlens_q: Tensor,
         decodes: int,
     ) -> Tensor:
-        """Accept drafts, and advance the slots of sampling rows by the drawn tokens; `state` is overwritten. Returns
-        the accept lengths, `[B]`: the number of tokens by which each sampling row advances (H19). Padding rows change
-        only the padding slot.
+        """Verify drafts, and update the request slots of rows that sample; `state` is overwritten. Returns the accept
+        lengths, `[B]`: the number of tokens by which each of these rows advances. Padding rows change only the padding
+        slot.
 
-        tokens          `[N]`: the drawn tokens
-        positions       `[N]`: position of the packed token before each drawn token
+        tokens          `[N]`: the sampled token of each row of logits
+        positions       `[N]`: position of the token whose logits these are
         drafts          `[decodes or fewer, K]`: drafts of the first rows; None: the step has no drafts
-        hidden          `[N, hidden_size]`: hidden states at the logits; None: they are not kept
-        sampling_rows   `[B]`: indices of the rows that sample, then -1
-        first_logits    `[B]`: index of the first logits of each of these rows
+        hidden          `[N, hidden_size]`: hidden states of these tokens; None: they are not kept
+        sampling_rows   `[B]`: indices of the rows that sample, padded with -1
+        first_logits    `[B]`: for each of these rows, the index of its first row of logits
+        decodes         number of decode rows, which are the first rows
         """
         ...
 
     def previous_hidden(self, hidden: Tensor, rows: PackedRows, by_slot: Tensor, by_block: Tensor) -> Tensor:
-        """The hidden state at the position before each packed token, `[T, hidden_size]`.
+        """The hidden state of the token before each packed token, `[T, hidden_size]`.
 
         hidden     `[T, hidden_size]`: hidden states of this step
         by_slot    `[S, hidden_size]`: hidden states of request slots
@@ -240,6 +250,6 @@ class Ops(Protocol):
         block_tokens: int,
     ) -> None:
         """Write the hidden state of each complete block's last token to `by_block`, and of each row's last token to
-        `by_slot`. Writes to the last block of `by_block` are ignored.
+        `by_slot`. The last block of `by_block` takes writes to be ignored.
         """
         ...

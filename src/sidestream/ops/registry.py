@@ -7,9 +7,9 @@ from sidestream.ops.torch_ops import TorchOps
 
 
 def select_ops(*, has_kernels: bool) -> Ops:
-    """The implementation for an engine's device; called once, when the engine is built.
+    """The implementation for an engine's device. Called once, when the engine is built.
 
-    has_kernels   whether the device runs Triton kernels. A CPU does not, and does not need Triton
+    has_kernels   whether the device runs Triton kernels. A CPU does not, and needs no Triton
     """
     if not has_kernels:
         return TorchOps()

@@ -1,5 +1,5 @@
-"""The sampling options of all request slots as one tensor on the device. A draw then reads only device state, so it can
-be captured in a CUDA graph.
+"""The sampling options of all request slots, as one tensor on the device. Sampling then reads only device state, so a
+CUDA graph can capture it. A request slot is a request's index in the tensors of device state.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from sidestream.types import SamplingSpec
 COLUMNS: Mapping[str, int] = {
     name: column for column, name in enumerate((*SAMPLING_OPTIONS, "penalised", "seed", "prompt_len"))
 }
-"""Column of each sampling option in `SamplingTensors.numbers`, and of three other numbers that a draw needs."""
+"""Column of each sampling option in `SamplingTensors.numbers`, and of three other numbers that sampling needs."""
 
 _MASK = (1 << 64) - 1
-# The constants of splitmix64.
+# The constants of splitmix64, a hash function.
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingTensors:
-    """One row of numbers for each request slot, one column for each name of `COLUMNS`.
+    """One row of numbers for each request slot, with one column for each name in `COLUMNS`.
 
     numbers   int64 `[rows, len(COLUMNS)]`. An option that takes whole numbers is stored as an int64, any other option
               as the bits of a float64. Temperature is 0 for every greedy request
@@ -47,12 +47,12 @@ class SamplingTensors:
 
     @property
     def penalised(self) -> Tensor:
-        """Bool `[rows]`: whether a draw depends on the tokens before it."""
+        """Bool `[rows]`: whether the request has a penalty, so that sampling depends on earlier tokens."""
         return self.numbers[:, COLUMNS["penalised"]] != 0
 
     @property
     def seed(self) -> Tensor:
-        """int64 `[rows]`: a hash of the request's seed, the start of the row's random numbers."""
+        """int64 `[rows]`: a hash of the request's seed, from which its random numbers are made."""
         return self.numbers[:, COLUMNS["seed"]]
 
     @property
@@ -69,17 +69,17 @@ def sampling_row(spec: SamplingSpec, *, prompt_len: int) -> tuple[int, ...]:
             int(options[name]) if option.kind is int else _bits(options[name])
             for name, option in SAMPLING_OPTIONS.items()
         ),
-        _bits(spec.penalised),  # for True: bits that are not 0, whether they are read as an int64 or as a float64
+        _bits(spec.penalised),  # True has bits that are not 0, whether they are read as an int64 or as a float64
         _signed(_mix(spec.seed & _MASK)),
         prompt_len,
     )
 
 
 def uniforms(seeds: Tensor, output_indices: Tensor) -> Tensor:
-    """One random number for each draw, float64 `[R]`: a multiple of 2**-53 in [0, 1).
+    """One random number for each sampled token, float64 `[R]`: a multiple of 2**-53 in [0, 1).
 
     seeds            hashed seeds (`SamplingTensors.seed`), int64 `[R]`
-    output_indices   index of the drawn token among the request's outputs, int64 `[R]`
+    output_indices   index of the sampled token among the request's outputs, int64 `[R]`
 
     The number is a hash of seed and index by splitmix64 (Steele et al. 2014). The seed is hashed before the index is
     added, so neighbouring seeds do not share a sequence.

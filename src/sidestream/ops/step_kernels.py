@@ -1,8 +1,13 @@
-"""Triton kernels of a step besides the model. Each replaces tens of launches of torch, and launches take most of the
-time of a small step.
+"""Triton kernels for the work of a step outside the model. Each kernel replaces tens of launches of torch, and launches
+take most of the time of a small step.
 
-They are launched on the current stream, and the host reads no device values, so they may be captured. Their results are
-bit-equal to those of `ops/torch_ops.py`, except for exponentials and penalties; tests compare them.
+They are launched on the current stream, and the host reads no device values, so CUDA graphs may capture them. Their
+results are bit-equal to those of `ops/torch_ops.py`, except for exponentials and penalties; tests compare both.
+`ops/interface.py` explains rows, request slots and shapes.
+
+Sampling compares tokens by their power: the token's probability divided by that of the row's likeliest token. The
+weight of a token is its power as a whole number. A filter (top-k, top-p, min-p) drops all tokens whose power is below
+its floor.
 """
 
 import triton
@@ -11,8 +16,8 @@ import triton.language as tl
 from sidestream.ops.rules import COLUMNS
 
 LANES = tl.constexpr(128)
-# Arguments that are parts of a step's buffer. The address of a part depends on the sizes of the other parts, so Triton
-# must not compile variants for its alignment.
+# Arguments that are parts of one buffer with all inputs of a step. The address of a part depends on the sizes of the
+# other parts, so Triton must not compile variants for its alignment.
 _NUMBERS = [
     "tokens",
     "positions",
@@ -27,13 +32,13 @@ _NUMBERS = [
     "origins",
     "slots",
 ]
-# Number of logits that a program processes at once. Vocabulary size and strides do not change, so a variant for
-# multiples of 16, which has wide loads, pays off.
+# Number of logits that a program processes at once. Triton compiles a variant for sizes that are multiples of 16, with
+# wide loads; this pays off here, because vocabulary size and strides do not change.
 WIDE = tl.constexpr(4096)
-# See `ops/torch_sampling.py` and `ops/rules.py`.
+# The same constants as in `ops/torch_sampling.py` and `ops/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
 # The floor of a filter (see `search`) is found digit by digit, with two bits per digit. For each digit, one pass over
-# all logits measures the mass above three candidates.
+# all logits measures the mass above each of three candidates.
 BITS, DIGITS = tl.constexpr(2), tl.constexpr(4)
 # Maximum number of parts of a row's logits. One program processes one part, tile by tile.
 PARTS = tl.constexpr(64)
@@ -58,7 +63,7 @@ _GOLDEN, _FIRST, _SECOND = (
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NUMBERS)
 def update_block_tables(places, blocks, tables, count):
-    """Write each block id at its flat index; an index of -1 writes nothing. Grid (tiles,)."""
+    """Write each block id at its flat index in the block tables; an index of -1 writes nothing. Grid (tiles,)."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     place = tl.load(places + at, mask=at < count, other=-1)
     tl.store(tables + place, tl.load(blocks + at, mask=at < count, other=0).to(tl.int32), mask=place >= 0)
@@ -91,7 +96,9 @@ def resolve_inputs(
     size,
     DRAFTS: tl.constexpr,
 ):
-    """Resolves one tile of tokens; the programs after the tiles resolve one row each. Grid (tiles + rows,)."""
+    """See `Ops.resolve_inputs`. The first programs handle one tile of tokens each, the other programs one row each.
+    Grid (tiles + rows,).
+    """
     tiles = tl.cdiv(num_tokens, LANES)
     if tl.program_id(0) < tiles:
         at = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -173,7 +180,7 @@ def draft_rows(
 
 @triton.jit(do_not_specialize=["size", "width"], do_not_specialize_on_alignment=["positions", "bounds", "padding"])
 def draft_slots(tables, positions, bounds, padding, slots, kv_lens, size, width):
-    """The slot and KV length of one row's token, at its position or at its bound if that is earlier. Grid (rows,)."""
+    """The slot and KV length of one row's token, at its position, or at its bound if that is smaller. Grid (rows,)."""
     at = tl.program_id(0).to(tl.int64)
     position = tl.minimum(tl.load(positions + at), tl.load(bounds + at))
     slot = tl.load(tables + at * width + position // size).to(tl.int64) * size + position % size
@@ -186,7 +193,7 @@ def draft_slots(tables, positions, bounds, padding, slots, kv_lens, size, width)
 
 @triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=_NUMBERS)
 def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride, most):
-    """One row of logits after the penalties of its request slot. Grid (rows of logits, parts)."""
+    """Apply the penalties of a row's request slot to a part of the row's logits. Grid (rows of logits, parts)."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     real = at < width
@@ -210,8 +217,8 @@ def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride,
 
 @triton.jit
 def _place_in_order(value, SPARE: tl.constexpr):
-    """A whole number of 0 or more with the same order as the float32 `value`. SPARE low bits are dropped, which are
-    zero in every value of the logits' type.
+    """Map float32 to whole numbers of 0 or more, in the same order. The low SPARE bits are dropped, because they are
+    zero in every value of the logits' dtype.
     """
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> SPARE
@@ -219,7 +226,7 @@ def _place_in_order(value, SPARE: tl.constexpr):
 
 @triton.jit
 def _power_at(place, top, cold, SPARE: tl.constexpr):
-    """The power (see `_power`) of the value that `_place_in_order` maps to `place`."""
+    """The power of the value that `_place_in_order` maps to `place`."""
     whole = (place << SPARE).to(tl.uint32)
     bits = tl.where((whole >> 31) != 0, whole & 0x7FFFFFFF, (whole | ((1 << SPARE) - 1)) ^ 0xFFFFFFFF)
     return _power(bits.to(tl.float32, bitcast=True), top, cold)
@@ -237,7 +244,7 @@ def _weight(power):
 
 @triton.jit
 def _next_digits(begun, masses, limit, turns_left):
-    """The digits of a floor so far, including the digit that the masses of the last turn determine."""
+    """The digits of a floor that are known: `begun`, and the digit that follows from the masses of the last turn."""
     at = tl.arange(0, PARTS)[:, None] * DIGITS + tl.arange(0, DIGITS)[None, :]
     above = tl.sum(tl.load(masses + at), 0).to(tl.float64)
     return begun + (tl.sum((above >= limit).to(tl.int64), 0) << (BITS * turns_left))
@@ -245,7 +252,7 @@ def _next_digits(begun, masses, limit, turns_left):
 
 @triton.jit
 def _asked(place, rows, finite, reals, logits, tokens, stride):
-    """For one row of logits: whether its token is drawn at random, the index of its options, its largest logit, and
+    """For one row of logits: whether its token is sampled at random, the offset of its options, its largest logit, and
     1 / temperature.
     """
     rules = tl.load(rows + place) * _RULES
@@ -257,7 +264,9 @@ def _asked(place, rows, finite, reals, logits, tokens, stride):
 
 @triton.jit
 def _limit(place, rules, numbers, reals, sums, width, COUNTED: tl.constexpr):
-    """Whether a filter drops anything, and its limit: the mass above the floor stays below this limit."""
+    """Whether top-k (if COUNTED) or top-p drops anything, and its limit: the mass above the floor is below the
+    limit.
+    """
     if COUNTED:
         top_k = tl.load(numbers + rules + _TOP_K)
         drops, limit = (top_k > 0) & (top_k < width), top_k.to(tl.float64)
@@ -272,16 +281,16 @@ def search(
     logits, rows, finite, numbers, reals, tokens, sums, masses, found, width, stride, span, places, turn, turns,
     COUNTED: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """One turn of the search for a filter's floor: measures, in one part of a row of logits, the mass above each
+    """One turn of the search for a filter's floor. Measures, in one part of a row of logits, the mass above each
     candidate for the next digit. Grid (rows of logits, parts).
 
-    A filter drops all values below its floor. The floor is the smallest value (by its place in the order of floats)
-    for which the mass of all larger values is below the filter's limit. The mass is a number of tokens if COUNTED, else
-    a sum of weights. Each launch finds one digit, the highest first, from the masses that the previous launch wrote.
+    The floor is the smallest value (by its place in the order of floats) for which the mass of all larger values is
+    below the filter's limit. The mass is a number of tokens if COUNTED (top-k), else a sum of weights (top-p). Each
+    launch finds one digit, the highest first, from the masses that the previous launch wrote.
 
     span     number of logits of a part
     masses   int64 `[2, rows of logits, PARTS, DIGITS]`, initially zero: masses of even turns and of odd turns
-    found    int64 `[turns, rows of logits]`: the digits before each turn
+    found    int64 `[turns, rows of logits]`: the digits that were known before each turn
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
@@ -329,10 +338,10 @@ def weigh(
     logits, rows, finite, numbers, reals, tokens, sums, masses_k, found_k, masses_p, found_p, to, floors, width, stride,
     span, places, turns, FINAL: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Sum up the weights, in one part of a row of logits, of the tokens that top-k keeps or, if FINAL, that all filters
-    keep. Grid (rows of logits, parts).
+    """Add up weights in one part of a row of logits: those of the tokens that top-k keeps or, if FINAL, that all
+    filters keep. Grid (rows of logits, parts).
 
-    floors   float32 `[rows of logits]`, written if FINAL: lower powers are dropped
+    floors   float32 `[rows of logits]`, written if FINAL: tokens with lower powers are dropped
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
@@ -365,8 +374,8 @@ def _shifted(value, bits: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=[*_NUMBERS, "indices"])
 def pick(logits, rows, indices, finite, numbers, reals, tokens, sums, floors, width, stride, span):
-    """Draws the token for one row of logits with the row's random number. The cumulative weights are in the order of
-    ids: the kernel finds first the part, then the tile, then the token. Grid (rows of logits,).
+    """Sample the token for one row of logits: the first id whose cumulative weight exceeds the row's random number
+    times the total weight. The kernel finds first the id's part, then its tile, then the id. Grid (rows of logits,).
     """
     place = tl.program_id(0).to(tl.int64)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
@@ -426,8 +435,8 @@ def advance(
     HIDDEN: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """Accepts the drafts of one sampling row, and updates the state of its slot. Does nothing for padding. Grid
-    (rows,).
+    """Verify the drafts of one row that samples, and update the state of its request slot. Does nothing for padding.
+    Grid (rows,).
     """
     program = tl.program_id(0)
     at = tl.load(draws + program)
@@ -467,7 +476,7 @@ def advance(
     do_not_specialize=["num_rows", "stride", "block_stride", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS
 )
 def previous_hidden(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride, block_stride, hidden_size):
-    """The hidden state before one token. Grid (tokens,)."""
+    """The hidden state of the token before one token. Grid (tokens,)."""
     token = tl.program_id(0)
     at, begins = token * 0, token * 0  # the token's row, and whether the token is the row's first
     for begin in range(0, num_rows, LANES):
@@ -477,7 +486,7 @@ def previous_hidden(hidden, starts, rows, origins, by_row, by_block, to, num_row
         at += tl.sum(((stop <= token) & (row < num_rows)).to(tl.int32))
         begins += tl.sum(((start == token) & (stop > token)).to(tl.int32))
     source = hidden + tl.maximum(token - 1, 0).to(tl.int64) * stride
-    # Number of values to read, 0 if there is no state. A flag does not work: Triton 3.9's interpreter broadcasts it to
+    # Number of values to read; 0 if there is no state. A bool does not work: Triton 3.9's interpreter broadcasts it to
     # integers, which cannot be a mask.
     known = hidden_size
     if begins > 0:
@@ -499,8 +508,8 @@ def previous_hidden(hidden, starts, rows, origins, by_row, by_block, to, num_row
 def keep_hidden(
     hidden, positions, slots, starts, rows, by_row, by_block, num_tokens, stride, block_stride, hidden_size, size
 ):
-    """Writes one token's hidden state to its block. The programs after the tokens write the last hidden state of one
-    row to its slot. Grid (tokens + rows,).
+    """Write the hidden state of one token that completes a block to this block. The programs after the tokens write the
+    last hidden state of one row to its request slot. Grid (tokens + rows,).
     """
     program = tl.program_id(0)
     if program < num_tokens:

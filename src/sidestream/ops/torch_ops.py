@@ -1,4 +1,4 @@
-"""The operations in torch: for a CPU, and as the reference for tests of the Triton kernels."""
+"""The device operations in torch: for a CPU, and as the reference in tests of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sidestream.ops.torch_sampling import argmax, draw, penalise
 
 
 class TorchOps:
-    """See `Ops`."""
+    """`Ops` in torch."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops.argmax`."""
@@ -33,7 +33,7 @@ class TorchOps:
             wanted = history.gather(1, (last - back).clamp(min=0))
             matches = matches & (history.roll(back, 1) == wanted) & (position >= back)
             matched += matches
-        # The rank orders matches by length, and equally long ones by position.
+        # The rank orders matches by length, and equally long matches by position.
         rank = torch.where(matched >= shortest, matched.to(torch.int64) * width + position, -1)
         best, _ = rank.max(1, keepdim=True)
         found = torch.where(best >= 0, best % width, last - 1)
@@ -88,7 +88,7 @@ class TorchOps:
         """See `Ops.draft_rows`."""
         known = positions[starts]
         length = torch.where(known < 0, lengths[slots], known)
-        bounds = (torch.where(kv_lens < 0, length - kv_lens, kv_lens) - 1).clamp(min=0)  # padding rows have no KV
+        bounds = (torch.where(kv_lens < 0, length - kv_lens, kv_lens) - 1).clamp(min=0)  # padding rows have length 0
         padding = slots == len(last_tokens) - 1
         return DraftRows(last_tokens[slots], length + 1, bounds, padding, block_tables[:, :width][slots], hidden[slots])
 
@@ -173,7 +173,7 @@ class TorchOps:
         first = torch.where(origins == FROM_SLOT, by_slot[rows.slots], 0)
         first = torch.where(origins >= 0, by_block[rows.origins.clamp(min=0)], first)
         starts, stops, nowhere = rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:], len(hidden)
-        shifted = torch.cat([hidden[-1:], hidden])  # one more row, to which rows without tokens write
+        shifted = torch.cat([hidden[-1:], hidden])  # one row more, which takes the writes of rows without tokens
         return shifted.index_copy(0, torch.where(stops > starts, starts, nowhere), first)[:nowhere]
 
     def keep_hidden(

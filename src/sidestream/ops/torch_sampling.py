@@ -1,9 +1,12 @@
-"""The sampler in torch: applies penalties and filters, and draws one token for each row of logits, with the options of
-the row's request slot.
+"""The sampler in torch: applies penalties and filters (top-k, top-p, min-p), and samples one token for each row of
+logits, with the options of the row's request.
 
-**The same seed gives the same tokens, whatever else is in the batch.** Probabilities are represented by whole numbers
-(weights), so their sums are exact in any order and with any tiling. A filter is a lower bound of the weight, which is
-found without sorting. No token depends on the number, the positions or the options of the other rows in the batch.
+**The same seed gives the same tokens, whatever else is in the batch.** No token depends on the number, the positions or
+the options of the other rows. Probabilities become whole numbers (weights), so their sums are exact in any order of
+summation. Each filter drops all tokens below some probability, and this bound is found without sorting.
+
+    power    probability of a token divided by that of the row's likeliest token
+    weight   the power times `UNIT`, as a whole number
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from torch import Tensor
 
 from sidestream.ops.rules import SamplingTensors, uniforms
 
-# Weight of the likeliest token. Tokens that are less than 2**-40 times as likely have weight 0. The sum over any
-# vocabulary stays below 2**63.
+# Weight of the likeliest token. A token that is less than 2**-40 times as likely has weight 0. The sum of the weights
+# of any vocabulary stays below 2**63.
 UNIT = 2.0**40
-# Bounds of divisors. Beyond them, a quotient would overflow or become zero in float32. Powers of two are exact in every
-# type.
+# Bounds of temperature and repetition penalty as divisors. Beyond them, a quotient would overflow or become zero in
+# float32. They are powers of two, which are exact in every type.
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
@@ -72,9 +75,9 @@ def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
 
     powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. This is a radix select: it makes
     three histograms over the bits of the powers, each inside the bucket that the previous histogram found. It does not
-    sort, and is exact in any order of summation.
+    sort, and its result does not depend on the order of summation.
     """
-    bits = powers.view(torch.int32)  # floats that are not negative have the same order as their bits
+    bits = powers.view(torch.int32)  # for floats that are not negative, the order of the bits is the order of values
     base = bits.new_zeros(bits.shape[0], 1)
     for shift in (20, 10, 0):
         # bucket 0: below base · 1 .. 1024: base + [0, 1024) << shift · 1025: above all of them
@@ -87,7 +90,7 @@ def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
 
 
 def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> Tensor:
-    """Ids drawn by inverse CDF, `[R]`, for finite rows whose temperature is not 0."""
+    """Ids `[R]`, sampled by inverse CDF, for finite rows whose temperature is not 0."""
     # The maximum is subtracted first, so that powers do not overflow at any temperature.
     powers = logits.float()
     powers = (
@@ -97,8 +100,8 @@ def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: S
     )
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, rules["top_k"][slots], rules["top_p"][slots], rules["min_p"][slots])
-    # The first id whose cumulative weight exceeds `target`. It exists, because `target` is below the sum of the row,
-    # and the weight of this id is not 0.
+    # The result is the first id whose cumulative weight exceeds `target`. There is such an id, because `target` is
+    # below the row's total weight. Its own weight is not 0, so no filter has dropped it.
     cumulative = weights.cumsum(-1)
     total, number = cumulative[:, -1], uniforms(rules.seed[slots], output_indices)
     target = torch.minimum((total * number).to(torch.int64), total - 1)
@@ -106,8 +109,8 @@ def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: S
 
 
 def _filter(weights: Tensor, powers: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Set the weights of tokens that top-k, top-p or min-p drops to 0, in place. Each filter sees the tokens that the
-    previous filter has kept.
+    """Set the weights of tokens that top-k, top-p or min-p drops to 0, in place. Each filter works on the tokens that
+    the previous filter has kept.
     """
     candidates, measure = powers, weights
     top_k = torch.where(top_k < weights.shape[-1], top_k, 0)
@@ -116,7 +119,7 @@ def _filter(weights: Tensor, powers: Tensor, top_k: Tensor, top_p: Tensor, min_p
         kth = highest.gather(-1, (top_k - 1).clamp(min=0).unsqueeze(-1))
         _drop_below(torch.where(top_k.unsqueeze(-1) > 0, kth, 0), weights, powers)
         if bool(((top_k > 0) | (top_p == 1)).all()):
-            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # the same floor of top-p, but faster
+            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # top-p finds the same bound, but faster
     if bool((top_p < 1).any()):
         limit = (weights.sum(-1) * top_p).unsqueeze(-1)
         _drop_below(probability_floor(candidates, measure, limit), weights, powers)

@@ -1,6 +1,6 @@
-"""The operations as Triton kernels: for a GPU, or for tests in Triton's interpreter. Needs triton.
+"""The device operations as Triton kernels: for a GPU, or for tests in Triton's interpreter. Needs triton.
 
-They enqueue on the current stream, and the host reads no device values, so they may be captured.
+They enqueue on the current stream, and the host reads no device values, so CUDA graphs may capture them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from sidestream.ops import draft_kernels, step_kernels
 from sidestream.ops.interface import DraftRows, PackedRows, ResolvedInputs, SlotTensors
 
-# Number of Triton programs of a draw (random sampling) that should run at the same time.
+# Number of Triton programs that should run at the same time when tokens are sampled at random.
 _PROGRAMS = 512
-# By dtype: how many low bits are zero in each of its numbers after conversion to float32.
+# Number of low bits that are zero in every number of a dtype, after conversion to float32.
 _SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 class TritonOps:
-    """See `Ops`."""
+    """`Ops` as Triton kernels."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops.argmax`."""
@@ -219,12 +219,10 @@ class TritonOps:
 def _draw(
     logits: Tensor, slots: Tensor, output_indices: Tensor, finite: Tensor, sampling: Tensor, tokens: Tensor
 ) -> None:
-    """`tokens` holds the argmax of each row of logits. Overwrite it with a random sample in rows whose slot asks for
-    one.
-    """
+    """Replace the argmax in `tokens` by a random sample, in rows of logits whose request samples at random."""
     (places, width), stride, spare = logits.shape, logits.stride(0), _SPARE_BITS[logits.dtype]
     tiles, turns = -(-width // step_kernels.TILE.value), -(-(32 - spare) // step_kernels.BITS.value)
-    # Logits per program, so that about `_PROGRAMS` programs run; with few rows fewer, at most `PARTS` for each row.
+    # Logits per program, so that about `_PROGRAMS` programs run, but at most `PARTS` programs for each row.
     span = max(-(-tiles * places // _PROGRAMS), -(-tiles // step_kernels.PARTS.value)) * step_kernels.TILE.value
     parts = -(-width // span)
 
