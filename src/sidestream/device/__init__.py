@@ -1,1 +1,1 @@
-"""Devices: streams, fences, memory. Only this package uses torch's streams and events."""
+"""Devices: streams, fences (positions on streams) and memory. Only this package uses torch's streams and events."""

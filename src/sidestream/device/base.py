@@ -1,7 +1,9 @@
-"""The protocol of devices: streams that run work in order, fences between streams, memory, and host threads.
+"""The interface of a device: streams that run work in order, fences, memory, and host threads.
 
-All work reaches a device through `Stream.submit` and `Stream.submit_copy`. Called by the engine thread and by the
-offload worker's thread.
+A fence is a position on a stream; it is done when all work up to this position is done, like a CUDA event. Only fences
+order the work of different streams. All work reaches a device through `Stream.submit` and `Stream.submit_copy`. The
+engine thread and the offload worker's thread call this interface. In tests, a tracer records every event that the order
+of work depends on, and the memory that each piece of work accesses, to find races.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ class Memory:
     """Memory that streams read and write.
 
     name       identifies the memory in an `Access`
-    parts      uint8 tensors of equal size, on one device. Offsets are striped over them: consecutive runs of `stripe`
-               bytes lie in consecutive parts. So a block has consecutive offsets even if each layer is a separate
-               allocation
-    stripe     bytes; unused with one part
-    pageable   host memory that is not pinned: a copy from or to it would block the submitting thread
+    parts      uint8 tensors of equal size, on one device. Byte offsets are striped over the parts: consecutive runs of
+               `stripe` bytes lie in consecutive parts. So a KV block has consecutive offsets even if each layer is a
+               separate allocation
+    stripe     bytes in a run; not used if there is one part
+    pageable   whether this is host memory that is not pinned: a copy from or to it would block the submitting thread
     """
 
     name: str
@@ -54,7 +56,7 @@ class Memory:
         return part
 
     def locate(self, starts: Starts) -> tuple[Starts, Starts]:
-        """The part of each start, and the offset inside that part."""
+        """For each byte offset of `starts`, the index of its part and the offset inside that part."""
         if len(self.parts) == 1:
             return np.zeros_like(starts), starts
         stripes, inside = np.divmod(starts, self.stripe)
@@ -68,7 +70,7 @@ class CopyBatch:
 
     source_starts, target_starts   int64 byte offsets, of equal length
     size                           bytes of each segment
-    prepared                       result of `Device.prepare`
+    prepared                       data from `Device.prepare`; None: not prepared
     """
 
     source: Memory
@@ -90,7 +92,7 @@ class CopyBatch:
         )
 
     def accesses(self) -> Sequence[Access]:
-        """The reads and writes of the copy."""
+        """The byte ranges that the copy reads and writes."""
         # rule: copy-declares-what-it-reads
         reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts.tolist()]
         # rule: copy-declares-what-it-writes
@@ -100,7 +102,7 @@ class CopyBatch:
         ]
 
     def contiguous(self) -> CopyBatch:
-        """The same bytes as contiguous segments: cut at the stripes of both memories."""
+        """The same copy with smaller segments, each of them contiguous in both memories: cut at the stripes."""
         stripes = [
             memory.stripe
             for memory in (self.source, self.target)
@@ -129,7 +131,9 @@ class CopyBatch:
             )
 
     def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs `(source, target)` of uint8 `[n, size]`, for each run of segments with equal strides on both sides."""
+        """The copy as pairs `(source, target)` of uint8 `[n, size]`. Each pair combines as many consecutive segments as
+        have the same distance in source and target.
+        """
         batch = self.contiguous()
         (source_parts, source_starts), (target_parts, target_starts) = (
             memory.locate(starts)
@@ -160,7 +164,9 @@ class CopyBatch:
 def _steps(
     source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int
 ) -> list[int]:
-    """Bytes from each segment to the next, if both sides advance equally inside one part; else 0. The last is 0."""
+    """Bytes from each segment to the next segment. 0 if this distance differs between source and target, if the next
+    segment is in another part, and for the last segment.
+    """
     step = np.diff(source_starts)
     alike = (
         (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
@@ -170,9 +176,9 @@ def _steps(
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The time of a host thread's next turn, unless it is woken earlier.
+    """When a host thread takes its next turn, unless it is woken earlier.
 
-    fences    take the turn after one of these is done
+    fences    take the turn after any of these fences is done
     until_s   take the turn at this time on the device's clock
     """
 
@@ -181,8 +187,8 @@ class Rest:
 
 
 class HostThread(Protocol):
-    """A host thread that takes turns: in each turn, it calls a function once. It takes a turn when it is woken, and at
-    the time that the last turn has returned as a `Rest`.
+    """A host thread that takes turns: in each turn, it calls a function once. It takes a turn when it is woken, and
+    when the `Rest` that the last turn returned is over.
     """
 
     @property
@@ -191,7 +197,7 @@ class HostThread(Protocol):
         ...
 
     def wake(self) -> None:
-        """Take another turn soon. Never blocks. Any thread may call it."""
+        """Make the thread take another turn soon. Never blocks. Any thread may call it."""
         ...
 
     def close(self) -> None:
@@ -200,12 +206,12 @@ class HostThread(Protocol):
 
 
 class Graph(Protocol):
-    """Captured work of a stream. Each time it is enqueued, it runs again on the same memory."""
+    """Captured work of a stream, like a CUDA graph. Each time it is enqueued, it runs again on the same memory."""
 
 
 class GraphEvent(Protocol):
-    """An event that replays of graphs wait for. A wait applies to the most recent `record`; before the first `record`,
-    a wait has no effect.
+    """An event that graphs wait for when they are replayed. A wait applies to the most recent `record`; before the
+    first `record`, a wait has no effect.
     """
 
     def record(self, stream: Any) -> Fence:
@@ -214,31 +220,34 @@ class GraphEvent(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that runs in order. Work of two streams is ordered by fences only."""
+    """A queue of work that runs in order. Only fences order the work of two streams.
+
+    Some methods may be called "inside work" only: by the function that was given to `submit`, while it runs.
+    """
 
     @property
     def name(self) -> str:
-        """Unique on its device; also the name of its track in the timeline."""
+        """Unique on its device. Also the name of the stream's track in the timeline."""
         ...
 
     def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
-        """Enqueue `work`; the fence covers it and everything before it. Never blocks.
+        """Enqueue `work`. The fence is done when this work and all earlier work of the stream are done. Never blocks.
 
-        `accesses` returns the byte ranges that the work reads and writes; only a device with a tracer calls it. An
-        exception of the work is kept in the fence, and later work still runs.
+        `accesses` returns the byte ranges that the work reads and writes; it is called only if there is a tracer. If
+        the work raises an exception, the fence keeps the exception, and later work still runs.
         """
         ...
 
     def wait(self, fence: Fence) -> None:
-        """Make all work submitted after this call wait for `fence`, on the device. The caller does not wait.
+        """Make all work that is submitted after this call wait for `fence`, on the device. The caller does not wait.
 
-        Inside work of this stream, the wait applies at that point of the work.
+        If it is called inside work of this stream, the rest of that work waits, too.
         """
         ...
 
     def touch(self, accesses: Accesses) -> None:
-        """Declare further accesses, from here on in the work. Inside work of this stream only. Inside captured work,
-        `accesses` is called at each replay by `enqueue`.
+        """Declare more byte ranges, which the work accesses from this point on. Inside work of this stream only. Inside
+        captured work, `accesses` is called at each replay by `enqueue`.
         """
         ...
 
@@ -247,7 +256,7 @@ class Stream(Protocol):
         ...
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
-        """Submit a copy of segments `[first, stop)`; faster than `submit` of `copy`."""
+        """Submit a copy of segments `[first, stop)`. Faster than `submit` with work that calls `copy`."""
         ...
 
     def capture(self, build: Callable[[], None], *, beside: Any = None) -> Graph:
@@ -266,7 +275,7 @@ class Stream(Protocol):
         ...
 
     def wait_external(self, event: Any) -> None:
-        """Make the rest of a graph wait, at each replay, for the most recent record of `event`. Inside `capture` only.
+        """Make the rest of a graph wait for the most recent record of `event`, at each replay. Inside `capture` only.
 
         Raises InvariantError on a device without events (`Device.event`).
         """
@@ -321,7 +330,9 @@ class Device(Protocol):
 
     @property
     def tracer(self) -> Tracer | None:
-        """Records all events that ordering depends on; pools of this device's memory use it, too."""
+        """Recorder of all events that the order of work depends on, in tests; None: nothing is recorded. The pools of
+        this device's memory use it, too.
+        """
         ...
 
     def stream(self, name: str) -> Stream:
@@ -335,11 +346,13 @@ class Device(Protocol):
         ...
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
-        """Start a thread that calls `turn` when it is woken, and at the time that the last turn has returned."""
+        """Start a thread that calls `turn` when it is woken, and when the `Rest` that the last turn returned is
+        over.
+        """
         ...
 
     def event(self, name: str) -> GraphEvent:
-        """A new event, not recorded yet. Raises InvariantError on a device whose graphs cannot wait: a CPU."""
+        """A new event, not recorded yet. Raises InvariantError on a CPU, whose graphs cannot wait."""
         ...
 
     def prepare(self, batch: CopyBatch) -> CopyBatch:
@@ -351,16 +364,17 @@ class Device(Protocol):
         ...
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """Host memory for asynchronous copies. The first bytes are ready at once, the others later: see `ready_bytes`.
+        """Host memory for asynchronous copies. The first bytes are ready at once, and the others later: see
+        `ready_bytes`.
 
-        Neither the end of the ready bytes nor the border of two pinned chunks splits an item of `item_bytes`.
+        Memory becomes ready in chunks. No chunk begins or ends inside an item of `item_bytes`.
         """
         ...
 
     def mapped(self, memory: Memory) -> torch.Tensor:
         """The ready bytes of host memory as a uint8 tensor that kernels of the device can read. Not for copies.
 
-        The tensor shares the memory, so kernels see writes that the host makes before they run.
+        The tensor shares the memory, so a kernel sees what the host has written before the kernel runs.
         """
         ...
 
@@ -373,7 +387,8 @@ class Device(Protocol):
         ...
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Block this thread until `fence` is done; False after `timeout_s`, or when `bell` rings. Counted by `reason`.
+        """Block this thread until `fence` is done; False after `timeout_s`, or when `bell` rings. The wait is counted
+        under `reason`.
 
         A device may ignore the bell when the fence is almost done, because handling the bell would take longer than the
         remaining wait.

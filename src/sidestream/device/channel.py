@@ -1,6 +1,6 @@
-"""Messages between threads of the host, and the bell that wakes a sleeping thread.
+"""Messages between host threads, and the bell that wakes a sleeping thread.
 
-A tracer records messages, because they order the two threads.
+In tests, a tracer records messages, because each message orders the work of its sender before that of its receiver.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Channel(Generic[T]):
             self._wake()
 
     def take(self) -> T | None:
-        """The oldest message; None when there is none."""
+        """Remove and return the oldest message; None if there is no message."""
         if not self._messages:
             return None  # safe without a lock: only this thread takes messages
         number, message = self._messages.popleft()
@@ -52,15 +52,15 @@ class Channel(Generic[T]):
 
 
 class Bell:
-    """Wakes one thread: the thread sleeps on the bell until any other thread rings it. Several rings before the sleeper
-    wakes up count as one.
+    """Wakes one thread: the thread sleeps on the bell until any other thread rings it. Several rings count as one if
+    the thread has not woken up in between.
     """
 
     __slots__ = ("_quiet",)
 
     def __init__(self) -> None:
-        # Locked while no ring is pending. A SimpleQueue does not work here: its `get` with a timeout of microseconds
-        # sometimes blocks forever.
+        # Locked while no ring is pending. A SimpleQueue cannot replace this lock: its `get` with a timeout of
+        # microseconds sometimes blocks forever.
         self._quiet = threading.Lock()
         self._quiet.acquire()
 
@@ -82,8 +82,8 @@ class Bell:
 
 
 class Mark:
-    """A number that only grows, written by one thread and read by another. It replaces progress messages if only the
-    last message matters.
+    """A number that only grows. One thread writes it, and another thread reads it. It replaces progress messages where
+    only the last message matters.
     """
 
     def __init__(self, name: str, *, tracer: Tracer | None = None, wake: Callable[[], None] = lambda: None) -> None:
@@ -102,7 +102,7 @@ class Mark:
             self._wake()
 
     def read(self) -> int:
-        """The number."""
+        """The current number."""
         number = self._raised
         if number != self._read:
             self._read = number

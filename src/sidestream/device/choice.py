@@ -1,4 +1,6 @@
-"""Resolves a device name from the user. Called before a model is loaded, so that a wrong name fails at once."""
+"""Turns the device name from the user into a torch device. Called before a model is loaded, so that a wrong name fails
+at once.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ log = logging.getLogger(__name__)
 
 
 def torch_device(name: str) -> torch.device:
-    """The torch device for `"cpu"`, `"cuda"` or `"auto"`, which means cuda if a GPU is usable, else cpu.
+    """The torch device for `"cpu"`, `"cuda"` or `"auto"`. `"auto"` is the GPU if one can be used, else the CPU.
 
-    Raises ConfigError if `"cuda"` is unusable; the error names the missing part.
+    Raises ConfigError if `"cuda"` cannot be used; the error names the missing part.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -30,7 +32,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def why_no_gpu() -> str | None:
-    """The reason why no GPU is usable, with a remedy; None if one is usable."""
+    """The reason why no GPU can be used, with a remedy; None if a GPU can be used."""
     from sidestream.device.cuda.device import open_driver
 
     try:

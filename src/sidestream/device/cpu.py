@@ -1,4 +1,4 @@
-"""The CPU as a device: each stream is a thread (see `host`), memory is anonymous pages."""
+"""The CPU as a device: each stream is a thread (see `host`), and memory consists of anonymous pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
 from sidestream.types import Fence, Tracer
 
-# Linux 5.14; Python has no name for it yet.
+# Option of madvise since Linux 5.14; Python has no name for it yet.
 _MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 32 << 20
 _OMP_PAUSE_HARD = 2
@@ -72,7 +72,9 @@ class CpuDevice:
         return self.stream(name)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
-        """See `Device.thread`. A completed fence wakes the thread."""
+        """See `Device.thread`. The thread is also woken by every fence that becomes done, if its last turn asked for
+        fences.
+        """
         thread = TurnTaker(name, turn, clock=self.now, tracer=self.tracer)
         self._threads.append(thread)
         return thread
@@ -90,7 +92,7 @@ class CpuDevice:
         return batch
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
-        """Zeroed, page-aligned memory. Returns at once: a background thread touches the pages."""
+        """Zeroed, page-aligned memory. Returns at once: a background thread maps the pages."""
         available = available_bytes()
         if available is not None:
             available -= self._untouched  # bytes of earlier allocations whose pages may not be mapped yet
@@ -120,7 +122,7 @@ class CpuDevice:
         return memory.data
 
     def ready_bytes(self, memory: Memory) -> int:
-        """All bytes. A page that was not touched yet is slower, but can be copied."""
+        """All bytes. Pages that are not mapped yet can be copied, too, but this is slower."""
         return memory.num_bytes
 
     def grows(self, memory: Memory) -> bool:

@@ -1,4 +1,6 @@
-"""The common part of fences on streams whose positions complete in order: host threads and CUDA streams."""
+"""The common class of fences, for host threads and CUDA streams. A fence is a position on a stream; it is done when all
+work up to this position is done. The positions of one stream are done in order.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class FenceOwner(Protocol):
-    """Keeps track of one stream's progress."""
+    """The stream of a fence: it knows its own progress."""
 
     @property
     def name(self) -> str:
@@ -20,7 +22,7 @@ class FenceOwner(Protocol):
         ...
 
     def has_passed(self, fence: Any) -> bool:
-        """Whether `fence` is done; if so, records for the tracer that the calling thread has observed it."""
+        """Whether `fence` is done. If so, tells the tracer that the calling thread has observed it."""
         ...
 
 
@@ -28,7 +30,7 @@ Owner = TypeVar("Owner", bound=FenceOwner)
 
 
 class StreamFence(Generic[Owner]):
-    """A position on one stream; done once the stream has passed it. `owner` distinguishes streams of equal names."""
+    """A position on one stream; done when the stream has passed it. `owner` distinguishes streams of equal names."""
 
     __slots__ = ("_failure", "_tick", "owner")
 
@@ -53,11 +55,15 @@ class StreamFence(Generic[Owner]):
         return self._failure
 
     def poll(self) -> bool:
-        """Whether the stream has passed this position. Never blocks. Raises DeviceLost if the stream never will."""
+        """Whether the stream has passed this position. Never blocks. Raises DeviceLost if the stream has failed and
+        will never pass it.
+        """
         return self.owner.has_passed(self)
 
     def fail(self, error: BaseException) -> None:
-        """Set the failure. Clears the local variables of its frames: they may hold tensors and leases (hazard H24)."""
+        """Set the failure. Clears the local variables in its traceback, which may hold tensors and leases (hazard H24
+        in docs/glossary.md).
+        """
         for raised in (error, error.__cause__):
             if raised is not None:
                 traceback.clear_frames(raised.__traceback__)

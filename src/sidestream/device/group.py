@@ -1,7 +1,7 @@
 """Collectives between the ranks of tensor parallelism: one process for each rank, all on one machine.
 
-Knows tensors, but neither models nor plans. `open_group` is called once by each rank; the collectives are called by the
-thread that runs the forward, on all ranks in the same order.
+The module handles tensors only, no models or plans. Each rank calls `open_group` once. Then the thread that runs the
+forward pass calls the collectives, on all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, ProcessFailed
 
 _STORE = "ranks"
-# Largest tensor that more than two ranks send to each other whole.
+# If there are more than two ranks, each rank sends its whole tensor to all other ranks only up to this size.
 _EXCHANGED_BYTES = 1 << 18
 
 
@@ -29,8 +29,8 @@ class Group(Protocol):
     dtypes; one thread of a rank at a time.
 
     A collective blocks the calling thread on a CPU. On a GPU it is enqueued on the current stream, can be captured in a
-    CUDA graph, and the call returns at once. Each raises ProcessFailed when another rank ended or did not take part in
-    time; the group cannot be used afterwards. A GPU may report this later, as an error of the stream.
+    CUDA graph, and the call returns at once. A collective raises ProcessFailed when another rank has ended or did not
+    take part in time; the group cannot be used afterwards. A GPU may report this later, as an error of the stream.
 
     rank   this process's number, 0 to `size` - 1
     size   number of ranks
@@ -51,23 +51,26 @@ class Group(Protocol):
         """Replace `values`, contiguous, by those of rank 0."""
 
     def close(self) -> None:
-        """Leave the group. Waits for no other rank; their later collectives fail. Idempotent.
+        """Leave the group, without waiting for other ranks; their later collectives fail. Idempotent.
 
-        On a GPU, delete the CUDA graphs that captured its collectives first: NCCL waits for that.
+        On a GPU, first delete the CUDA graphs that have captured collectives of the group: NCCL waits until they are
+        deleted.
         """
 
 
 class TorchGroup:
     """A group over one of torch's process groups: Gloo on a CPU, NCCL on GPUs.
 
-    Not torch's default process group, which the user's own process may need.
+    It does not use torch's default process group, because the user's own code may need it.
     """
 
     def __init__(self, backend: Any, *, rank: int, size: int, store: Any) -> None:
-        """`backend`: a connected ProcessGroupGloo or ProcessGroupNCCL; this object closes it. `store`: its store."""
+        """`backend`: a connected ProcessGroupGloo or ProcessGroupNCCL, which this object closes. `store`: the store of
+        the backend.
+        """
         self.rank, self.size = rank, size
         self._backend = backend
-        self._store = store  # the backend uses it as long as it is open
+        self._store = store  # kept, because the backend uses it until it is closed
 
     def all_reduce(self, values: Tensor) -> None:
         """See `Group`."""
@@ -110,12 +113,14 @@ class TorchGroup:
 
 
 class GlooGroup(TorchGroup):
-    """A group of CPUs. It adds small tensors without Gloo's own sum, which takes several rounds of messages."""
+    """A group of CPUs. It adds small tensors itself, because Gloo's own sum takes several rounds of messages."""
 
     def all_reduce(self, values: Tensor) -> None:
-        """See `Group`. Each rank sends its values to all others, and all add them in the order of the ranks."""
+        """See `Group`. Each rank sends its values to all other ranks, and each rank adds all values in the order of the
+        ranks.
+        """
         if self.size > 2 and values.nbytes > _EXCHANGED_BYTES:
-            super().all_reduce(values)  # each rank sends its values twice at most
+            super().all_reduce(values)  # for large tensors, Gloo sends fewer bytes: at most twice the tensor per rank
             return
         gathered = values.new_empty((self.size, *values.shape))
         gathered[self.rank] = values
@@ -131,14 +136,14 @@ class GlooGroup(TorchGroup):
 
 
 def _options(name: str) -> Any:
-    """Options of a collective that NCCL enqueues on the current stream, instead of a stream of its own."""
+    """Options that make NCCL enqueue a collective on the current stream, instead of on a stream of its own."""
     options = getattr(_torch(), name)()
     options.asyncOp = False
     return options
 
 
 def _torch() -> Any:
-    """Torch's process groups and options: untyped in part, and absent from some builds of torch."""
+    """Torch's module of process groups. It is only partly typed, and some builds of torch do not have it."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d
@@ -147,13 +152,13 @@ def _torch() -> Any:
 def open_group(directory: Path, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
     """Join the group of `size` ranks that meet in `directory`; returns when all of them have come.
 
-    directory   on a local disk, for this group alone: one that a killed group left is refused
-    device      where the collectives' tensors are; on a GPU, one GPU for each rank
-    timeout_s   longest wait for the ranks to come, and for their part in each collective
+    directory   on a local disk, for this group only. A directory that an earlier group has used is refused
+    device      device of the tensors in collectives. If it is a GPU, each rank needs its own GPU
+    timeout_s   longest wait for other ranks: here, and in each collective
 
-    Ranks find each other through a file, and connect over the loopback interface: nothing listens on a fixed port or
-    for other machines. Raises ConfigError for unusable arguments or a used directory, and ProcessFailed with the
-    numbers of the ranks that did not come.
+    Ranks find each other through a file, and connect over the loopback interface. They listen on no fixed port, and
+    other machines cannot connect. Raises ConfigError for unusable arguments or a used directory, and ProcessFailed with
+    the numbers of the ranks that did not come.
     """
     if size < 1 or not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size}: ranks are numbered from 0 to their number - 1")
@@ -197,7 +202,7 @@ def _meet(store: Any, directory: Path, *, rank: int, size: int, timeout_s: float
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
     gloo = _torch().ProcessGroupGloo
     options = gloo._Options()
-    # Without a device of its own, Gloo would resolve the host's name and listen on that address.
+    # By default, Gloo would resolve the host's name and listen on the resulting address.
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timeout
     return gloo(store, rank, size, options)
@@ -205,7 +210,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: torch.de
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
     nccl = _torch().ProcessGroupNCCL
-    # The ranks are on one machine: NCCL would otherwise listen on the first other interface.
+    # All ranks are on one machine, so loopback is enough. By default, NCCL would listen on the first other interface.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options = nccl.Options()
     options._timeout = timeout

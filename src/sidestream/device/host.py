@@ -1,8 +1,8 @@
 """Streams that run on host threads; and host threads that call one function repeatedly and sleep in between.
 
-Each stream runs its work in order on its own thread. torch and numpy release the interpreter lock inside their kernels,
-so streams run concurrently. `submit` appends to a queue and never blocks. All streams of the CPU device are such
-streams, and so are the streams of every device that read and write files.
+Each stream runs its work in order on its own thread. torch and numpy release the GIL inside their kernels, so streams
+run concurrently. `submit` appends to a queue and never blocks. All streams of the CPU device are such streams. The
+streams of any device that read and write files are such streams, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VISIBLE_WAIT_NS = 50_000
 
 
 class HostFence(StreamFence["HostStream"]):
-    """A position on one host stream; done once the stream's thread has passed it."""
+    """A position on one host stream; done when the stream's thread has passed it."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class _Wait:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostGraph:
-    """Captured work, in order."""
+    """Captured work: functions that are called again, in order, at each replay."""
 
     nodes: tuple[Callable[[], None], ...]
 
@@ -74,8 +74,8 @@ class HostStream:
     ) -> None:
         """Start the thread.
 
-        threads   torch threads for its kernels
-        on_pass   called on the thread after each piece of work
+        threads   number of torch threads for the stream's kernels
+        on_pass   function that is called on the stream's thread after each piece of work
         """
         self.name = name
         self._on_pass = on_pass
@@ -114,7 +114,7 @@ class HostStream:
         if not isinstance(fence, HostFence):
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is of another kind of stream")
         if fence.owner is self:
-            return  # a stream runs in order
+            return  # the stream runs in order anyway
         if threading.current_thread() is self._thread:
             self._wait_here(fence)
         elif not fence.poll():
@@ -129,8 +129,7 @@ class HostStream:
     def copy(self, batch: CopyBatch) -> None:
         """Copy the segments, on the calling thread. See `Stream.copy`."""
         pairs = list(batch.runs())
-        # One call copies all segments: with many calls, this thread would compete for the interpreter lock with the
-        # forward pass.
+        # One call copies all segments: with many calls, this thread would compete with the forward pass for the GIL.
         if pairs:
             sources, targets = zip(*pairs, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -176,7 +175,7 @@ class HostStream:
         memory.data[first : first + flat.numel()].copy_(flat)
 
     def has_passed(self, fence: HostFence) -> bool:
-        """Whether `fence`, of this stream, is done. If so, the calling thread counts as having observed it."""
+        """Whether `fence`, of this stream, is done. If so, tells the tracer that the calling thread has observed it."""
         if self.done_tick < fence.tick:
             return False
         if self._tracer is not None:
@@ -332,7 +331,7 @@ class TurnTaker:
     def _sleep(self, until_s: float | None, fences: Sequence[Fence] = ()) -> None:
         """Sleep until `wake`, `until_s`, or the completion of a fence.
 
-        Polls the fences here instead of in a turn, because that takes a few microseconds and a turn takes fifty.
+        Polls the fences here and not in a turn, because polling takes a few microseconds and a turn takes fifty.
         """
         timeout_s: float | None = None
         while True:
@@ -344,8 +343,8 @@ class TurnTaker:
                     break
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
             self._asleep = timeout_s is None or timeout_s > _SHORT_SLEEP_S
-            # `_woken` is checked after `_asleep` is set: an earlier `wake` has set `_woken`, and a later `wake` sees
-            # `_asleep` and rings.
+            # Check `_woken` only after `_asleep` is set, so that no `wake` is lost: an earlier `wake` has set `_woken`,
+            # and a later `wake` sees `_asleep` and rings.
             if self._woken or self._closing:
                 break
             self._bell.wait(timeout_s)

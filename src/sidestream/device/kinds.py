@@ -1,4 +1,4 @@
-"""The names of the kinds of devices. Only this package and `config.py` contain the names as text. Does not import
+"""The names of the kinds of devices. Only this package and `config.py` contain these names as text. Does not import
 torch.
 """
 
