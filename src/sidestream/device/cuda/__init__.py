@@ -1,4 +1,4 @@
-"""One CUDA GPU as a device. Can be imported without a GPU; `CudaDevice()` then raises ConfigError."""
+"""An NVIDIA GPU as a device. The package can be imported without a GPU; `CudaDevice()` then raises ConfigError."""
 
 from sidestream.device.cuda.device import CudaDevice
 from sidestream.device.cuda.fences import CudaFence

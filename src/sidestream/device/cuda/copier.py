@@ -1,4 +1,4 @@
-"""Enqueues copies on one CUDA stream: for the copy engine or, if segments are small, for a kernel."""
+"""Enqueues copies on one CUDA stream. The copy engine executes them or, if segments are small, a kernel does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ class CopyDevice(Protocol):
     driver: Driver
 
     def take_table(self) -> Table | None:
-        """A segment table for a copy by kernel, in mapped host memory, int64 `[3 * n]`; None if all are in use."""
+        """Memory for the segment table of a copy by kernel, in mapped host memory, int64 `[3 * n]`; None if all tables
+        are in use.
+        """
         ...
 
     def place(self, memory: Memory) -> Place:
@@ -34,12 +36,12 @@ class Copier:
         self._tables: list[Table] = []
 
     def take_tables(self) -> list[Table]:
-        """Segment tables that copies have used since the last call. They are in use until the work's fence is done."""
+        """Segment tables of all copies since the last call. They stay in use until the fence of the work is done."""
         tables, self._tables = self._tables, []
         return tables
 
     def copy(self, batch: CopyBatch, *, capturing: bool) -> None:
-        """Enqueue the batch with as few calls as the driver allows. After a DeviceError, some copies may be
+        """Enqueue the batch with as few calls as the driver allows. After a DeviceError, some of the copies may be
         enqueued.
         """
         if batch.source.pageable or batch.target.pageable:
@@ -53,7 +55,7 @@ class Copier:
             self._copy_grid(calls, calls.targets, calls.sources)
         elif not calls.table.shape[1]:
             return
-        elif calls.by_kernel and not capturing:  # replays of a graph would read the table after another copy reused it
+        elif calls.by_kernel and not capturing:  # a replayed graph would read the table after another copy reused it
             self._copy_by_kernel(calls.table, source, target)
         else:
             self._copy_by_engine(calls.table, source, target)

@@ -1,4 +1,6 @@
-"""Plans the driver calls for a batch of segments: addresses, merged neighbours, the fastest kind of call. Pure."""
+"""Plans the driver calls that copy a batch of segments: computes addresses, merges neighbouring segments, and chooses
+between the kinds of calls. Calls no driver.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ import numpy.typing as npt
 from sidestream.device.base import CopyBatch, Memory, Starts
 from sidestream.device.cuda.driver import Table
 
-# Average segment size below which a kernel copies: the copy engine then needs more time per segment than for the bytes.
-# On an H100 with 55 GB/s, batch copies reach 29 GB/s in each direction with segments of 32 KiB; with 16 KiB they reach
-# 19 GB/s to the host and 6 GB/s to the device.
+# If segments are smaller than this on average, a kernel copies them, because the copy engine needs more time for each
+# segment than for its bytes. On an H100 whose link has 55 GB/s, batch copies of the copy engine reach 29 GB/s in each
+# direction with segments of 32 KiB; with 16 KiB they reach 19 GB/s to the host and 6 GB/s to the device.
 KERNEL_BELOW = 32 << 10
-# Stripe size below which striped memory is copied by one two-dimensional copy for each block. With 64 KiB these copies
-# reach 0.93 of the link's rate, and a batch copy 0.895.
+# If stripes are smaller than this, each block in striped memory is copied by one two-dimensional copy. With stripes of
+# 64 KiB these copies reach 0.93 of the link's rate, and a batch copy 0.895.
 GRID_BELOW = 256 << 10
 
 
@@ -25,9 +27,9 @@ class Place:
     """Addresses of a memory.
 
     bases       int64 address of each part
-    borders     offsets of the borders between chunks that were pinned by separate calls; no segment may cross a border
-    pitch       bytes from each part to the next, if the parts are equally spaced in one allocation; else 0
-    on_device   True: device memory; False: host memory
+    borders     offsets at which a chunk ends that was pinned by one call; no segment may cross such a border
+    pitch       bytes from each part to the next part, if they are equally spaced in one allocation; else 0
+    on_device   whether this is device memory; otherwise it is host memory
     """
 
     bases: Starts
@@ -38,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments for one call: a kernel launch (`by_kernel`), or a call of the copy engine."""
+    """Segments to copy with one kernel launch if `by_kernel`, else with the copy engine."""
 
     table: Table
     by_kernel: bool
@@ -46,8 +48,8 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks that are copied by one two-dimensional copy each: `height` rows of `width` bytes, with one pitch for the
-    source and one for the target.
+    """Blocks, each of which is copied by one two-dimensional copy of `height` rows of `width` bytes. A pitch is the
+    distance between rows.
     """
 
     targets: list[int]
@@ -61,7 +63,7 @@ class Grid:
 
 
 def locate(memory: Memory, borders: Sequence[int] = ()) -> Place:
-    """The addresses of `memory`. For `borders` see `Place`."""
+    """The addresses of `memory`. `borders`: see `Place`."""
     parts = memory.parts
     bases = np.array([part.data_ptr() for part in parts], dtype=np.int64)
     gaps = set(np.diff(bases).tolist())
@@ -73,8 +75,8 @@ def locate(memory: Memory, borders: Sequence[int] = ()) -> Place:
 def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merged: bool = True) -> Segments | Grid:
     """The calls that copy `batch` between memories at `source` and `target`. `max_pitch` is the driver's limit.
 
-    merged   merge segments that are neighbours on both sides. False: each segment keeps its own columns of the table,
-             and all segments have the same number of columns
+    merged   whether to merge segments that are neighbours on both sides. If False, each segment keeps its own columns
+             of the table, and all segments have the same number of columns
     """
     grid = _grid(batch, source, target, max_pitch)
     if grid is not None:
@@ -86,13 +88,13 @@ def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merg
 
 
 def segments(batch: CopyBatch, source: Place, target: Place, *, merged: bool = True) -> Table:
-    """The batch as a table of contiguous pieces. For `merged` see `plan`."""
+    """The batch as a table of contiguous segments. `merged`: see `plan`."""
     return _table(batch.contiguous(), source, target, merged=merged)
 
 
 def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Grid | None:
-    """The batch as two-dimensional copies. None unless one side is evenly striped, the other has one part, and stripes
-    are between `KERNEL_BELOW` and `GRID_BELOW`.
+    """The batch as two-dimensional copies, or None. They need one side that is evenly striped, another side with one
+    part, and stripes between `KERNEL_BELOW` and `GRID_BELOW`.
     """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
@@ -116,7 +118,9 @@ def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Gri
 
 
 def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool, Memory, Place, Starts] | None:
-    """If exactly one side is striped: whether it is the source, its memory, its place and its starts. Else None."""
+    """If exactly one side is striped: whether that is the source, and the side's memory, addresses and starts. Else
+    None.
+    """
     striped_source = len(source.bases) > 1
     if striped_source == (len(target.bases) > 1):
         return None
@@ -130,7 +134,7 @@ def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool,
 def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
     """The table of a batch of whole stripes between striped memory and memory with one part; None for other batches.
 
-    This is a fast path: it computes addresses per segment instead of per stripe.
+    This is a fast path: it computes the addresses of a segment together, not stripe by stripe.
     """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
@@ -156,7 +160,7 @@ def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> 
     follows = (_steps(targets) == size) & merged
     if follows.any():
         follows &= _steps(sources) == size
-    if follows.any():  # rare, and doubles the time
+    if follows.any():  # neighbours are rare, and merging them doubles the time
         follows &= _stays(pieces.source, source, pieces.source_starts) & _stays(
             pieces.target, target, pieces.target_starts
         )
@@ -170,7 +174,7 @@ def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> 
 
 
 def _addresses(memory: Memory, place: Place, starts: Starts) -> Starts:
-    """The address of each start."""
+    """The address of each offset in `starts`."""
     if len(place.bases) == 1:
         return starts + place.bases
     parts, offsets = memory.locate(starts)
@@ -178,8 +182,8 @@ def _addresses(memory: Memory, place: Place, starts: Starts) -> Starts:
 
 
 def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_]:
-    """Whether each segment is in the same allocation as the segment before it. (Separate allocations may be
-    adjacent.)
+    """Whether each segment is in the same allocation as the segment before it, because separate allocations may be
+    adjacent.
     """
     parts, _ = memory.locate(starts)
     same: npt.NDArray[np.bool_] = _steps(parts) == 0
@@ -189,5 +193,5 @@ def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_
 
 
 def _steps(values: Starts) -> Starts:
-    """Differences between neighbours, several times faster than `np.diff`."""
+    """Differences between neighbours. Several times faster than `np.diff`."""
     return values[1:] - values[:-1]

@@ -1,4 +1,6 @@
-"""One NVIDIA GPU as a device: streams, pooled events, pinned host memory. Called by the engine and offload threads."""
+"""One NVIDIA GPU as a device: its streams, fences, device memory and pinned host memory. Called by the engine thread
+and by the offload worker's thread.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ log = logging.getLogger(__name__)
 # Interval at which a sleeping host thread polls GPU fences. It does not block in the driver, because the driver would
 # spin, and the wait of another thread could then end milliseconds late.
 _POLL_S = 50e-6
-# Number of segments of one kernel copy, and number of kernel copies that may be unfinished at the same time. Beyond
-# that, the copy engine copies.
+# Maximum number of segments that one kernel copies, and maximum number of unfinished copies by kernels. If there are
+# more, the copy engine copies them.
 _TABLE_SEGMENTS = 4096
 _TABLES = 16
 
@@ -42,13 +44,13 @@ _TABLES = 16
 class CudaDevice:
     """One GPU.
 
-    lost   message of the error that ended the device; None while the device works. On a lost device, polling an
-           unfinished fence and submitting work raise DeviceLost
+    lost   message of the error that ended the device; None while the device works. On a lost device, submitting work
+           and polling an unfinished fence raise DeviceLost
     """
 
     kind = "cuda"
-    # The last piece of a load is cut into copies of this size, so that a step can follow the load layer by layer. With
-    # smaller copies, the link would not run at full speed.
+    # The last piece of a load is cut into copies of this size, so that a step can start before all layers have arrived.
+    # With smaller copies, the link would not run at full speed.
     segment_bytes = 9 << 16
 
     def __init__(
@@ -60,7 +62,7 @@ class CudaDevice:
         tracer: Tracer | None = None,
         driver: Driver | None = None,
     ) -> None:
-        """Raises ConfigError without a usable GPU. `driver` replaces the machine's own driver in tests."""
+        """Raises ConfigError without a usable GPU. In tests, `driver` replaces the machine's own driver."""
         self.tracer = tracer
         self.history = None if tracer is None else History(tracer)
         self.timeline = timeline
@@ -136,7 +138,7 @@ class CudaDevice:
         return replace(batch, prepared=rows)
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
-        """Uninitialised memory. Raises ConfigError if too little is free, OutOfDeviceMemory if the driver fails."""
+        """Uninitialised memory. Raises ConfigError if too few bytes are free, OutOfDeviceMemory if the driver fails."""
         self._check_alive()
         free, total = self.free_memory()
         if num_bytes > free:
@@ -151,12 +153,13 @@ class CudaDevice:
         return memory
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """See `Device.allocate_host`. Zeroed; the first 256 MiB are pinned at once, the rest in the background.
+        """See `Device.allocate_host`. The memory is zeroed. Its first 256 MiB are pinned at once, and more in the
+        background.
 
-        Raises ConfigError if the machine has too little memory, or if none of it can be pinned.
+        Raises ConfigError if the machine has too little memory, or if its first part cannot be pinned.
         """
         available = available_bytes()
-        if available is not None:  # earlier slabs will also need the pages that they have not touched yet
+        if available is not None:  # earlier allocations will also need the pages that do not exist yet
             available -= sum(slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values())
         if available is not None and num_bytes > available:
             raise ConfigError(
@@ -174,7 +177,7 @@ class CudaDevice:
         return self.driver.mapped(memory.data[: self.ready_bytes(memory)])
 
     def ready_bytes(self, memory: Memory) -> int:
-        """Number of pinned bytes. Device memory, and memory that was not allocated here, is always ready."""
+        """Number of pinned bytes. All bytes of device memory, and of memory that was not allocated here, are ready."""
         slab = self._slabs.get(memory)
         return memory.num_bytes if slab is None else slab.ready_bytes
 
@@ -192,8 +195,8 @@ class CudaDevice:
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """See `Device.wait_host`. Raises DeviceLost.
 
-        A bell ends the wait only while the thread sleeps. It has no effect shortly before the forecast end, nor if
-        `timeout_s` is given.
+        A bell ends the wait only while the thread sleeps. It has no effect when the work should end soon (see
+        `cuda/wait.py`), nor if `timeout_s` is given.
         """
         if self._waiter.is_done(fence):
             return True
@@ -221,11 +224,11 @@ class CudaDevice:
         """Block the calling thread."""
         time.sleep(seconds)
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start and end
 
     def warm_up(self) -> None:
-        """Launch each variant of the device's kernels once, because a first launch waits for all running work.
-        Blocks.
+        """Launch each variant of the device's kernels once. Otherwise their first launch during serving would wait for
+        all running work. Blocks.
         """
         from sidestream.device.cuda.kernels import copy_segments, deliver
 
@@ -256,7 +259,7 @@ class CudaDevice:
         """Does nothing: torch's cached memory is device memory, and freeing it would stall the device."""
 
     def close(self) -> None:
-        """See `Device.close`. Also unpins host memory. On a lost device, closes the parts that can still be closed."""
+        """See `Device.close`. Also unpins host memory. On a lost device, closes what can still be closed."""
         if self._closed:
             return
         self._closed = True
@@ -272,10 +275,10 @@ class CudaDevice:
         for slab in self._slabs.values():
             slab.close()
 
-    # ------------------------------------------------------------------ for streams
+    # ------------------------------------------------------------------ used by streams
 
     def take_event(self) -> Event:
-        """An unused event."""
+        """An unused event from the pool, or a new event."""
         try:
             return self._events.pop()
         except IndexError:
@@ -305,7 +308,7 @@ class CudaDevice:
         return place
 
     def lose(self, error: BaseException) -> None:
-        """Mark the device as lost. The first error determines the message."""
+        """Mark the device as lost, with the message of the first error."""
         with self._lock:
             if self.lost is not None:
                 return
@@ -314,7 +317,7 @@ class CudaDevice:
         log.error("%s", self.lost)
 
     def _claim(self, name: str) -> None:
-        """Reserve a stream's name. Names are never reused: a tracer identifies streams by them."""
+        """Reserve a stream's name. Names are never reused, because a tracer identifies streams by their names."""
         with self._lock:
             if self._closed:
                 raise InvariantError(f"the device is closed: stream {name} cannot be made")
@@ -332,7 +335,7 @@ class CudaDevice:
 
 
 def open_driver(index: int = 0) -> Driver:
-    """The machine's driver. Raises ConfigError, with the missing part, if there is no usable GPU."""
+    """The machine's CUDA driver. Raises ConfigError, which names the missing part, if no GPU can be used."""
     library = load_library()
     if torch.version.cuda is None:
         raise ConfigError(

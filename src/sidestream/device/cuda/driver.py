@@ -1,9 +1,9 @@
-"""Calls to the GPU: functions of torch where they exist, else functions of the CUDA driver through ctypes. Holds no
-state of streams. Any thread.
+"""Calls to the GPU: torch's functions where they exist, otherwise functions of the CUDA driver through ctypes. Knows no
+state of streams. Any thread may call it.
 
-ctypes releases the interpreter lock during a call, so that a long call blocks no other thread. Recording and polling an
-event and launching a graph keep the lock: they take less time than getting it back from another thread, which may hold
-it for 100 us.
+ctypes releases the GIL during a call, so a long call blocks no other thread. Recording and polling an event and
+launching a graph keep the GIL: they take less time than getting the GIL back from another thread, which may hold it for
+100 us.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from sidestream.errors import ConfigError, DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory, SidestreamError
 
 _OUT_OF_MEMORY = 2
-# Errors after which no call works: 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719
-# faults of a kernel, 999 unknown.
+# Error codes after which no call works: 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to
+# 719 faults of a kernel, 999 unknown.
 _LOST = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 # Texts of the same errors, because Triton's exceptions have no error code.
 _LOST_TEXT = re.compile(
@@ -43,11 +43,11 @@ _TIMER_SLACK = 29
 _SLACK_NS = 1000
 
 Table = npt.NDArray[np.int64]
-"""Segments, int64 `[3, n]`, contiguous: target addresses, source addresses, bytes."""
+"""Segments to copy, int64 `[3, n]`, contiguous. The rows are target addresses, source addresses and bytes."""
 
 
 class Event(Protocol):
-    """torch's event."""
+    """The methods of torch's event that this package uses."""
 
     def record(self, stream: Any) -> None:
         """Record all work submitted to the stream so far."""
@@ -62,13 +62,13 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread until the recorded work is done. Releases the interpreter lock."""
+        """Block the calling thread until the recorded work is done. Releases the GIL."""
         ...
 
 
 def timed_event() -> torch.cuda.Event:
-    """A new event with a timestamp, for measurements. Recording it takes about 2 us of host time, less than a
-    `stamp`.
+    """A new event with a timestamp, for measurements. Recording it takes about 2 us of host time, less than
+    `Stream.stamp`.
     """
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -108,7 +108,9 @@ def load_library() -> Any:
 
 
 def named(error: BaseException) -> BaseException:
-    """The DeviceError for an exception of torch, Triton or the driver. Any other exception is returned unchanged."""
+    """The DeviceError that corresponds to an exception of torch, Triton or the driver. Other exceptions are returned
+    unchanged.
+    """
     if isinstance(error, SidestreamError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -117,7 +119,7 @@ def named(error: BaseException) -> BaseException:
         )
     if not isinstance(error, RuntimeError):
         return error
-    # Only the first line: torch appends a hint about device-side assertions to every error.
+    # Search only the first line, because torch appends a hint about device-side assertions to every error.
     code, text = getattr(error, "error_code", None), _first_line(error)
     if code in _LOST or _LOST_TEXT.search(text):
         return _caused(DeviceLost(f"the GPU is lost: {_first_line(error)}; restart the process"), error)
@@ -132,7 +134,7 @@ def named(error: BaseException) -> BaseException:
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """Translate exceptions of the block with `named`."""
+    """A context that replaces exceptions by those of `named`."""
     try:
         yield
     except RuntimeError as error:
@@ -153,12 +155,12 @@ def _caused(named_error: BaseException, by: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A table of segments with the arguments of `cuMemcpyBatchAsync`, computed once.
+    """A table of segments with arguments of `cuMemcpyBatchAsync` that are computed once.
 
-    address      of the table's first row
+    address      address of the table's first row
     row_bytes    bytes of a row
     attributes   address of the copy attributes
-    pieces       columns of the table for each segment of the batch
+    pieces       number of columns of the table for each segment of the batch
     """
 
     table: Table
@@ -169,12 +171,12 @@ class Rows:
 
 
 # Unused stream handles, by GPU and priority. Streams are never destroyed: when a pinned tensor is freed, torch records
-# an event on each stream that used it, and a record on a destroyed stream ends the process.
+# an event on each stream that has used the tensor, and recording on a destroyed stream ends the process.
 _spare_streams: dict[tuple[int, bool], list[int]] = {}
 
 
 class _Mapped:
-    """Host memory with the CUDA array interface. A torch tensor made from it keeps it alive."""
+    """Host memory with the CUDA array interface. A torch tensor that is made from this object keeps it alive."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
@@ -189,7 +191,7 @@ class _Mapped:
 class Driver:
     """The driver of one GPU. Failed calls raise OutOfDeviceMemory, DeviceLost or DeviceError with the driver's text.
 
-    library        libcuda, or a fake of it
+    library        libcuda, or a fake library in tests
     has_batch      whether one call can copy many segments (CUDA 12.8)
     max_pitch      largest pitch of a two-dimensional copy in bytes
     """
@@ -217,7 +219,7 @@ class Driver:
             "cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         )
         self._copy_2d = self._function("cuMemcpy2DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
-        # Version 2 of the function has no argument for the index of the failed copy.
+        # Version 2 of the function has no argument that receives the index of the failed copy.
         self._second_batch = hasattr(library, "cuMemcpyBatchAsync_v2")
         self.has_batch = self._second_batch or hasattr(library, "cuMemcpyBatchAsync")
         if self.has_batch:
@@ -225,7 +227,7 @@ class Driver:
             between = () if self._second_batch else (void,)
             name = "cuMemcpyBatchAsync_v2" if self._second_batch else "cuMemcpyBatchAsync"
             self._copy_batch = self._function(name, void, void, void, size, void, void, size, *between, void)
-        # These objects are made once; calls pass their addresses.
+        # Arguments that never change: calls pass the addresses of these objects.
         self._first = (ctypes.c_size_t * 1)(0)
         self._failed = (ctypes.c_size_t * 1)(0)
         places = {True: _Location(_ON_DEVICE, index), False: _Location(_ON_HOST, 0)}
@@ -238,8 +240,8 @@ class Driver:
     # ------------------------------------------------------------------ threads, streams, events
 
     def _bound_only_now(self) -> bool:
-        """Bind the calling thread, and return True; False if it was bound already. Calls of an unbound thread fail,
-        with various errors.
+        """Bind the calling thread to the GPU, and return True; return False if it was bound already. Calls of an
+        unbound thread fail, with various errors.
         """
         current = ctypes.c_void_p()
         if (
@@ -255,10 +257,10 @@ class Driver:
         self._call("cuCtxSetCurrent", self._context)
 
     def prepare_thread(self) -> None:
-        """Bind the calling thread, and make its short sleeps exact: Linux adds 50 us by default."""
+        """Bind the calling thread to the GPU, and make its short sleeps exact: Linux adds 50 us by default."""
         torch.cuda.set_device(self.torch_device)
         self.bind()
-        with suppress(OSError, AttributeError):  # another system: short sleeps take longer
+        with suppress(OSError, AttributeError):  # on other systems, short sleeps take longer
             ctypes.CDLL(None).prctl(
                 _TIMER_SLACK, ctypes.c_ulong(_SLACK_NS), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)
             )
@@ -280,7 +282,7 @@ class Driver:
         return handle.value
 
     def keep_stream(self, handle: int, *, high: bool) -> None:
-        """Keep an unused handle for the next stream of that priority."""
+        """Keep an unused stream handle for the next stream with this priority."""
         _spare_streams.setdefault((self.torch_device.index, high), []).append(handle)
 
     def external(self, handle: int) -> Any:
@@ -288,11 +290,11 @@ class Driver:
         return torch.cuda.ExternalStream(handle, device=self.torch_device)  # type: ignore[no-untyped-call]
 
     def current(self, external: Any) -> AbstractContextManager[Any]:
-        """A context in which kernels are launched on the stream. It can be reused, by one thread at a time."""
+        """A context in which torch launches kernels on the stream. Reusable, but only by one thread at a time."""
         return torch.cuda.stream(external)
 
     def event(self, *, external: bool = False) -> Event:
-        """A new event without timing. `external`: during a capture, a wait for it becomes a node of the graph."""
+        """A new event without timing. `external`: a wait for it during a capture becomes a node of the graph."""
         return torch.cuda.Event(external=external)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ memory
@@ -309,7 +311,7 @@ class Driver:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def mapped(self, data: torch.Tensor) -> torch.Tensor:
-        """Registered host memory `data`, uint8 `[num_bytes]`, as a tensor on the GPU, which keeps `data` alive."""
+        """Registered host memory `data`, uint8 `[num_bytes]`, as a tensor on the GPU. The tensor keeps `data` alive."""
         with naming():
             mapped = torch.as_tensor(_Mapped(data), device=self.torch_device)
         if mapped.data_ptr() != data.data_ptr():
@@ -317,7 +319,7 @@ class Driver:
         return mapped
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin host pages for copies and kernels, which use the host's address. Takes 0.035 s per GiB."""
+        """Pin host pages, so that copies and kernels can use the host's addresses. Takes 0.035 s per GiB."""
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED)
 
     def unregister(self, address: int) -> None:
@@ -360,7 +362,7 @@ class Driver:
             self._checked("cuMemcpy2DAsync", self._copy_2d, address, stream)
 
     def rows(self, table: Table, *, from_device: bool, to_device: bool, pieces: int = 1) -> Rows:
-        """The table with its call arguments, for `copy_rows`."""
+        """The table together with its call arguments, for `copy_rows`."""
         return Rows(
             table,
             table.ctypes.data,
@@ -398,7 +400,7 @@ class Driver:
     # ------------------------------------------------------------------ graphs
 
     def launch_graph(self, executable: int, stream: int) -> None:
-        """Enqueue an instantiated graph, without releasing the interpreter lock."""
+        """Enqueue an instantiated graph, without releasing the GIL."""
         self._checked("cuGraphLaunch", self._launch_graph, executable, stream)
 
     # ------------------------------------------------------------------ calls

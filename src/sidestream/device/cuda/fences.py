@@ -1,6 +1,7 @@
-"""Fences of one CUDA stream. A pooled event marks the end of each piece of work; polling a fence polls its event.
+"""Fences of one CUDA stream. A fence is a position on the stream: the end of a piece of work, where an event from a
+pool is recorded. Polling a fence polls its event.
 
-Any thread may use them. Polling any fence updates the progress of the whole stream.
+Any thread may use fences. Polling any fence updates the known progress of the whole stream.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class FenceDevice(Protocol):
 
 
 class CudaFence(StreamFence["FenceQueue"]):
-    """A position on one CUDA stream. The fence is done once a poll has found its event, or a later one, completed.
+    """A position on one CUDA stream. The fence is done when a poll has found its event, or a later event, completed.
 
-    `failure` is an exception raised while the work was enqueued. A fence with tick 0 is never done.
+    `failure` is an exception that was raised while the work was enqueued. A fence with tick 0 is never done: it stands
+    for work inside a captured graph.
     """
 
     __slots__ = ()
@@ -62,7 +64,7 @@ class CudaFence(StreamFence["FenceQueue"]):
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """An unfinished fence. `num_waiters` threads block on its event; the event is not reused before they wake up."""
+    """An unfinished fence. `num_waiters` threads block on its event, which is reused only after they have woken up."""
 
     fence: CudaFence
     event: Event
@@ -75,7 +77,7 @@ class _Pending:
 class FenceQueue:
     """The fences of one stream, in order. `external` is torch's object for the stream.
 
-    done_tick   last position that a poll found done
+    done_tick   last position that a poll has found done
     """
 
     def __init__(self, name: str, external: Any, device: FenceDevice) -> None:
@@ -88,7 +90,7 @@ class FenceQueue:
         self._lock = threading.Lock()  # guards _pending and done_tick; held for microseconds
 
     def begin(self, accesses: Accesses, label: str) -> CudaFence:
-        """A fence for the work that the caller is about to enqueue."""
+        """Return a fence for the work that the caller is about to enqueue."""
         fence = CudaFence(self, self._last_tick + 1)
         if self.device.history is not None:
             self.device.history.submitted(fence, accesses, label)
@@ -96,7 +98,7 @@ class FenceQueue:
         return fence
 
     def record(self, fence: CudaFence, label: str, tables: list[Table]) -> None:
-        """Record an event after everything enqueued so far. After this, the fence can be polled.
+        """Record an event after everything that was enqueued so far. From now on, the fence can be polled.
 
         tables   segment tables that the work reads; they return to the device's pool when the fence is done
         """
@@ -104,7 +106,7 @@ class FenceQueue:
         try:
             event.record(self._external)
         except RuntimeError as error:
-            raise self.lose(error) from error  # no fence will ever cover the work that is enqueued
+            raise self.lose(error) from error  # no fence could ever tell the end of the work that is enqueued
         if self.device.history is not None:
             self.device.history.enqueued(fence)
         pending = _Pending(fence, event, label, time.perf_counter_ns(), tables)
@@ -112,8 +114,8 @@ class FenceQueue:
             self._pending.append(pending)
 
     def has_passed(self, fence: CudaFence) -> bool:
-        """Whether `fence`, of this stream, is done. If so, the calling thread counts as having observed it. Raises
-        DeviceLost.
+        """Whether `fence`, of this stream, is done. If so, tells the tracer that the calling thread has observed it.
+        Raises DeviceLost.
         """
         tick = fence.tick
         if self.done_tick < tick:
@@ -133,7 +135,7 @@ class FenceQueue:
                 try:
                     self._find(fence).event.wait(external)
                 except RuntimeError as error:
-                    raise self.lose(error) from error  # the other stream continues without the wait
+                    raise self.lose(error) from error  # otherwise the other stream would run on without the wait
 
     def launched(self, fence: CudaFence) -> tuple[str, float] | None:
         """Label and enqueue time (seconds of `time.perf_counter`) of the work of `fence`; None if the fence is done."""
@@ -179,7 +181,7 @@ class FenceQueue:
         return self._pending[fence.tick - self.done_tick - 1]
 
     def _update(self) -> None:
-        """Poll the events, oldest first, until one is not complete."""
+        """Poll the events, oldest first, up to the first event that is not complete."""
         pending, device = self._pending, self.device
         with self._lock:
             while pending and self._is_complete(pending[0].event):
@@ -201,12 +203,12 @@ class FenceQueue:
             raise self.lose(error) from error
 
     def _block_on_event(self, fence: CudaFence) -> None:
-        """Block on the event of `fence`, without the interpreter lock."""
+        """Block on the event of `fence`, with the GIL released."""
         with self._lock:
             if fence.tick <= self.done_tick:
                 return
             if not fence.tick:
-                raise InvariantError(f"work of a graph on stream {self.name} has no fence: wait for a replay's")
+                raise InvariantError(f"work in a graph on stream {self.name} has no fence: wait for a replay's fence")
             pending = self._find(fence)
             pending.num_waiters += 1
         try:

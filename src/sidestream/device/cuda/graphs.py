@@ -1,4 +1,4 @@
-"""Captured graphs, and the events that their replays wait for."""
+"""Captured CUDA graphs, and the events that their replays wait for."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class CudaGraph:
     """Captured work.
 
     graph           torch's graph
-    accesses        accesses that the captured work declared
+    accesses        memory that the captured work has declared to access
     waits           events that each replay waits for
     ignored_waits   number of waits for fences during the capture, which are not part of the graph
-    order           the waits, and the accesses declared by `Stream.touch`, in order
-    executable      the driver's handle; None: this version of torch does not expose it
+    order           the waits, and the accesses that `Stream.touch` has declared, in order
+    executable      the driver's handle of the graph; None: this version of torch does not give it
     """
 
     graph: Any
@@ -52,7 +52,7 @@ class CudaGraph:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """State of a running capture. Written by the capturing thread."""
+    """State of a capture while it runs. Written by the capturing thread."""
 
     accesses: list[Accesses]
     waits: list[CudaEvent]

@@ -1,8 +1,8 @@
-"""Reports a GPU's events to a tracer, once fences prove that they have happened.
+"""Reports to a tracer the events of a GPU, as soon as fences prove that they have happened. Used in tests.
 
-A GPU reports neither the start of work nor the end of a wait. But when a fence is done, all earlier work of its stream
-is done, and also all work that the stream has waited for. So each stream has a log, and `done` reports the log up to
-the fence.
+A GPU reports neither when work starts nor when a wait ends. But when a fence is done, all earlier work of its stream is
+done, and so is all work that the stream has waited for. So each stream has a log, and `done` reports the log up to the
+fence.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _Entry = _Started | _Waited | _Touched | _Finished
 
 
 class History:
-    """The logs of all streams of one device. Any thread."""
+    """The logs of all streams of one device. Any thread may use it."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        # The thread that submits to a stream appends; the thread that reports pops.
+        # The thread that submits to a stream appends to its log; the thread that reports removes entries.
         self._logs: defaultdict[str, deque[_Entry]] = defaultdict(deque)
         self._reported_ticks: Counter[str] = Counter()  # by stream
         self._reporting = threading.Lock()
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """Report, at once, that the host will now enqueue work on `fence.stream`."""
+        """Report, at once, that the host is about to enqueue work on `fence.stream`."""
         self._tracer.submitted(fence, accesses, label)
         self._logs[fence.stream].append(_Started(fence))
 
@@ -63,7 +63,7 @@ class History:
         self._logs[stream].append(_Touched(accesses()))
 
     def enqueued(self, fence: Fence) -> None:
-        """Log that all work of the fence, and the event after it, was enqueued."""
+        """Log that all work of the fence was enqueued, and the event after it."""
         self._logs[fence.stream].append(_Finished(fence))
 
     def done(self, fence: Fence) -> None:

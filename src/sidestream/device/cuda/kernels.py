@@ -1,8 +1,8 @@
-"""Triton kernels that replace the copy engine for small segments, and for small results that must not queue behind bulk
-copies.
+"""Triton kernels that copy small segments in place of the copy engine, and small results that must not queue behind
+bulk copies.
 
-Addresses are plain integers that Triton does not specialise on. So there are only two variants, for lanes of eight
-bytes and for lanes of one byte. Loading another variant during serving would wait until the GPU is idle.
+Triton does not specialise on the addresses, which are plain integers. So each kernel has only two variants: one moves
+eight bytes at a time, the other one byte. Loading another variant during serving would wait until the GPU is idle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Number of programs of a copy. It is small, because eight programs that copy would halve the speed of decode.
+# Number of Triton programs of a copy. It is small, because eight copying programs would halve the speed of decode.
 PROGRAMS = 2
 _LANES = 4096
 _DELIVERY_LANES = 1024
@@ -46,9 +46,7 @@ def _deliver(target, source, num_bytes, offset, OFFSET: tl.constexpr, WIDE: tl.c
 
 @triton.jit(do_not_specialize=["table", "count"])  # type: ignore[untyped-decorator]
 def _copy_segments(table, count, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Segment `i` is copied by program `i % programs`. The table is in host memory, so each program prefetches its next
-    row.
-    """
+    """Program `i % programs` copies segment `i`. The table is in host memory, so a program prefetches its next row."""
     targets = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     sources = targets + count
     sizes = sources + count
@@ -91,7 +89,7 @@ def deliver(target: int, source: int, num_bytes: int, *, offset_address: int = 0
 def copy_segments(table_address: int, count: int, *, wide: bool, programs: int = PROGRAMS) -> None:
     """Copy the `count` segments of a `driver.Table` in mapped host memory, on the current stream.
 
-    wide   all addresses and sizes are multiples of eight
+    wide   whether all addresses and sizes are multiples of eight
     """
     grid: Any = _copy_segments[(programs,)]
     grid(table_address, count, wide, _LANES, num_warps=8)

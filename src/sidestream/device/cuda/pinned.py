@@ -1,8 +1,7 @@
-"""Pinned host memory: anonymous pages that are touched and pinned in the background, since pinning takes 0.035 s per
-GiB.
+"""Pinned host memory. Pinning takes 0.035 s per GiB, so most pages are touched and pinned in the background.
 
-The constructor pins the first chunk. After that, several threads touch the pages from front to back, and one thread
-pins each chunk when its pages exist.
+The constructor pins the first chunk. After that, several threads touch the pages from front to back, so that the pages
+exist, and one thread pins each chunk when all its pages exist.
 """
 
 from __future__ import annotations
@@ -26,19 +25,20 @@ from sidestream.errors import ConfigError, DeviceError
 
 log = logging.getLogger(__name__)
 
-# Memory of up to READY_AT_ONCE_BYTES is ready when the constructor returns. Of larger memory, the first chunk is ready.
+# Memory of up to READY_AT_ONCE_BYTES is pinned when the constructor returns. Of larger memory, the first chunk is
+# pinned.
 READY_AT_ONCE_BYTES = 64 << 20
 FIRST_CHUNK_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 30
 _PAGE_BYTES = 4096
-# Bytes that a thread touches in one call: enough to hide the cost of the call, and few enough for a fast `close`.
+# Bytes that a thread touches in one call: enough to hide the cost of the call, but few, so that `close` is fast.
 _TOUCH_BYTES = 32 << 20
-# Number of touching threads. 16 threads are not faster, because memory is the limit
+# Number of touching threads. 16 threads are not faster, because memory bandwidth is the limit
 # (bench/results/host-tier-h200.json).
 _MAX_TOUCHERS = 8
 # Niceness of touching threads, so that the engine's threads, which start at the same time, run first.
 _TOUCH_NICE = 10
-# Linux 5.14; Python has no name for it yet.
+# Option of madvise since Linux 5.14; Python has no name for it yet.
 _MADV_POPULATE_WRITE = 23
 _MADV_HUGEPAGE = 14
 _MADV_DONTFORK = 10
@@ -48,16 +48,18 @@ class Pins(Protocol):
     """The part of the driver that pins pages."""
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin. Raises DeviceError."""
+        """Pin the pages. Raises DeviceError."""
         ...
 
     def unregister(self, address: int) -> None:
-        """Unpin. Raises DeviceError."""
+        """Unpin the pages that were pinned at `address`. Raises DeviceError."""
         ...
 
 
 def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
-    """End offset of each pinned chunk. Each is a multiple of `item_bytes` and of the page size, except the last."""
+    """End offset of each pinned chunk. Each offset except the last is a multiple of `item_bytes` and of the
+    page size.
+    """
     if num_bytes <= READY_AT_ONCE_BYTES:
         return [num_bytes]
     unit, borders, start, chunk = math.lcm(item_bytes, _PAGE_BYTES), [], 0, FIRST_CHUNK_BYTES
@@ -69,7 +71,7 @@ def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Call `madvise`; False if the kernel refuses. Releases the interpreter lock, unlike `mmap.madvise`."""
+    """Call `madvise`; False if the kernel refuses. Releases the GIL, which `mmap.madvise` does not."""
     return bool(_libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)
 
 
@@ -84,15 +86,16 @@ class Slab:
     borders       end offset of each pinned chunk
     ready_bytes   number of pinned bytes at the start; later bytes must not be used yet. Never decreases
     mapped_bytes  number of bytes whose pages exist
-    growing       whether `ready_bytes` will still increase. Read it before `ready_bytes`, which is final after False
+    growing       whether `ready_bytes` will still increase. Read it before `ready_bytes`: after False, that number is
+                  final
 
-    Only the slab's threads write these; any thread may read them.
+    Only the slab's threads write these attributes; any thread may read them.
     """
 
     def __init__(
         self, name: str, num_bytes: int, *, item_bytes: int, pins: Pins, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        """Blocks until the first chunk is pinned. The slab's thread first calls `prepare`.
+        """Blocks until the first chunk is pinned. The slab's background thread first calls `prepare`.
 
         Raises ConfigError if the machine has less than `num_bytes` of memory, or if the first chunk cannot be pinned.
         """
@@ -109,7 +112,7 @@ class Slab:
         self._pinned: list[int] = []
         self._closing = False
         self._thread: threading.Thread | None = None
-        advise(self._address, num_bytes, _MADV_HUGEPAGE)  # if refused, pinning and copies are slower
+        advise(self._address, num_bytes, _MADV_HUGEPAGE)  # if the kernel refuses, pinning and copies are slower
         advise(self._address, num_bytes, _MADV_DONTFORK)  # otherwise the first write after a fork would move the page
         try:
             self._pin(self.borders[:1])
@@ -125,7 +128,7 @@ class Slab:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop pinning, and unpin the memory, whose bytes stay. Streams must not use it any more. Idempotent."""
+        """Stop pinning, and unpin the memory; its bytes stay readable. No stream may use it any more. Idempotent."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
@@ -133,7 +136,7 @@ class Slab:
             try:
                 self._pins.unregister(self._pinned.pop())
             except DeviceError as error:
-                log.debug("%s memory: %s", self.memory.name, error)  # on a lost device, unpinning fails
+                log.debug("%s memory: %s", self.memory.name, error)  # unpinning fails on a lost device
 
     def _run(self) -> None:
         name, start_s = self.memory.name, time.perf_counter()
@@ -179,9 +182,9 @@ class Slab:
             touchers.shutdown(cancel_futures=True)
 
     def _touch(self, start: int, stop: int) -> int:
-        """Map these pages, and return `stop`. Releases the interpreter lock."""
+        """Map these pages, and return `stop`. Releases the GIL."""
         if not self._closing and not advise(self._address + start, stop - start, _MADV_POPULATE_WRITE):
-            # An older kernel. Writing zeros is safe, because bytes that are not ready hold zeros.
+            # The kernel is older. Writing zeros instead is safe, because bytes that are not ready hold zeros.
             ctypes.memset(self._address + start, 0, stop - start)
         with self._mapping:
             self.mapped_bytes += stop - start

@@ -1,5 +1,5 @@
-"""The side stream of a CUDA stream: runs a part of that stream's work concurrently. In a captured graph, its work is a
-branch.
+"""The side stream of a CUDA stream runs a part of that stream's work concurrently. In a captured graph, this part
+becomes a branch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from sidestream.device.cuda.driver import Driver
 
 
 class SideStream:
-    """The driver's stream is made at the first `enqueue`. Its kernels have the lowest priority.
+    """A stream of low priority beside a main stream. The driver's stream is made at the first `enqueue`.
 
     external   torch's object for the main stream
     handle     the driver's handle of the side stream; None: there was no work yet
-    active     whether the side stream has work that the main stream has not joined
+    active     whether the side stream has work that the main stream does not wait for yet
     """
 
     def __init__(self, driver: Driver, external: Any) -> None:
@@ -28,7 +28,7 @@ class SideStream:
         self._current: AbstractContextManager[Any] | None = None
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Enqueue `work` after all work that the main stream has so far."""
+        """Enqueue `work`. It runs after all work that the main stream has so far."""
         if self._current is None:
             self.handle = self._driver.make_stream(high=False)
             self._external = self._driver.external(self.handle)

@@ -1,4 +1,4 @@
-"""A CUDA stream with fences. The thread that submits work enqueues it at once; an event marks its end.
+"""A CUDA stream with fences. The thread that submits work enqueues it at once, and an event marks the end of the work.
 
 Any thread may submit. The work of one submission is contiguous on the stream.
 """
@@ -33,7 +33,7 @@ class CudaStream:
 
     handle     the driver's handle of the stream
     external   torch's object for the stream
-    fences     the fences of the stream, with its progress
+    fences     fences of the stream, which also know the stream's progress
     """
 
     def __init__(self, name: str, handle: int, device: StreamDevice, on_close: Callable[[CudaStream], None]) -> None:
@@ -48,21 +48,21 @@ class CudaStream:
         self._copier = Copier(device, handle)
         self._side = SideStream(device.driver, self.external)
         self._submitting = threading.RLock()
-        self._running = False  # inside submitted work
+        self._running = False  # whether submitted work is being enqueued now
         self._closed = False
         self._capture: Capture | None = None
 
     # ------------------------------------------------------------------ submission
 
     def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> CudaFence:
-        """Enqueue `work` now, with this stream current. See `Stream.submit`. Raises DeviceLost.
+        """Enqueue `work` now, with this stream as torch's current stream. See `Stream.submit`. Raises DeviceLost.
 
         While a graph is captured, the work goes into the graph, and its fence has tick 0.
         """
         return self._submit(lambda: self._run(work), accesses, label)
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> CudaFence:
-        """See `Stream.submit_copy`. A prepared batch needs no kernel, so the stream is not made current."""
+        """See `Stream.submit_copy`. A prepared batch needs no kernel, so torch's current stream is not changed."""
         prepared = batch.prepared
         if prepared is None or self._capture is not None:
             part = batch.part(first, stop)
@@ -77,7 +77,7 @@ class CudaStream:
         with self._submitting:
             if self._running:
                 raise InvariantError(
-                    f"stream {self.name} was given {label or 'work'} by its own work: submit it after the work"
+                    f"work on stream {self.name} submits {label or 'work'} to its own stream: submit it after the work"
                 )
             if self._closed:
                 raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
@@ -106,7 +106,7 @@ class CudaStream:
             if self._side.active:
                 raise InvariantError(f"work on stream {self.name} ends with work on the side stream: join it first")
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the first error counts
+            with contextlib.suppress(RuntimeError):  # report the first error
                 self._side.join()  # so that the work's fence covers the side stream
             raise
         finally:
@@ -127,7 +127,7 @@ class CudaStream:
         elif not fence.tick:
             raise InvariantError(f"stream {self.name} cannot wait for work of a graph: wait for a replay's fence")
         elif fence.owner is self.fences:
-            return  # a stream runs in order
+            return  # the stream runs in order anyway
         elif self._capture is not None:
             self._capture.ignored_waits += 1
             return
@@ -143,7 +143,7 @@ class CudaStream:
             self.wait(event.fence)
 
     def close(self) -> None:
-        """Return the stream's handles to the driver. Submitted work still runs, and its fences complete. Idempotent."""
+        """Return the stream's handles to the driver. Submitted work still runs to its end. Idempotent."""
         with self._submitting:
             if not self._closed:
                 self._closed = True
@@ -183,13 +183,13 @@ class CudaStream:
         self._side.join()
 
     def stamp(self, times: torch.Tensor) -> None:
-        """Write the GPU's clock, by a kernel. See `Stream.stamp`."""
+        """Write the GPU's clock with a kernel. See `Stream.stamp`."""
         from sidestream.device.cuda.kernels import stamp
 
         stamp(times.data_ptr())
 
     def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
-        """Write the bytes by a kernel of one program. See `Stream.deliver`."""
+        """Write the bytes with a kernel of one program. See `Stream.deliver`."""
         if not values.is_contiguous():
             raise InvariantError(
                 f"values of shape {tuple(values.shape)} with strides {values.stride()} are not contiguous: "
@@ -209,7 +209,7 @@ class CudaStream:
     # ------------------------------------------------------------------ graphs
 
     def capture(self, build: Callable[[], None], *, beside: CudaGraph | None = None) -> CudaGraph:
-        """See `Stream.capture`. Raises errors of `build`, translated by `named`."""
+        """See `Stream.capture`. Errors of `build` are raised as those of `driver.named`."""
         pool = None if beside is None else beside.graph.pool()
         with self._submitting:
             self.fences.check_alive()
@@ -217,21 +217,21 @@ class CudaStream:
             failure: BaseException | None = None
             try:
                 with (
-                    self._driver.current(self.external),  # if the capture fails to end, torch leaves its stream current
-                    # Thread-local, so that other threads may continue to call CUDA: their streams are not captured.
+                    self._driver.current(self.external),  # restores torch's current stream if the capture fails to end
+                    # Thread-local: other threads may call CUDA during the capture, and their streams are not captured.
                     torch.cuda.graph(graph, pool=pool, stream=self.external, capture_error_mode="thread_local"),
                 ):
                     self._capture = capture
                     try:
                         build()
                     except BaseException as error:
-                        failure = error  # the end of the capture may then raise a less precise error
+                        failure = error  # kept, because the end of the capture may raise a less precise error
                         raise
             except BaseException as error:
                 raise named(failure or error)  # noqa: B904 - its cause is torch's error
             finally:
                 self._capture = None
-                failure = None  # breaks a reference cycle with the frame, which would keep the capture's tensors
+                failure = None  # breaks a reference cycle with the frame, which would keep the capture's tensors alive
             executable: Any = getattr(graph, "raw_cuda_graph_exec", None)
             return CudaGraph(
                 graph,
@@ -245,7 +245,7 @@ class CudaStream:
     def wait_external(self, event: CudaEvent) -> None:
         """See `Stream.wait_external`."""
         if self._capture is None:
-            raise InvariantError("an external wait is a node of a graph: capture one")
+            raise InvariantError(f"stream {self.name}: `wait_external` was called outside `capture`: call it inside")
         if event.fence is None:
             raise InvariantError(
                 f"event {event.name} was never recorded: the graph would have no node that waits for it"
@@ -255,8 +255,8 @@ class CudaStream:
         self._capture.order.append(event)
 
     def replay(self, graph: CudaGraph, accesses: Accesses | None = None, *, label: str = "") -> CudaFence:
-        """Submit the graph as a separate piece of work. `accesses` default to the accesses declared during the
-        capture.
+        """Submit the graph as a separate piece of work. `accesses` default to those that the captured work has
+        declared.
         """
 
         def captured() -> list[Access]:
@@ -285,7 +285,7 @@ class CudaStream:
             self._driver.launch_graph(graph.executable, self.handle)
 
     def _record_waits(self, graph: CudaGraph) -> None:
-        """Record the waits inside the graph for the tracer, as if all of them were at the beginning of the graph."""
+        """Record the waits of the graph for the tracer, as if all of them were at its beginning."""
         if self._history is not None:
             for event in graph.waits:
                 if event.fence is not None:

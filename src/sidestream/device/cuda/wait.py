@@ -1,4 +1,6 @@
-"""Blocks the engine thread until work on the GPU ends: sleeps, then polls, then blocks in the driver."""
+"""Blocks the engine thread until work on the GPU ends. The thread first sleeps, then polls, then blocks in the
+driver.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from sidestream.device.cuda.fences import CudaFence
 from sidestream.device.cuda.forecast import Forecast
 from sidestream.types import Fence
 
-# Time before the forecast end at which polling starts: a sleep ends late, and then the thread needs the interpreter
-# lock.
+# Polling starts this long before the forecast end of the work, because a sleep ends late, and then the thread must get
+# the GIL.
 _AHEAD_S = 1e-3
-# Time after the forecast end at which the thread stops polling and blocks in the driver; a usual error of the forecast.
+# This long after the forecast end, the thread stops polling and blocks in the driver. This is a usual forecast error.
 _POLLING_S = 1e-3
-# Longest sleep. The forecast may be wrong, for example if an earlier step waited for a load and this step does not.
+# Longest sleep. The forecast may be too late, for example if an earlier step waited for a load and this step does not.
 _NAP_S = 500e-6
 
 
@@ -23,11 +25,11 @@ class FenceWaiter:
 
     def __init__(self) -> None:
         self.forecasts: dict[str, Forecast] = {}
-        # Fence of a wait that a bell ended, with label and enqueue time of its work.
+        # The fence of a wait that a bell has ended, with label and enqueue time of its work.
         self._interrupted: tuple[CudaFence, tuple[str, float]] | None = None
 
     def is_done(self, fence: Fence) -> bool:
-        """Poll `fence`. If it ended after a bell interrupted the wait for it, its forecast is updated."""
+        """Poll `fence`. If it has ended after a bell interrupted the wait for it, update the forecast."""
         interrupted, self._interrupted = self._interrupted, None
         if not fence.poll():
             return False
@@ -48,10 +50,11 @@ class FenceWaiter:
         return fence.poll()
 
     def wait_until(self, fence: CudaFence, soonest_s: float | None, bell: Bell | None) -> bool:
-        """Sleep until shortly before `soonest_s`, then poll, then block; False if `bell` rings during the sleep.
+        """Sleep until shortly before `soonest_s`, then poll, then block. Returns False if `bell` rings during the
+        sleep.
 
-        A thread that polls holds the interpreter lock when the fence is done. A thread that blocks in the driver must
-        first get the lock back from other threads, which takes up to about 0.2 ms.
+        A thread that polls holds the GIL when the fence is done. A thread that blocks in the driver must first get the
+        GIL back from other threads, which takes up to about 0.2 ms.
         """
         now_s = time.perf_counter()
         due_s = now_s if soonest_s is None else max(now_s, soonest_s)
