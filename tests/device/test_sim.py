@@ -332,7 +332,7 @@ def test_the_fence_of_a_replay_covers_all_of_the_graph_even_a_wait_at_its_end() 
 
 
 def test_an_external_wait_outside_a_capture_is_an_error() -> None:
-    with simulated() as device, pytest.raises(InvariantError, match="node of a graph"):
+    with simulated() as device, pytest.raises(InvariantError, match="outside `capture`"):
         device.stream("a").wait_external(device.event("loaded"))
 
 

@@ -1,4 +1,4 @@
-"""A simulated device: a seed chooses the order of work among all orders that the fences allow."""
+"""A simulated device for tests: a seed chooses the order of work among all orders that the fences allow."""
 
 from sidestream.device.sim.device import POISON, Guard, SimDevice
 from sidestream.device.sim.policies import POLICIES, Choice, Policy, make_policy

@@ -1,9 +1,10 @@
-"""The simulated device: streams, events, graphs and memory as on CUDA, but a policy decides the order of work.
+"""The simulated device, for tests: streams, events, graphs and memory as on CUDA, but a policy decides the order of
+work.
 
 Every order that the fences, events and streams allow happens with some seed. Only one actor (the host, a stream or a
-thread) runs at a time; a stream's work runs when the policy picks the stream. Other actors may run between the moment
-when a copy has moved its bytes and the moment when its fence is done. Fresh memory holds poison. Time is virtual, so
-waits take no real time.
+thread) runs at a time. The work of a stream runs when the policy picks the stream. Other actors may run after a copy
+has moved its bytes and before the copy's fence is done. Fresh memory is filled with poison, a fixed byte, so that a
+read of unwritten memory shows. Time is virtual, so waits take no real time.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ POISON = 0xA5
 
 
 class Guard(Protocol):
-    """Limits work to the memory that it has declared, and reports other accesses."""
+    """Limits running work to the memory that it has declared, and reports other accesses."""
 
     def allocate(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
         """New memory, filled with poison."""
         ...
 
     def enter(self, stream: str) -> None:
-        """Work of this stream runs, or goes on, until `leave`; no other work runs meanwhile."""
+        """Work of this stream begins or goes on, and runs until `leave`; no other work runs meanwhile."""
         ...
 
     def leave(self, stream: str) -> None:
-        """The work has ended, or another actor runs before it goes on."""
+        """The work has ended, or another actor runs before the work goes on."""
         ...
 
     def poison(self, name: str, start: int, stop: int) -> None:
@@ -50,7 +51,7 @@ class Guard(Protocol):
         ...
 
     def require(self, stream: str, access: Access) -> None:
-        """Running work makes an access to a memory that is not bytes: report it if it was not declared."""
+        """Running work accesses a memory that does not consist of bytes: report the access if it was not declared."""
         ...
 
 
@@ -59,8 +60,8 @@ class SimDevice:
 
     turns     the scheduler of actors, with the virtual time
     pin_s     virtual seconds until all items of a host memory are ready, one after another; set it before
-              `allocate_host`. 0: all are ready at once
-    guard     verifies the accesses that work declares; None: they are believed
+              `allocate_host`. 0: all items are ready at once
+    guard     verifies the accesses that work declares; None: no verification
     records   last record of each event
     """
 
@@ -142,7 +143,9 @@ class SimDevice:
         return self.ready_bytes(memory) < memory.num_bytes
 
     def check_ready(self, batch: CopyBatch) -> None:
-        """Raise InvariantError for a copy of host memory that is not ready: on a GPU, the copy would block or fail."""
+        """Raise InvariantError for a copy of host memory that is not ready. On a GPU, such a copy would block
+        or fail.
+        """
         for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts)):
             if memory.name in self._pinned_from and len(starts) and int(starts.max()) >= self.ready_bytes(memory):
                 raise InvariantError(
@@ -150,7 +153,7 @@ class SimDevice:
                 )
 
     def allocate_pageable(self, name: str, num_bytes: int) -> Memory:
-        """Pageable host memory. A copy from or to it stalls the host, which is an error."""
+        """Pageable host memory. A copy from or to it stalls the host; tests treat this as an error."""
         return self._add(Memory(name, (self._poisoned(name, num_bytes),), pageable=True))
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
@@ -211,8 +214,8 @@ class SimDevice:
             self.tracer.host_touched(self.accesses(reads=reads, writes=writes), label)
 
     def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        """Overwrite bytes that are no longer used, once the fences `after` of their last uses are done. If this device
-        has no memory of that name, it belongs to a tier: nothing is overwritten.
+        """Overwrite bytes that are no longer used, when the fences `after` of their last uses are done. Does nothing if
+        the device has no memory of this name, because the name is then that of a tier.
         """
         if memory not in self._memories:
             return
@@ -223,7 +226,7 @@ class SimDevice:
             self._poison(self._memories[memory], start, stop)
 
     def passed(self) -> None:
-        """Called when a fence is done, before any other actor runs: poison the bytes that waited for the fence."""
+        """Called when a fence is done, before any other actor runs: poison the bytes that have waited for the fence."""
         if not self._dying:
             return
         left = []

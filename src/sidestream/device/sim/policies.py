@@ -1,14 +1,15 @@
-"""Policies choose the next actor if several can run. A policy is deterministic: it sees only names and a seeded random
-generator.
+"""Policies of the simulated device: they choose the next actor (the host, a stream or a thread) if several can run. A
+policy is deterministic, because it sees only names and a seeded random generator. It decides at points, the moments
+when another actor may run.
 
 random        all actors have the same probability
 late          the host runs ahead as far as it can; a stream runs only when the host waits for it
 early         every stream runs as soon as it can; the host runs when no stream can
 starve:NAME   random, but the actor NAME runs only when no other actor can
 pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010). Actors have
-              random priorities, and the actor with the highest priority runs; at D - 1 random points, the running
-              actor gets the lowest priority. Each run of n actors and k points finds a bug of depth D with probability
-              at least 1 / (n * k ** (D - 1))
+              random priorities, and the actor with the highest priority runs; at D - 1 random points, the running actor
+              gets the lowest priority. Each run of n actors and k points finds a bug of depth D (a bug that D ordering
+              constraints cause) with probability at least 1 / (n * k ** (D - 1))
 pct:D:K       pct:D for programs of about K points; the default, 150, fits a schedule of the torture test
 """
 
@@ -25,7 +26,7 @@ from sidestream.errors import ConfigError
 HOST = "host"
 POLICIES = ("random", "late", "early", "starve", "pct")
 
-# Number of times that a sleeping host may wake up before a stream that was held back runs.
+# Number of times that a policy lets a sleeping host wake up before it runs a stream that it has held back.
 _NAPS = 4
 
 
@@ -83,7 +84,7 @@ class Late:
 
 
 class Early:
-    """Streams first."""
+    """Chooses a stream if any stream can run, else the host."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -140,7 +141,7 @@ class Pct:
 
 
 class Steered:
-    """Keeps the running actor, except at given decisions. Used for the result of shrinking a failure.
+    """Keeps the running actor, except at given decisions. Used to repeat a failure that was shrunk to few switches.
 
     turns   name of the actor to choose, by number of the decision; ignored if that actor cannot run
     """

@@ -56,8 +56,8 @@ class SimFence:
         return self._failure
 
     def poll(self) -> bool:
-        """Whether the stream has passed this position. A point, at which little time passes, so a polling loop must
-        sleep.
+        """Whether the stream has passed this position. This is a point (see `SimStream`), but little virtual time
+        passes, so a polling loop must sleep.
         """
         if not self.done:
             self._device.turns.point()
@@ -66,7 +66,7 @@ class SimFence:
         return self.done
 
     def fail(self, error: BaseException) -> None:
-        """Set the failure, and clear the local variables of its frames."""
+        """Set the failure. Clears the local variables in its traceback, which may hold tensors and leases."""
         traceback.clear_frames(error.__traceback__)
         self._failure = error
 
@@ -80,7 +80,7 @@ class _Work:
     accesses: Accesses
     label: str
     records: Mapping[SimEvent, SimFence | None] = field(default_factory=dict)
-    """The last record of each event at the submission. Graphs in the work wait for these records."""
+    """The last record of each event when the work was submitted. Graphs in the work wait for these records."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +120,8 @@ class SimGraph:
 class SimStream:
     """A stream of a simulated device. See `Stream`.
 
-    At each *point*, other actors may run (see `turns`). `submit` is a point; docstrings name the other points.
+    At each *point*, other actors may run before the caller goes on (see `turns`). `submit` is a point; docstrings name
+    the other points.
     """
 
     def __init__(self, device: SimDevice, name: str) -> None:
@@ -171,7 +172,7 @@ class SimStream:
         if self._capture is not None:
             self._ignored_waits += 1
         elif fence.stream == self.name:
-            pass  # a stream runs in order
+            pass  # the stream runs in order anyway
         elif self._turns.current is self._actor:
             self._turns.block(lambda: fence.done, lambda: fence.stream)
             self._trace_wait(fence)
@@ -185,7 +186,7 @@ class SimStream:
             self.wait(event.fence)
 
     def touch(self, accesses: Accesses) -> None:
-        """See `Stream.touch`. A point."""
+        """See `Stream.touch`. This is a point."""
         if self._turns.current is not self._actor:
             raise InvariantError(f"stream {self.name}: only its own work may declare what it touches")
         self._guard_ends()
@@ -195,8 +196,8 @@ class SimStream:
         self._guard_begins()
 
     def copy(self, batch: CopyBatch) -> None:
-        """Copy segment by segment, with a point between two segments; every second copy of the stream begins with the
-        last segment. See `Stream.copy`.
+        """Copy segment by segment, with a point between two segments. Every second copy of the stream begins with the
+        last segment, because the order of segments is not guaranteed. See `Stream.copy`.
         """
         if batch.source.pageable or batch.target.pageable:
             self._device.stall("pageable copy")
@@ -216,7 +217,7 @@ class SimStream:
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
     def on_side_stream(self, work: Callable[[], None]) -> None:
-        """Keep the work until `join`, the latest moment. See `Stream.on_side_stream`."""
+        """Run the work at `join`, which is as late as the interface allows. See `Stream.on_side_stream`."""
         self._side_work.append(work)
 
     def join(self) -> None:
@@ -250,13 +251,13 @@ class SimStream:
         if self._capture is not None:
             self._capture.append(_ExternalWait(event))
         elif self._turns.current is not self._actor:
-            raise InvariantError("an external wait is a node of a graph: capture one")
+            raise InvariantError(f"stream {self.name}: `wait_external` was called outside `capture`: call it inside")
         elif (fence := self._records.get(event)) is not None:
             self.wait(fence)
 
     def replay(self, graph: SimGraph, *, label: str = "") -> SimFence:
-        """Submit the graph as a separate piece of work. The fence covers the whole graph, including a wait at its
-        end.
+        """Submit the graph as a separate piece of work. The fence is done when the whole graph is done, including a
+        wait at its end.
         """
         for node in graph.nodes:
             if isinstance(node, _ExternalWait):
@@ -325,7 +326,9 @@ class SimStream:
         self._trace_wait(head.fence)
 
     def _do(self) -> None:
-        """Run the first work of the queue. Its tensors and leases are dropped before its fence is done (hazard H24)."""
+        """Run the first work of the queue. Drops its tensors and leases before its fence is done (hazard H24 in
+        docs/glossary.md).
+        """
         head = self._queue.popleft()
         assert not isinstance(head, _Wait)
         work, fence = head
@@ -352,7 +355,7 @@ class SimStream:
         self._device.passed()
 
     def _guard_begins(self) -> None:
-        """From here on, work runs with the memory that it has declared."""
+        """From here on, the guard limits the running work to the memory that it has declared."""
         guard = self._device.guard
         if guard is not None:
             guard.enter(self.name)

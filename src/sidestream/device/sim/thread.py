@@ -28,7 +28,7 @@ class SimThread:
         device.turns.add(name, self._may_go_on, self._awaited, self._run, is_host=True)
 
     def wake(self) -> None:
-        """See `HostThread.wake`. A point."""
+        """See `HostThread.wake`. This is a point: other actors may run."""
         self._woken = True
         self._turns.point()
 

@@ -1,8 +1,8 @@
 """Cooperative scheduling: exactly one thread runs at any moment, and a policy chooses the next thread.
 
-Knows actors, not streams or work. An actor ends its turn at *points*. It can run again at once, or when a condition
-holds, or at a virtual time. The same policy with the same seed gives the same run on any machine: neither the system's
-scheduler nor a real clock has any influence.
+The module handles actors (threads that take turns), not streams or work. An actor ends its turn at *points*. Then it
+can run again at once, or when a condition holds, or at a virtual time. The same policy with the same seed gives the
+same run on any machine: neither the system's scheduler nor a real clock has any influence.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from sidestream.errors import SidestreamError
 
 # Virtual time that a point takes; sleeps are much longer.
 _POINT_S = 1e-6
-# Number of consecutive turns of host threads after which they count as spinning: a full queue, or work that they wait
-# for, would have stopped them much earlier.
+# After this number of turns in a row, host threads count as spinning. Otherwise a full queue, or a wait for work, would
+# have stopped them much earlier.
 _SPIN_LIMIT = 100_000
 
 
 class Deadlock(SidestreamError):
-    """No actor can run: each waits for another."""
+    """No actor can run, because each actor waits for another."""
 
 
 class _Ended(BaseException):
-    """Unwinds an actor when its device is closed in the middle of its work."""
+    """Raised in an actor when its device is closed in the middle of its work, to end its thread."""
 
 
 def _held() -> threading.Lock:
-    """A locked lock. It replaces `threading.Semaphore`, which is slow Python code; a schedule uses 200 of them."""
+    """A locked lock. Used like a `threading.Semaphore`, which is slow Python code; one schedule uses 200 of them."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -43,10 +43,10 @@ class Actor:
 
     ready     function that returns whether the actor can run; called at every point
     awaits    function that returns the name of the actor that this actor waits for, for messages and policies
-    is_host   whether the actor is a host thread; the host knows everything that host threads have observed
+    is_host   whether the actor is a host thread, whose polls of fences are reported to a tracer
     wake_s    virtual time from which the actor can run in any case
-    leave     called when the actor's turn ends and another actor's begins
-    enter     called when the turn comes back
+    leave     called when the actor's turn ends and the turn of another actor begins
+    enter     called when the actor's next turn begins
     baton     lock that is free only while the turn is being passed to the actor
     """
 
@@ -106,7 +106,7 @@ class Turns:
         *,
         is_host: bool = False,
     ) -> Actor:
-        """Start an actor on a new thread. `run` is called on the first turn, and calls `block` for each later turn."""
+        """Start an actor on a new thread. `run` is called in the first turn; it calls `block` to end each turn."""
         actor = Actor(name, ready, awaits, is_host)
         self._actors.append(actor)
 
@@ -116,7 +116,7 @@ class Turns:
                 run()
             except _Ended:
                 pass
-            except BaseException as error:  # raised by a tracer or a policy; errors of work are kept in its fence
+            except BaseException as error:  # raised by a tracer or a policy; a fence keeps errors of its work
                 self._fail(actor, error)
 
         actor.thread = threading.Thread(target=body, name=f"sidestream-sim-{name}", daemon=True)
@@ -130,7 +130,7 @@ class Turns:
 
     @property
     def at_host(self) -> bool:
-        """Whether the caller is a thread of the host."""
+        """Whether the caller is a host thread."""
         return self._running.is_host
 
     def point(self) -> None:
@@ -138,15 +138,16 @@ class Turns:
         self.block(_always, _no_actor)
 
     def sleep(self, seconds: float) -> None:
-        """End the turn, and take the next one after this virtual time."""
+        """End the turn, and take the next turn after this virtual time."""
         self.block(_never, _no_actor, wake_s=self.now_s + seconds)
 
     def block(
         self, ready: Callable[[], bool], awaits: Callable[[], str | None], *, wake_s: float | None = None
     ) -> None:
-        """End the turn, and take the next one when `ready` returns True, or at `wake_s`.
+        """End the turn, and take the next turn when `ready` returns True, or at `wake_s`.
 
-        On the host, raises Deadlock if no actor can run, and any error that an actor raises outside its work.
+        If the caller is the host, raises Deadlock if no actor can run, and any error that an actor has raised outside
+        its work.
         """
         caller = self._running
         if self._ended and caller is not self._host:
@@ -172,7 +173,7 @@ class Turns:
         actors, self._actors = self._actors[1:], [self._host]
         for actor in actors:
             self._running = actor  # the actor unwinds during its turn
-            # If the host was interrupted, the turn may already be passed to this actor, and the lock is free.
+            # If the host was interrupted, the turn may have been passed to this actor already, and the lock is free.
             with contextlib.suppress(RuntimeError):
                 actor.baton.release()
             if actor.thread is not None:
@@ -215,7 +216,7 @@ class Turns:
                 f"host threads took {_SPIN_LIMIT} turns in a row, the last of them {chosen.name}: a loop over polls "
                 "must sleep, or wait for a fence"
             )
-            return self._host  # which raises
+            return self._host  # the host raises the failure
         return chosen
 
     def _decide(self) -> Actor:

@@ -1,4 +1,4 @@
-"""Byte ranges of tensors that are views of a memory: accesses without offsets written by hand."""
+"""Computes the byte ranges of tensors that are views of a memory, so that tests write no offsets by hand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sidestream.types import Access
 def view_accesses(
     memories: Iterable[Memory], *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
 ) -> list[Access]:
-    """The bytes of each tensor, one access for each contiguous run. Tensors are views of `memories`, of any dtype and
-    strides.
+    """The bytes of each tensor, one access for each contiguous run. The tensors must be views of `memories`, of any
+    dtype and strides.
 
-    Raises InvariantError for another tensor.
+    Raises InvariantError for any other tensor.
     """
     known = [(part.data_ptr(), memory) for memory in memories for part in memory.parts]
     found = []
