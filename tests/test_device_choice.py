@@ -76,7 +76,7 @@ def test_with_a_gpu_auto_is_cuda_if_its_kernels_can_be_built(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert torch_device("auto") == torch_device("cuda") == torch.device("cuda", 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "install the triton that torch names" in str(why_no_gpu())
+    assert "install the version of triton that torch requires" in str(why_no_gpu())
     assert torch_device("auto") == torch.device("cpu")
 
 

@@ -1,6 +1,6 @@
 """Messages between host threads, and the bell that wakes a sleeping thread.
 
-In tests, a tracer records messages, because each message orders the work of its sender before that of its receiver.
+In tests, a tracer records messages, because a message orders the work of its two threads.
 """
 
 from __future__ import annotations

@@ -40,5 +40,7 @@ def why_no_gpu() -> str | None:
     except ConfigError as missing:
         return str(missing)
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed, and kernels on the GPU need it: install the triton that torch names"
+        return (
+            "triton is not installed, and kernels on the GPU need it: install the version of triton that torch requires"
+        )
     return None

@@ -72,8 +72,8 @@ class CpuDevice:
         return self.stream(name)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
-        """See `Device.thread`. The thread is also woken by every fence that becomes done, if its last turn asked for
-        fences.
+        """See `Device.thread`. If its last turn has returned fences, the thread is woken whenever a fence of the
+        device becomes done.
         """
         thread = TurnTaker(name, turn, clock=self.now, tracer=self.tracer)
         self._threads.append(thread)

@@ -20,7 +20,7 @@ from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, ProcessFailed
 
 _STORE = "ranks"
-# If there are more than two ranks, each rank sends its whole tensor to all other ranks only up to this size.
+# If there are more than two ranks, only tensors up to this size are sent whole from each rank to all other ranks.
 _EXCHANGED_BYTES = 1 << 18
 
 
@@ -45,7 +45,9 @@ class Group(Protocol):
         """Replace `values`, contiguous, by their sum over all ranks. The result has equal bits on all ranks."""
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The values of all ranks, by rank, joined in the last dimension: `[..., n]` to `[..., n * size]`."""
+        """The values of all ranks, in the order of the ranks, joined in the last dimension: `[..., n]` to
+        `[..., n * size]`.
+        """
 
     def broadcast(self, values: Tensor) -> None:
         """Replace `values`, contiguous, by those of rank 0."""

@@ -3,8 +3,8 @@ work.
 
 Every order that the fences, events and streams allow happens with some seed. Only one actor (the host, a stream or a
 thread) runs at a time. The work of a stream runs when the policy picks the stream. Other actors may run after a copy
-has moved its bytes and before the copy's fence is done. Fresh memory is filled with poison, a fixed byte, so that a
-read of unwritten memory shows. Time is virtual, so waits take no real time.
+has moved its bytes and before the copy's fence is done. Fresh memory is filled with poison, a fixed byte, so that
+tests notice a read of unwritten memory. Time is virtual, so waits take no real time.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class SimDevice:
         for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts)):
             if memory.name in self._pinned_from and len(starts) and int(starts.max()) >= self.ready_bytes(memory):
                 raise InvariantError(
-                    f"a copy of {memory.name} at byte {int(starts.max())}: only {self.ready_bytes(memory)} are pinned"
+                    f"a copy of {memory.name} begins at byte {int(starts.max())}, but only the first "
+                    f"{self.ready_bytes(memory)} bytes are pinned: copy only ready bytes"
                 )
 
     def allocate_pageable(self, name: str, num_bytes: int) -> Memory:

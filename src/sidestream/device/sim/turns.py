@@ -17,8 +17,8 @@ from sidestream.errors import SidestreamError
 
 # Virtual time that a point takes; sleeps are much longer.
 _POINT_S = 1e-6
-# After this number of turns in a row, host threads count as spinning. Otherwise a full queue, or a wait for work, would
-# have stopped them much earlier.
+# After this number of turns in a row, host threads count as spinning. Without spinning, a full queue or a wait for work
+# would have stopped them much earlier.
 _SPIN_LIMIT = 100_000
 
 
@@ -240,6 +240,6 @@ class Turns:
         return chosen
 
     def _give_up(self) -> Actor:
-        waits = ", ".join(f"{actor.name} for {actor.awaits() or 'work'}" for actor in self._actors)
+        waits = ", ".join(f"{actor.name} waits for {actor.awaits() or 'work'}" for actor in self._actors)
         self._failure = Deadlock(f"no actor can run: {waits}")
         return self._host
