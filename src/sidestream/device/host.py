@@ -175,7 +175,9 @@ class HostStream:
         memory.data[first : first + flat.numel()].copy_(flat)
 
     def has_passed(self, fence: HostFence) -> bool:
-        """Whether `fence`, of this stream, is done. If so, tells the tracer that the calling thread has observed it."""
+        """Whether `fence`, of this stream, is done. If so, tells the tracer (a recorder of events, in tests) that the
+        calling thread has observed it.
+        """
         if self.done_tick < fence.tick:
             return False
         if self._tracer is not None:

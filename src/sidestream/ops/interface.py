@@ -33,7 +33,7 @@ class ResolvedInputs(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """The state of R decode rows before a step drafts for them.
+    """The state of R decode rows before a step makes their drafts.
 
     tokens         `[R]`: the last token of each row
     lengths        `[R]`: number of tokens of each row, including the last token

@@ -38,7 +38,7 @@ WIDE = tl.constexpr(4096)
 # The same constants as in `ops/torch_sampling.py` and `ops/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
 # The floor of a filter (see `search`) is found digit by digit, with two bits per digit. For each digit, one pass over
-# all logits measures the mass above each of three candidates.
+# all logits measures the mass (number of tokens, or sum of weights) above each of three candidates.
 BITS, DIGITS = tl.constexpr(2), tl.constexpr(4)
 # Maximum number of parts of a row's logits. One program processes one part, tile by tile.
 PARTS = tl.constexpr(64)

@@ -11,7 +11,7 @@ from sidestream.errors import InvariantError
 
 
 class CopyDevice(Protocol):
-    """The parts of a device that copies use."""
+    """The members of a device that `Copier` uses."""
 
     driver: Driver
 

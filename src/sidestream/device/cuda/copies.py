@@ -1,5 +1,5 @@
-"""Plans the driver calls that copy a batch of segments: computes addresses, merges neighbouring segments, and chooses
-between the kinds of calls. Calls no driver.
+"""Chooses how to copy a batch of segments: computes addresses, merges neighbouring segments, and plans the calls of the
+CUDA driver. Does not call the driver itself.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from sidestream.types import Fence, Tracer
 
 log = logging.getLogger(__name__)
 
-# Interval at which a sleeping host thread polls GPU fences. It does not block in the driver, because the driver would
-# spin, and the wait of another thread could then end milliseconds late.
+# Interval at which a sleeping host thread polls GPU fences. The thread does not block in the driver, because the
+# driver would spin, and the wait of another thread could then end milliseconds late.
 _POLL_S = 50e-6
 # Maximum number of segments that one kernel copies, and maximum number of unfinished copies by kernels. If there are
 # more, the copy engine copies them.
@@ -195,7 +195,7 @@ class CudaDevice:
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """See `Device.wait_host`. Raises DeviceLost.
 
-        A bell ends the wait only while the thread sleeps. It has no effect when the work should end soon (see
+        `bell` ends the wait only while the thread sleeps. It has no effect when the work should end soon (see
         `cuda/wait.py`), nor if `timeout_s` is given.
         """
         if self._waiter.is_done(fence):
@@ -317,7 +317,9 @@ class CudaDevice:
         log.error("%s", self.lost)
 
     def _claim(self, name: str) -> None:
-        """Reserve a stream's name. Names are never reused, because a tracer identifies streams by their names."""
+        """Reserve a stream's name. Names are never reused, because a tracer (a recorder of events, in tests) identifies
+        streams by their names.
+        """
         with self._lock:
             if self._closed:
                 raise InvariantError(f"the device is closed: stream {name} cannot be made")

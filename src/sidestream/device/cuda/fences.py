@@ -24,7 +24,7 @@ _POLL_S = 20e-6
 
 
 class FenceDevice(Protocol):
-    """The parts of a device that its fences use."""
+    """The members of a device that `FenceQueue` uses."""
 
     tracer: Tracer | None
     history: History | None
@@ -106,7 +106,7 @@ class FenceQueue:
         try:
             event.record(self._external)
         except RuntimeError as error:
-            raise self.lose(error) from error  # no fence could ever tell the end of the work that is enqueued
+            raise self.lose(error) from error  # without the event, no fence covers the work that is enqueued
         if self.device.history is not None:
             self.device.history.enqueued(fence)
         pending = _Pending(fence, event, label, time.perf_counter_ns(), tables)
@@ -114,8 +114,8 @@ class FenceQueue:
             self._pending.append(pending)
 
     def has_passed(self, fence: CudaFence) -> bool:
-        """Whether `fence`, of this stream, is done. If so, tells the tracer that the calling thread has observed it.
-        Raises DeviceLost.
+        """Whether `fence`, of this stream, is done. If so, tells the tracer (a recorder of events, in tests) that the
+        calling thread has observed it. Raises DeviceLost.
         """
         tick = fence.tick
         if self.done_tick < tick:

@@ -25,7 +25,7 @@ from sidestream.types import Access, Accesses, Fence
 
 
 class StreamDevice(CopyDevice, FenceDevice, Protocol):
-    """The parts of a device that its streams use."""
+    """The members of a device that `CudaStream` uses."""
 
 
 class CudaStream:
@@ -154,7 +154,7 @@ class CudaStream:
         """The driver's handle of the side stream; None if there is no side stream."""
         return self._side.handle
 
-    # ------------------------------------------------------------------ inside work
+    # ------------------------------------------------------------------ for use inside work
 
     def touch(self, accesses: Accesses) -> None:
         """See `Stream.touch`."""
@@ -209,7 +209,7 @@ class CudaStream:
     # ------------------------------------------------------------------ graphs
 
     def capture(self, build: Callable[[], None], *, beside: CudaGraph | None = None) -> CudaGraph:
-        """See `Stream.capture`. Errors of `build` are raised as those of `driver.named`."""
+        """See `Stream.capture`. An error of `build` is raised as `driver.named` translates it."""
         pool = None if beside is None else beside.graph.pool()
         with self._submitting:
             self.fences.check_alive()

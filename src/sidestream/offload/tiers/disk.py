@@ -1,11 +1,11 @@
 """The disk tier: one file per KV block, with a checksum, in a directory that one engine uses at a time.
 
 This module reads and writes files. The index (`tiers.index`) decides which entries are served, pinned (protected from
-eviction) or evicted next. The engine opens and closes the tier; `write` and `read` run on stream threads, several at
-once.
+eviction) or evicted next. Before a write, it gives a grant: the right to write one entry. The engine opens and closes
+the tier; `write` and `read` run on stream threads, several at once.
 
     DIRECTORY/sidestream-tier.json        description of the tier: format version, model fingerprint, layout
-    DIRECTORY/sidestream-tier.lock        locked (flock) by the engine that uses the directory; its pid, for messages
+    DIRECTORY/sidestream-tier.lock        locked (flock) by the engine that uses the directory; contains its pid
     DIRECTORY/3f/3f…c2-000000000000002a   an entry: key-serial, both in hexadecimal
     DIRECTORY/3f/3f…c2-….tmp              an entry being written; leftovers of killed processes are removed at open
 
@@ -22,8 +22,8 @@ Every write and every read sets the modification time of a file, which gives the
 after it has renamed a file into place, and before the index has the entry, the file is complete and is served after the
 next open.
 
-**No deletion can hit a newer write.** A file name contains the serial of its write, and is never reused while an engine
-holds the directory. So a late unlink of an evicted entry, a read in flight and a new write of the same key work on
+**No deletion can hit a newer write.** A file name contains the serial number of its write, and is never reused while an
+engine uses the directory. So a late unlink of an evicted entry, a read in flight and a new write of the same key use
 different files. If a crash leaves two files of one key, open keeps the later file. Both files hold the same bytes,
 because a key is a hash of everything that the block's content depends on.
 
