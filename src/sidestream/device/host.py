@@ -3,6 +3,8 @@
 Each stream runs its work in order on its own thread. torch and numpy release the GIL inside their kernels, so streams
 run concurrently. `submit` appends to a queue and never blocks. All streams of the CPU device are such streams. The
 streams of any device that read and write files are such streams, too.
+
+A fence is a position on a stream, like a CUDA event. A bell wakes a sleeping thread (`channel.Bell`).
 """
 
 from __future__ import annotations
@@ -240,7 +242,7 @@ class HostStream:
             if self._tracer is not None:
                 self._tracer.finished(item.fence)
             tick = item.fence.tick
-            del item  # drops the work's tensors and leases before any thread can see the fence done (hazard H24)
+            del item  # before any thread can see the fence done, drop tensors and leases (H24 in docs/glossary.md)
             with self._passed:
                 self.done_tick = tick
                 self._passed.notify_all()
@@ -261,8 +263,8 @@ class HostStream:
 class TurnTaker:
     """A thread that calls `turn` repeatedly and sleeps in between. See `HostThread`.
 
-    poll_s   polling interval of the fences that end a rest (`Rest.fences`); None: the device calls `wake_for_fences`
-             when any fence is done
+    poll_s   interval at which the sleeping thread polls the fences of `Rest.fences`; None: it does not poll, and the
+             device calls `wake_for_fences` when any fence is done
     """
 
     def __init__(

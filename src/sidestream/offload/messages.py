@@ -1,5 +1,5 @@
 """Messages between the engine thread and the offload worker, as frozen values. The engine thread sends commands, and
-the worker sends events.
+the worker sends events. A fence is a position on a stream, like a CUDA event.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Promotions: reads of KV blocks from persistent tiers (such as the disk) into host memory, for requests that wait for
 these blocks. Called on the offload worker's thread only.
+
+A slot is host memory for one block. A lease is the right to use slots: the blocks in leased slots are not evicted.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@ thread only.
 
 A failed write leaves no entry in the tier, and a failed read counts as a cache miss. Before a write, the tier's index
 gives a grant: the right to write one entry, possibly in place of an evicted entry. docs/tiers.md describes tiers.
+
+    slot      host memory for one block
+    pin       protection of an entry from eviction while it is read
+    prefix    keys of all blocks of a sequence up to a stored block; they are marked as just used together
+    tracer    recorder of events and memory accesses, in tests
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Enqueues copies on one CUDA stream. The copy engine executes them or, if segments are small, a kernel does."""
+"""Enqueues copies on one CUDA stream. The copy engine executes them or, if segments are small, a kernel does.
+
+A batch of segments (byte ranges of one size) is copied together. A segment table lists addresses and sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Chooses how to copy a batch of segments: computes addresses, merges neighbouring segments, and plans the calls of the
 CUDA driver. Does not call the driver itself.
+
+A segment is one byte range to copy. Striped memory has several parts, for example one for each layer: consecutive
+stripes of bytes lie in consecutive parts (see `Memory`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""One NVIDIA GPU as a device: its streams, fences, device memory and pinned host memory. Called by the engine thread
-and by the offload worker's thread.
+"""One NVIDIA GPU as a device: its streams, fences (positions on streams), device memory and pinned host memory. Called
+by the engine thread and by the offload worker's thread.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 # Interval at which a sleeping host thread polls GPU fences. The thread does not block in the driver, because the
 # driver would spin, and the wait of another thread could then end milliseconds late.
 _POLL_S = 50e-6
-# Maximum number of segments that one kernel copies, and maximum number of unfinished copies by kernels. If there are
-# more, the copy engine copies them.
+# Maximum number of segments (byte ranges) that one kernel copies, and maximum number of unfinished copies by kernels.
+# If there are more, the copy engine copies them.
 _TABLE_SEGMENTS = 4096
 _TABLES = 16
 

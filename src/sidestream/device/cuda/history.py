@@ -1,8 +1,8 @@
 """Reports to a tracer the events of a GPU, as soon as fences prove that they have happened. Used in tests.
 
-A GPU reports neither when work starts nor when a wait ends. But when a fence is done, all earlier work of its stream is
-done, and so is all work that the stream has waited for. So each stream has a log, and `done` reports the log up to the
-fence.
+A GPU reports neither when work starts nor when a wait ends. But when a fence (a position on a stream) is done, all
+earlier work of its stream is done, and so is all work that the stream has waited for. So each stream has a log, and
+`done` reports the log up to the fence.
 """
 
 from __future__ import annotations

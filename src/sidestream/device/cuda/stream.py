@@ -1,4 +1,5 @@
-"""A CUDA stream with fences. The thread that submits work enqueues it at once, and an event marks the end of the work.
+"""A CUDA stream. The thread that submits work enqueues it at once, and an event marks the end of the work. A fence is
+the position of such an event on the stream.
 
 Any thread may submit. The work of one submission is contiguous on the stream.
 """

@@ -1,5 +1,5 @@
 """Blocks the engine thread until work on the GPU ends. The thread first sleeps, then polls, then blocks in the
-driver.
+driver. A fence marks the end of the work. A bell, which another thread rings, can end the wait early.
 """
 
 from __future__ import annotations

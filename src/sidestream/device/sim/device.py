@@ -1,10 +1,10 @@
 """The simulated device, for tests: streams, events, graphs and memory as on CUDA, but a policy decides the order of
 work.
 
-Every order that the fences, events and streams allow happens with some seed. Only one actor (the host, a stream or a
-thread) runs at a time. The work of a stream runs when the policy picks the stream. Other actors may run after a copy
-has moved its bytes and before the copy's fence is done. Fresh memory is filled with poison, a fixed byte, so that
-tests notice a read of unwritten memory. Time is virtual, so waits take no real time.
+Every order that the fences (positions on streams), events and streams allow happens with some seed. Only one actor (the
+host, a stream or a thread) runs at a time. The work of a stream runs when the policy picks the stream. Other actors may
+run after a copy has moved its bytes and before the copy's fence is done. Fresh memory is filled with poison, a fixed
+byte, so that tests notice a read of unwritten memory. Time is virtual, so waits take no real time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the simulated device."""
+"""Streams, events and graphs of the simulated device. A fence is a position on a stream, like a CUDA event."""
 
 from __future__ import annotations
 

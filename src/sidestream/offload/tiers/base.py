@@ -3,7 +3,7 @@ docs/tiers.md explains it to authors of tiers; `testing.tier_conformance` tests 
 
 The offload worker's thread owns the tier's index, which gives grants (the right to write one entry) and pins entries
 (protects them from eviction). The engine thread only looks keys up in the index. `write` and `read` run on the threads
-of the tier's streams.
+of the tier's streams. The fence of a read or write marks its end.
 
     offload worker   grant = tier.index.reserve(key)          lease = tier.index.pin([key])
     stream thread    tier.write(grant, block)                 tier.read(lease.entries[0], slot)

@@ -10,6 +10,7 @@ capacity is a number of entries.
     pin        protection of an entry from eviction while it is read
     published  an entry that can be found under its key
     doomed     an entry that cannot be found any more but is not deleted from the medium yet
+    fence      the end of a read or write on its stream, like a CUDA event
     victim     the entry that a grant's write deletes before it writes its own bytes
 
     absent ── reserve ──> writing ── publish ──> published ── evicted by reserve · forget · clear ──> doomed ──> absent
@@ -105,7 +106,9 @@ class ReadLease:
 
 
 class TierIndex:
-    """Entries by key, least recently used first. A tracer sees the tier as a memory with the tier's name, `name`."""
+    """Entries by key, least recently used first. A tracer (in tests) sees the tier as a memory with the tier's name,
+    `name`.
+    """
 
     def __init__(
         self,
