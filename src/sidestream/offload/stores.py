@@ -26,7 +26,8 @@ from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Key, StorePlan
 
 WriteThrough = Callable[[Key, int, StoreTicket], None]
-"""Function that is called with key, host slot and ticket of each block that a store has made findable in host memory.
+"""Function that is called for each block that a store has made findable in host memory. Its arguments are the block's
+key, its slot, and the ticket of the store (the record of this transfer).
 """
 
 
@@ -153,7 +154,7 @@ class Stores:
         )
 
     def _leave_out(self, job: StoreJob, keys: Sequence[Key]) -> None:
-        """Count a job whose blocks `keys` found no slot, once per job. While the tier grows, defer these blocks.
+        """Count that blocks of the job found no slot, once per job. While the tier grows, defer the blocks.
 
         A deferred block does not stay in use on the device: it is stored later only if it is still there.
         """
@@ -171,7 +172,7 @@ class Stores:
 
     def end(self, copy: Copy) -> None:
         """Handle the end of a piece's copy: make its blocks findable (not earlier: hazard H7), begin to write them to
-        the persistent tiers, and release the slots.
+        the persistent tiers (such as the disk), and release the slots.
         """
         ticket = self._tickets.pop(copy)
         for key in ticket.keys:

@@ -70,8 +70,8 @@ def penalise(
 
 
 def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
-    """For each row, the smallest power for which the total measure of all larger powers is below `limit`; 0 if there is
-    no such power. float32 `[R, 1]`.
+    """The floor of a filter for each row, float32 `[R, 1]`: the smallest power such that the larger powers of the row
+    have a total measure below `limit`; 0 if there is no such power.
 
     powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. This is a radix select: it makes
     three histograms over the bits of the powers, each inside the bucket that the previous histogram found. It does not
@@ -80,7 +80,9 @@ def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
     bits = powers.view(torch.int32)  # for floats that are not negative, the order of the bits is the order of values
     base = bits.new_zeros(bits.shape[0], 1)
     for shift in (20, 10, 0):
-        # bucket 0: below base · 1 .. 1024: base + [0, 1024) << shift · 1025: above all of them
+        # bucket 0           bits below base
+        # buckets 1 to 1024  bits from base on, in 1024 ranges of 1 << shift values
+        # bucket 1025        bits above these ranges
         bucket = (bits - base).bitwise_right_shift_(shift).clamp_(-1, 1024).add_(1)
         held = measure.new_zeros(bits.shape[0], 1026).scatter_add_(1, bucket.to(torch.int64), measure)
         above = held.sum(-1, keepdim=True) - held.cumsum(-1)
@@ -119,7 +121,7 @@ def _filter(weights: Tensor, powers: Tensor, top_k: Tensor, top_p: Tensor, min_p
         kth = highest.gather(-1, (top_k - 1).clamp(min=0).unsqueeze(-1))
         _drop_below(torch.where(top_k.unsqueeze(-1) > 0, kth, 0), weights, powers)
         if bool(((top_k > 0) | (top_p == 1)).all()):
-            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # top-p finds the same bound, but faster
+            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # the same floor of top-p, found faster
     if bool((top_p < 1).any()):
         limit = (weights.sum(-1) * top_p).unsqueeze(-1)
         _drop_below(probability_floor(candidates, measure, limit), weights, powers)
