@@ -1,5 +1,8 @@
 """Messages between the engine thread and the offload worker, as frozen values. The engine thread sends commands, and
-the worker sends events. A fence is a position on a stream, like a CUDA event.
+the worker sends events.
+
+A plan describes one transfer: blocks to store, to load, or to read from a slower tier. A fence is a position on a
+stream, like a CUDA event.
 """
 
 from __future__ import annotations
