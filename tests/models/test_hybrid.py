@@ -259,10 +259,14 @@ def test_a_state_that_covers_other_tokens_is_not_used(tmp_path: Path) -> None:
     drafts.first[0], drafts.count[0] = 5, 2
     row = {"slots": zero, "num_decode": 1, "decode_queries": 1, "chunks": (), "cu_seqlens_q": torch.tensor([0, 1])}
     assert pool.batch(zero, zero, none, kv_lens=torch.tensor([8]), **row).behind.tolist() == [2]
-    with pytest.raises(InvariantError, match="begins at token 8, its state 0 covers 5, and the inputs of 2 tokens"):
+    with pytest.raises(
+        InvariantError, match="begins at token 8, its state 0 covers 5 tokens, and the inputs of 2 later tokens"
+    ):
         pool.batch(zero, zero, none, kv_lens=torch.tensor([9]), **row)
     drafts.first[0] = 6
-    with pytest.raises(InvariantError, match="begins at token 7, its state 0 covers 5, and the inputs of 0 tokens"):
+    with pytest.raises(
+        InvariantError, match="begins at token 7, its state 0 covers 5 tokens, and the inputs of 0 later tokens"
+    ):
         pool.batch(zero, zero, none, kv_lens=torch.tensor([8]), **row)
 
     # A chunk leaves none.

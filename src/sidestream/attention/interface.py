@@ -1,6 +1,7 @@
 """The interface of attention backends: their construction, their batch for each step, and the calls of a layer.
 
-Knows nothing of requests or streams. A batch is used by the thread, and on the stream, that owns the forward pass.
+A row is one request's part of a batch. A load is a copy of KV from host memory into the pool. This module knows nothing
+of requests or streams. Only the thread that runs the forward pass uses a batch, on the stream of that pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ def ungated(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Shape of a draft model's KV, whose layers differ from the pool's own, and the number of its attention heads."""
+    """Shape of a draft model's KV, and the number of the draft model's attention heads.
+
+    The draft model's layers may have other sizes than the target model's layers, and use the same blocks.
+    """
 
     num_layers: int
     kv_heads: int
@@ -26,12 +30,12 @@ class KVShape:
     heads: int
 
     def values(self, block_tokens: int) -> int:
-        """Number of elements that these layers take in a block."""
+        """Number of elements that the draft model's layers take in a block."""
         return self.num_layers * 2 * block_tokens * self.kv_heads * self.head_dim
 
     def at_the_end_of(self, kv: torch.Tensor) -> torch.Tensor:
-        """A view of the last elements of each block of a pool: `[blocks, num_layers, 2, block_tokens, kv_heads,
-        head_dim]`.
+        """The draft model's KV, which lies at the end of each block of the pool `kv`: a view `[blocks, num_layers, 2,
+        block_tokens, kv_heads, head_dim]`.
         """
         blocks, block_tokens = kv.shape[0], kv.shape[3]
         shape = (self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim)
@@ -39,7 +43,7 @@ class KVShape:
 
 
 class Attended(Protocol):
-    """The part of a batch that one layer uses."""
+    """The methods of a batch that an attention layer uses."""
 
     @property
     def slot_mapping(self) -> torch.Tensor:
@@ -47,7 +51,7 @@ class Attended(Protocol):
         ...
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         ...
 
     def attend(
@@ -71,30 +75,31 @@ class Attended(Protocol):
 
 
 class AttentionBatch(Attended, Protocol):
-    """A packed batch as a model's layers see it."""
+    """A packed batch: the tokens of all rows, one row after another, without padding between rows."""
 
     def over(self, shape: KVShape) -> AttentionBatch:
-        """A batch with the same rows for a draft model, whose KV lies at the end of the same blocks. It waits for no
-        load.
+        """A batch of the same rows for a draft model. The draft model's KV lies at the end of the same blocks. The
+        returned batch waits for no load.
         """
         ...
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write keys and values into the pool; the first part of `attend`."""
+        """Write keys and values into the pool, as the first part of `attend` does."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchRows:
-    """Location of a packed batch of T tokens in B rows in the pool.
+    """Location of a packed batch's KV in the pool. The batch has T tokens in B rows.
 
     slot_mapping     int64 [T]: block_id * block_tokens + offset of each packed token; negative: padding
     block_tables     integers [B, max_blocks]
     cu_seqlens_q     integers [B + 1]: start of each row's queries in the packed tokens, and the end of the last row
-    kv_lens          integers [B]: length of each row's KV, including this step's tokens; its queries are the last
-                     of these tokens
-    decode_rows      number of decode rows, which come first, with at most `decode_queries` tokens each
-    short_rows       number of rows after these with at most `short_queries` tokens each
+    kv_lens          integers [B]: length of each row's KV, including this step's tokens; the row's queries are its last
+                     tokens
+    decode_rows      number of decode rows; they come first and have at most `decode_queries` tokens each
+    short_rows       number of short prefill chunks; they follow the decode rows and have at most `short_queries` tokens
+                     each
     """
 
     slot_mapping: torch.Tensor
@@ -109,11 +114,11 @@ class BatchRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The requirements of an engine for its attention.
+    """The sizes that an engine's attention backend must support.
 
-    heads, kv_heads, head_dim, dtype   of the model
+    heads, kv_heads, head_dim, dtype   sizes and dtype of the model's attention
     query_tokens   largest number of tokens that decode rows and short rows have together in one step
-    draft          heads of a draft model that shares the backend; None: no draft model
+    draft          KV shape of a draft model that uses the same backend; None: no draft model
     """
 
     heads: int
@@ -158,7 +163,7 @@ class AttentionBackend(Protocol):
 
     @property
     def reads_lengths_on_host(self) -> bool:
-        """Whether `batch` needs the lengths of the rows on the host. Then a batch has no padding."""
+        """Whether `batch` reads the lengths of the rows on the host. If so, batches have no padding."""
         ...
 
     def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> AttentionBatch:

@@ -1,7 +1,8 @@
-"""Causal attention of a packed batch over the block pool, in torch: the backend for CPUs, and a reference for others.
+"""Causal attention of a packed batch over the block pool, in torch: the backend for CPUs, and the reference for tests
+of other backends.
 
-Runs on the caller's thread, which owns the forward pass. Every row is computed separately over exactly its own keys, so
-a row's result does not depend on the other rows.
+Runs on the caller's thread, which also runs the forward pass. A row is one request's part of the batch. Every row is
+computed separately over exactly its own keys, so a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, un
 from sidestream.device.kinds import on_host
 from sidestream.errors import InvariantError
 
-# For up to this many queries of a row, heads that share a KV head are computed as additional queries. Measured on two
-# cores: 16 queries of 9 heads over 2,000 keys of 3 KV heads take 0.88 times as long; a chunk of 256 gains nothing.
+# If a row has at most this many queries, the query heads that share a KV head are stacked as more queries of one head.
+# Measured on two cores: 16 queries of 9 heads over 2,000 keys of 3 KV heads take 0.88 times as long as unstacked
+# queries; a chunk of 256 queries gains nothing.
 _FEW_QUERIES = 16
 
 __all__ = ["PagedBatch", "TorchAttention", "paged_attention"]
@@ -26,7 +28,7 @@ __all__ = ["PagedBatch", "TorchAttention", "paged_attention"]
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """See `AttentionBackend`. Has no buffers; needs the lengths of the rows on the host."""
+    """See `AttentionBackend`. This backend has no buffers, and needs the lengths of the rows on the host."""
 
     @classmethod
     def supports(cls, device: torch.device) -> bool:
@@ -75,14 +77,15 @@ class TorchAttention:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Location of a packed batch in the block pool. Immutable; made once per step.
+    """Location of a packed batch's KV in the block pool. Immutable; made once per step.
 
-    kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; keys are 0,
-                   values 1. The stride of blocks is a multiple of one token's keys in a layer
+    kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; index 0 of
+                   the third dimension is keys, index 1 values. The stride between blocks is a multiple of the size of
+                   one token's keys in one layer
     slot_mapping   int64 [T]: block_id * block_tokens + offset of each packed token, all different
     block_tables   int64 [B, max_blocks], padded with 0
     cu_seqlens_q   B + 1 offsets of the rows into the packed tokens
-    kv_lens        B: length of each row's KV, including this step's tokens; a row's queries are the last of them
+    kv_lens        B: length of each row's KV, including this step's tokens; a row's queries are its last tokens
     num_decode     the first num_decode rows have exactly one query token
     before_layer   called with i before layer i of the pool is written or read
     """
@@ -104,7 +107,7 @@ class PagedBatch:
         object.__setattr__(self, "_addresses", _Addresses(self))
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index]
 
     def over(self, shape: KVShape) -> PagedBatch:
@@ -160,7 +163,7 @@ def paged_attention(
     row_keys, row_values = ([half[:, :, start:stop] for start, stop in seen.spans] for half in gathered.unbind())
     out = []
     if batch.num_decode:
-        # The heads of a group become the queries of their KV head: no key is repeated, and no mask is needed.
+        # The query heads that share a KV head become queries of one head. So no key is repeated, and no mask is needed.
         grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
         decoded = [
             _attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)
@@ -177,13 +180,13 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Which KV a layer reads. One object serves all layers with the same sliding window.
+    """The KV that a layer reads. One object serves all layers with the same sliding window.
 
-    index   pool row where each block's keys begin, for the blocks of all batch rows in order; then the same for the
-            values
-    spans   for each batch row, the range of tokens that it sees, counted over all gathered blocks
-    masks   for each row after the decode rows, an additive mask `[queries, tokens seen]`; for at most `_FEW_QUERIES`
-            queries, it is repeated once per query head of a KV head
+    index   number of the pool row (see `_Addresses`) where each block's keys begin, for the blocks of all batch rows in
+            order; then the same for the values
+    spans   for each batch row, the range of tokens that the row sees, among the tokens of all gathered blocks
+    masks   for each row after the decode rows, an additive mask `[queries, tokens seen]`. If the row has at most
+            `_FEW_QUERIES` queries, the mask is repeated for each query head of a KV head
     """
 
     index: torch.Tensor
@@ -192,7 +195,7 @@ class _Seen:
 
 
 class _Addresses:
-    """Location of one batch's tokens in the pool; computed by the first layer and shared by the others.
+    """Location of one batch's tokens in the pool, shared by all layers.
 
     The pool is viewed as rows, each with one token's keys or values in one layer. Counted from a layer's first pool
     row, a token has the same row number in every layer. So one index serves all layers.
@@ -208,8 +211,8 @@ class _Addresses:
             )
         rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
         self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
-        # Each entry is a run of `block_tokens` rows. A run that begins at a block's first key holds the block's keys,
-        # and one that begins at its first value holds its values.
+        # Entry i of this view is the `block_tokens` rows from row i on. If row i is the first key of a block, then
+        # entry i is all keys of the block. The same is true of values.
         halves = (rows - self._block_tokens + 1, self._block_tokens, kv_heads, head_dim)
         self._halves = batch.kv.as_strided(halves, (width, width, head_dim, 1))
         self._block_tables = batch.block_tables
@@ -229,13 +232,15 @@ class _Addresses:
         return self._pool[layer * 2 * self._block_tokens :]
 
     def halves_from(self, layer: int) -> torch.Tensor:
-        """View `[rows, block_tokens, kv_heads, head_dim]`: entry i is the `block_tokens` pool rows that start i rows
+        """A view `[rows, block_tokens, kv_heads, head_dim]`. Entry i is the `block_tokens` pool rows that start i rows
         after the layer's first row.
         """
         return self._halves[layer * 2 * self._block_tokens :]
 
     def seen(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _Seen:
-        """The KV that every row sees with `window`. All layers of a model have the same dtype and number of heads."""
+        """The KV that each row sees with the sliding window `window`. Results are cached by window alone, because all
+        layers of a model have the same dtype and number of heads.
+        """
         if window not in self._by_window:
             self._by_window[window] = self._index(window, dtype, heads_per_kv_head)
         return self._by_window[window]
@@ -246,7 +251,7 @@ class _Addresses:
         for row, (query_len, kv_len) in enumerate(zip(self._query_lens, self._kv_lens, strict=True)):
             first_query = kv_len - query_len
             first_seen = 0 if window is None else max(0, first_query + 1 - window)
-            # Whole blocks, because a copy of few long segments is faster than a copy of many short segments.
+            # Gather whole blocks, because a copy of few long segments is faster than a copy of many short segments.
             blocks = self._block_tables[row, first_seen // size : -(-kv_len // size)]
             start = gathered + first_seen % size
             gathered += len(blocks) * size
@@ -277,7 +282,7 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """query `[1, heads, n, head_dim]` over keys, values `[1, kv_heads, m, head_dim]`."""
+    """Attention of queries `[1, heads, n, head_dim]` over keys and values `[1, kv_heads, m, head_dim]`."""
     if softcap is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     grouped = query.reshape(keys.shape[1], -1, query.shape[-1])

@@ -1,4 +1,4 @@
-"""The attention backends of this package. A new backend adds its own file and one line here."""
+"""The attention backends of this package. A new backend needs its own file and one line in `BACKENDS`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""Recurrent states of a packed batch: the state that each row reads, and the state that it writes.
+"""Recurrent states of a packed batch: the state that each row reads, and the state that each row writes.
 
-A row may read a checkpoint that other rows share, but writes only to states that it does not share. This module knows
-nothing of requests or streams; the thread that owns the forward pass calls it, on the stream of that pass.
+A row is one request's part of the batch. A state is a sequence's memory in the recurrent layers; it covers a token if
+the token's input has been applied to it. A checkpoint is a saved state at the end of a block; later requests with the
+same prefix start from it. A row may read a checkpoint that other rows also read, but it writes only to states of its
+own. This module knows nothing of requests or streams. Only the thread that runs the forward pass calls it, on the
+stream of that pass.
 
-A written state never covers drafts, because they may be rejected. It covers the row's tokens up to the one before the
-drafts; the inputs of the drafts are kept. The row's next step replays the inputs of the accepted drafts before the
-inputs of its own tokens:
+A written state never covers draft tokens, because the model may reject them. It covers all of the row's tokens before
+the drafts. The layers' inputs for the drafts are kept separately. The row's next step replays the kept inputs of the
+accepted drafts, and then applies the inputs of its own tokens:
 
     step            n                         n + 1, after a and b were accepted and d was sampled
     row             token t, drafts a b c     token d, drafts e f g
@@ -29,19 +32,20 @@ from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateTensor
 Part = tuple[str, int]
 """Kind and index of a tensor of a state in one layer, see `StateTensor`."""
 States = dict[Part, torch.Tensor]
-"""The states of some rows in one layer: each `[rows, *shape]`."""
+"""The states of some rows in one layer: each tensor is `[rows, *shape]`."""
 Advance = Callable[[torch.Tensor, States], torch.Tensor]
 """Computes a layer's outputs from its inputs, both `[rows, tokens, input_size]`, and updates the states in place."""
 
 
 Kernels = Callable[[torch.Tensor, "StateBatch"], torch.Tensor]
 """Computes a layer's outputs from the packed inputs of a whole batch, both `[T, input_size]`. Reads and writes the
-rows' states in the pool. The host reads none of its results, so it may be captured in a CUDA graph.
+rows' states in the pool. The host reads no results, so the launch may be captured in a CUDA graph.
 """
 
 
 class DraftInputs:
-    """The inputs of the last step's drafts in each layer, by request slot. The next step replays them.
+    """Each layer's inputs for the last step's drafts, by request slot (a request's index in the device state). The next
+    step replays the inputs of the accepted drafts.
 
     max_drafts   largest number of drafts in one row
     first        int64 [slots]: position of the first draft of each slot
@@ -53,7 +57,8 @@ class DraftInputs:
         dtype = getattr(torch, layout.input_dtype)
         self.max_drafts = max_drafts
         self._inputs = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in layout.layers}
-        # Blocking copies, because a fill on the device would run on a stream without fences.
+        # Blocking copies from the host. A fill on the device would run asynchronously on the current stream, and the
+        # streams that use these tensors do not wait for that stream.
         self.first, self.count = (torch.zeros(num_slots, dtype=torch.int64).to(device) for _ in range(2))
 
     def of(self, layer: int) -> torch.Tensor:
@@ -62,7 +67,7 @@ class DraftInputs:
 
 
 class StatePool:
-    """Views of a memory that holds states, by layer.
+    """Views of the states in one span of memory, by layer.
 
     The last two states belong to no sequence: rows at position 0 read `zero`, which is all zeros, and padding writes
     `scratch`.
@@ -78,7 +83,7 @@ class StatePool:
         drafts: DraftInputs | None = None,
     ) -> None:
         """memory        uint8; divided into as many whole states as fit
-        block_tokens  tokens in a block; checkpoints cover a multiple of it
+        block_tokens  tokens in a block; the number of tokens that a checkpoint covers is a multiple of it
         state_bytes   bytes from the start of one state to the start of the next; None: there are no gaps
         drafts        kept inputs of drafts; None: rows have no drafts
         """
@@ -99,7 +104,7 @@ class StatePool:
         whole[self.zero].zero_()
 
     def layer(self, layer: int) -> Mapping[Part, torch.Tensor]:
-        """The tensors of all states in one layer: each `[states, *shape]`."""
+        """The tensors of all states in one layer: each tensor is `[states, *shape]`."""
         return self._layers[layer]
 
     def batch(
@@ -117,19 +122,20 @@ class StatePool:
     ) -> StateBatch:
         """The states of a step with B rows.
 
-        reads, writes    int64 [B]: ids of states. Negative in `reads`: the sequence begins; negative in `writes`: the
-                         row is padding
+        reads, writes    int64 [B]: ids of the states that each row reads and writes. Negative in `reads`: the row
+                         starts a sequence; negative in `writes`: the row is padding
         checkpoints      int64 [B]: id of an additional state that a decode row writes if it reaches the end of a block;
                          negative: none
         slots            int64 [B]: request slots
         cu_seqlens_q     int64 [B + 1]: start of each row in the packed tokens, and the end of the last row
         kv_lens          int64 [B]: number of tokens of each row's sequence, including this step's tokens
         decode_queries   largest number of tokens in a decode row
-        chunks           start and end of each row after the decode rows, in the packed tokens; empty if the host does
-                         not know them, which is allowed only if all layers have kernels
+        chunks           start and end of each row after the decode rows, in the packed tokens. May be empty if all
+                         layers have `Kernels`, because then the host need not know these numbers
 
-        A state, together with the kept inputs of drafts, must cover exactly the tokens before its row. If it does not,
-        this raises InvariantError on a host; on a GPU it cannot, and `StateBatch.finish` sets the row's logits to NaN.
+        The state that a row reads, together with the kept inputs of drafts, must cover exactly the tokens before the
+        row. Otherwise, this method raises InvariantError if the states are in host memory. On a GPU the host does not
+        read the result of the check; instead, `StateBatch.finish` sets the row's logits to NaN.
         """
         reads = torch.where(reads < 0, self.zero, reads)
         writes = torch.where(writes < 0, self.scratch, writes)
@@ -144,7 +150,7 @@ class StatePool:
             row = int(wrong.nonzero()[0])
             raise InvariantError(
                 f"row {row} begins at token {int(starts[row])}, its state {int(reads[row])} covers "
-                f"{int(covered[row])}, and the inputs of {int(kept[row])} tokens after these are kept"
+                f"{int(covered[row])} tokens, and the inputs of {int(kept[row])} later tokens are kept"
             )
         covers = kv_lens.clone()
         covers[:num_decode] = starts[:num_decode] + 1  # rule: state-covers-no-draft
@@ -165,7 +171,7 @@ class StatePool:
             sources=torch.where(own, packed, 0),
             places=torch.where(own, packed + 1, 0),
             lengths=lengths,
-            behind=behind.masked_fill(wrong, 0),  # a wrong count would read inputs that were never written
+            behind=behind.masked_fill(wrong, 0),  # with a wrong count, replay would read inputs that were never written
             covers=covers,
             border=border,
             tokens_to_border=border - covered,
@@ -195,14 +201,15 @@ class StateBatch:
                        know them
     cu_seqlens_q       [B + 1]: start of each row in the packed tokens
     sources            [Q, D]: packed positions of the tokens of decode rows; 0 for tokens that a row does not have
-    places             [Q, D]: the same, plus 1; 0 for tokens that a row does not have
-    lengths            tokens of each row
-    behind             number of tokens to replay: accepted drafts of the last step, which the state that is read does
-                       not cover
+    places             [Q, D]: `sources` + 1, the index of each token in a buffer of outputs. Index 0 of this buffer
+                       takes the outputs of tokens that a row does not have
+    lengths            number of tokens of each row in this step
+    behind             number of tokens to replay: accepted drafts of the last step. The state that the row reads does
+                       not cover these drafts
     covers             number of tokens that the row's new state covers
     border             `covers`, rounded down to the end of a block
-    tokens_to_border   number of tokens from the end of the state that is read to `border`
-    wrong              bool: the state that is read does not cover the tokens before the row, even after the replay
+    tokens_to_border   `border` minus the number of tokens that the state covers which the row reads
+    wrong              bool: the state that the row reads, plus the replay, does not cover all tokens before the row
     """
 
     pool: StatePool
@@ -225,16 +232,17 @@ class StateBatch:
     def compute(
         self, layer: int, inputs: torch.Tensor, advance: Advance, *, kernels: Kernels | None = None
     ) -> torch.Tensor:
-        """Compute a layer's outputs, `[T, input_size]`, for the packed inputs of the batch, and read and write the
-        states of the rows. Padding may follow the inputs; its outputs have no meaning.
+        """Compute a layer's outputs, `[T, input_size]`, for the packed inputs of the batch. Reads and writes the states
+        of the rows. Padding may follow the inputs; the outputs of padding have no meaning.
 
-        kernels   function that computes all rows; None: `advance` does, and the host must know the lengths of chunks
+        kernels   function that computes all rows. None: `advance` computes them, and `chunks` must not be empty if
+                  there are rows after the decode rows
         """
         if kernels is not None:
             outputs = kernels(inputs, self)
             self._keep_inputs(layer, inputs)
             return outputs
-        outputs = inputs.new_zeros(1 + len(inputs), inputs.shape[1])  # row 0: outputs for missing tokens of short rows
+        outputs = inputs.new_zeros(1 + len(inputs), inputs.shape[1])  # row 0: outputs for absent tokens of short rows
         if self.num_decode:
             # rule: kept-inputs-are-read-before-others-are-kept
             self._decode(layer, inputs, outputs, advance)
@@ -255,7 +263,8 @@ class StateBatch:
 
     def finish(self, logits: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """After the last layer, record the number of tokens that each written state covers. Returns the logits `[N,
-        vocab_size]`, with NaN in rows whose state was wrong. `logits_indices` int64 [N]: their packed positions.
+        vocab_size]`, with NaN in rows whose state was wrong. `logits_indices` int64 [N]: packed position of each row of
+        the logits.
         """
         pool = self.pool
         pool.covered.index_copy_(0, self.checkpoints, self.border)
@@ -300,7 +309,9 @@ class StateBatch:
                 checkpoint(behind + 1)
 
     def _keep_inputs(self, layer: int, inputs: torch.Tensor) -> None:
-        """Keep the inputs of this step's drafts. Call it after the inputs of the last step's drafts were replayed."""
+        """Keep the inputs of this step's drafts. Call this after the replay, because it overwrites the inputs of the
+        last step's drafts.
+        """
         if self.pool.drafts is None or not self.num_decode:
             return
         for number, sources in enumerate(self.sources[1:]):

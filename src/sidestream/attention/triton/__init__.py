@@ -1,8 +1,8 @@
 """Paged attention on the device: one family of kernels for prefill, decode and multi-token verification.
 
-`DeviceBatch` holds the location of a packed batch in the pool, in device tensors. `paged_attention` writes the batch's
-keys and values and attends, with the semantics of `sidestream.attention.paged`. `warm_up` compiles the kernels before
-serving. Importable without triton; then a launch raises.
+`DeviceBatch` holds the location of a packed batch's KV in the pool, in device tensors. `paged_attention` writes the
+batch's keys and values and attends, with the semantics of `sidestream.attention.paged`. `warm_up` compiles the kernels
+before serving. The package can be imported without triton; a launch then raises ConfigError.
 """
 
 from sidestream.attention.triton.backend import TritonAttention

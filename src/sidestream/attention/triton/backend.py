@@ -1,4 +1,7 @@
-"""The attention backend for GPUs: Triton kernels, and the buffers shared by all steps."""
+"""The attention backend for GPUs: Triton kernels, and the buffers shared by all steps.
+
+A row is one request's part of a batch. A split is a piece of a row's KV that one program reduces, as in FlashDecoding.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from sidestream.device.kinds import on_gpu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonAttention:
-    """See `AttentionBackend`. Decode rows and short rows are reduced in splits, and all other rows in one pass. The
-    exact bits of a row's result depend on this choice.
+    """See `AttentionBackend`. The KV of decode rows and of short prefill chunks is reduced in splits, the KV of all
+    other rows in one pass. The exact bits of a row's result depend on this choice.
 
-    workspace    partial results of rows in splits
-    contiguous   memory for a long chunk's KV; None: every row is read from its blocks
+    workspace    memory for the partial results of splits
+    contiguous   memory for a contiguous copy of a long chunk's KV; None: every row's KV is read from its blocks
     """
 
     workspace: SplitKVWorkspace
@@ -47,7 +50,7 @@ class TritonAttention:
             device=spec.device,
             also=spec.draft,
         )
-        if chunk_tokens < LONG_TOKENS:  # the warm-up has no long chunk, so it does not compile their kernels
+        if chunk_tokens < LONG_TOKENS:  # the warm-up has no long chunk, so kernels for long chunks are not compiled
             return cls(workspace)
         contiguous = ContiguousKV.allocate(
             kv_heads=spec.kv_heads,

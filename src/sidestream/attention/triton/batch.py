@@ -1,6 +1,7 @@
-"""The input of a kernel launch: the location of a batch in the pool.
+"""The input of a kernel launch: the location of a batch's KV in the pool.
 
-Made on the engine thread; read on the stream that owns the forward pass.
+The engine thread makes it; the stream of the forward pass reads it. A row is one request's part of the batch. A split
+is a piece of a row's KV that one program reduces, as in FlashDecoding.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from sidestream.attention.triton.launch import paged_attention, write
 from sidestream.attention.triton.workspace import ContiguousKV, SplitKVWorkspace, Tiles
 from sidestream.errors import ConfigError, InvariantError
 
-_MULTIPLE = 16  # least block_tokens, since a KV tile consists of whole blocks or parts of one
+_MULTIPLE = 16  # divides block_tokens, because a tile of 16 or more KV tokens is whole blocks or a part of one block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """Location of a packed batch of T tokens in B rows in the pool. Numbers that differ between steps are on the
-    device.
+    """Location of a packed batch's KV in the pool. The batch has T tokens in B rows. Numbers that differ between steps
+    are on the device.
 
     kv              the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks, 2,
-                    block_tokens, kv_heads, head_dim]` for each layer; keys are 0, values 1; block_tokens is a multiple
-                    of 16, the last dimension is dense
+                    block_tokens, kv_heads, head_dim]` for each layer. In the dimension of size 2, index 0 is keys,
+                    index 1 values. block_tokens is a multiple of 16, and the last dimension is dense
     slot_mapping    int64 [T]: block_id * block_tokens + offset of each packed token, all different; negative: the token
                     writes nothing
     block_tables    integers [B, max_blocks]; entries beyond a row's KV are never read
     cu_seqlens_q    integers [B + 1]: start of each row's queries in the packed tokens, and the end of the last row; a
                     row may be empty. Tokens from that end to T are padding
-    kv_lens         integers [B]: length of each row's KV, including this step's tokens; its queries are the last of
-                    these tokens
-    split_rows      the first split_rows rows are reduced in splits (decode, verification)
-    split_queries   largest number of query tokens in one of these rows
-    short_rows      the next short_rows rows are also reduced in splits, with more queries at a time (short chunks). All
-                    later rows are reduced in one pass (prefill)
-    short_queries   largest number of query tokens in one of the short rows
-    workspace       partial results of the splits; required if rows are reduced in splits
-    contiguous      memory for a long chunk's KV; None: every row is read from its blocks
-    tiles           shapes of the programs' work; None: Tiles.default
+    kv_lens         integers [B]: length of each row's KV, including this step's tokens; the row's queries are its last
+                    tokens
+    split_rows      number of decode rows, with or without drafts; they come first, and their KV is reduced in splits
+    split_queries   largest number of query tokens in one of the first split_rows rows
+    short_rows      number of short prefill chunks. They follow the decode rows, and their KV is also reduced in splits,
+                    with more queries at a time. The KV of all later rows is reduced in one pass
+    short_queries   largest number of query tokens in one of the short chunks
+    workspace       memory for the partial results of splits; required if rows are reduced in splits
+    contiguous      memory for a contiguous copy of a long chunk's KV; None: every row's KV is read from its blocks
+    tiles           tile shapes of the kernels; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
 
-    T, B, max_blocks and the numbers of rows and queries in splits are the launch bounds. A captured graph fixes them,
-    and the addresses of the tensors.
+    T, B, max_blocks and the numbers of rows and queries in splits are the launch bounds. A captured CUDA graph fixes
+    the launch bounds and the addresses of the tensors.
     """
 
     kv: torch.Tensor | tuple[torch.Tensor, ...]
@@ -102,7 +103,7 @@ class DeviceBatch:
 
     @property
     def rows_in_splits(self) -> int:
-        """Number of rows that are reduced in splits; they come first."""
+        """Number of rows whose KV is reduced in splits; these rows come first."""
         return self.split_rows + self.short_rows
 
     @property
@@ -111,13 +112,13 @@ class DeviceBatch:
         return min(len(self.slot_mapping), self.split_rows * self.split_queries + self.short_rows * self.short_queries)
 
     def layer(self, index: int) -> torch.Tensor:
-        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index] if isinstance(self.kv, torch.Tensor) else self.kv[index]
 
     def over(self, shape: KVShape) -> DeviceBatch:
-        """See `AttentionBatch.over`. Only for a pool that is one tensor."""
+        """See `AttentionBatch.over`. The pool must be one tensor."""
         if not isinstance(self.kv, torch.Tensor):
-            raise InvariantError("layers in separate tensors have no common block end")
+            raise InvariantError("a draft model needs a pool that is one tensor: this pool has a tensor for each layer")
         workspace = None if self.workspace is None else self.workspace.over(shape)
         return replace(
             self,

@@ -1,5 +1,8 @@
-"""Launches the kernels of a layer with a gated delta rule on the current stream, without waits. Called on the thread
-that owns the forward pass. Tests run the same launches on a CPU, in Triton's interpreter.
+"""Launches the kernels of a layer with a gated delta rule (Qwen3-Next, Qwen3.5) on the current stream, without waits.
+
+Called on the thread that runs the forward pass. Tests run the same launches on a CPU, in Triton's interpreter. A row is
+one request's part of the batch. After a step with drafts, the layer's inputs for the drafts are kept, and the next step
+replays the inputs of the accepted drafts.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class GatedDeltaShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projected:
-    """The projected inputs of T tokens, dense for each token, in the model's dtype.
+    """The projected inputs of T tokens, in the model's dtype. Each token's values are contiguous.
 
     mixed   [T, channels]: queries, keys and values of all heads, before the convolution
     beta    [T, value heads], before the sigmoid
@@ -59,13 +62,13 @@ def gated_delta(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the rule's outputs, `[T, value heads, value_size]`, with zeros for padding. Reads and writes the rows'
-    states.
+    """Compute the outputs of the gated delta rule, `[T, value heads, value_size]`, with zeros for padding. Reads and
+    writes the rows' states.
 
-    new, kept          inputs of the packed tokens, and the kept inputs of drafts, the same number for each decode row.
-                       All parts of one `Projected` have the same stride
-    conv_states        [states, channels, 4] in the model's dtype, `recurrent_states` float32 [states, value heads,
-                       key_size, value_size]; each state is dense
+    new                inputs of the packed tokens. The parts of a `Projected` must have the same stride
+    kept               kept inputs of the last step's drafts; each decode row has the same number of them
+    conv_states        [states, channels, 4] in the model's dtype; each state is dense
+    recurrent_states   float32 [states, value heads, key_size, value_size]; each state is dense
     conv_weight        [channels, 4]
     a_log, dt_bias     [value heads]
 
@@ -143,7 +146,8 @@ def gated_delta(
 def gated_norm(values: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`weight * norm(values) * silu(gates)`, `[T, heads, size]`; the norm is the root mean square norm over `size`.
 
-    values   contiguous; `gates` [T, heads * size], dense in the last dimension
+    values   [T, heads, size], contiguous
+    gates    [T, heads * size], dense in the last dimension
     """
     tokens, heads, size = values.shape
     out = torch.empty_like(values)

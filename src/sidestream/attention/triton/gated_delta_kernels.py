@@ -1,11 +1,13 @@
-"""The kernels of a layer with a gated delta rule (Qwen3-Next, Qwen3.5): convolution, recurrence, and norm. They read
-and write states in a pool. Launched by `gated_delta` only; needs triton.
+"""The Triton kernels of a layer with a gated delta rule (Qwen3-Next, Qwen3.5): convolution, recurrence, and norm. They
+read and write states in a pool. Launched by `gated_delta` only.
 
-One program owns a part of a row's state. It reads the part once, replays the accepted drafts of the last step, advances
-the part over the row's own tokens one by one, and writes it after the last token that is not a draft. So states are
-neither gathered nor copied, and a row with drafts costs one pass over its state.
+One program computes a part of a row's state; a row is one request's part of the batch. The program reads the part once,
+replays the accepted drafts of the last step, advances the part over the row's own tokens one by one, and writes it
+after the last token that is not a draft. So states are neither gathered nor copied, and a row with drafts reads its
+state only once.
 
-Each row finds its tokens on the device, so a captured graph serves every batch within its launch bounds.
+Programs find the tokens of their row on the device, so a captured CUDA graph serves every batch within its launch
+bounds.
 """
 
 import triton
@@ -46,8 +48,8 @@ def convolve(
     CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Computes some channels of some tokens of one row, replayed tokens first. Grid (rows, parts of channels, parts of
-    tokens).
+    """Computes the convolution and SiLU for some channels of some tokens of one row, replayed tokens first. Grid (rows,
+    parts of channels, parts of tokens).
     """
     row = tl.program_id(0)
     length, replayed = tl.load(lengths + row), tl.load(behind + row)
@@ -121,8 +123,9 @@ def recur(
     VALUES: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Advances some columns of one head's state of one row. Each program also updates a share of the row's convolution
-    state, which holds the last inputs. Grid (rows, value heads, parts of columns).
+    """Advances some columns of one head's state of one row, and computes the outputs for these columns. Each program
+    also updates some channels of the row's convolution state, which holds the last four inputs. Grid (rows, value
+    heads, parts of columns).
     """
     row, head = tl.program_id(0), tl.program_id(1)
     length, replayed = tl.load(lengths + row), tl.load(behind + row)

@@ -1,16 +1,18 @@
-"""The kernels: write keys and values; attend in one pass or in splits; combine the splits; and for a long chunk, copy
-its KV to contiguous memory and attend over the copy. Launched by `launch` only; needs triton.
+"""The Triton kernels of paged attention. They write keys and values, attend in one pass or in splits, and combine the
+splits. For a long chunk, they copy its KV to contiguous memory and attend over the copy. Launched by `launch` only.
 
-The host does no planning. Each program finds its row and its query tokens from the batch's metadata on the device, so a
-captured graph serves every batch within its launch bounds. Query heads that share a kv head share a program: with `t =
-BLOCK_M // GROUP` tokens per tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; the
-remaining lines of BLOCK_M are masked.
+A row is one request's part of the batch. A split is a piece of a row's KV that one program reduces, as in
+FlashDecoding. The host does no planning. Each program finds its row and its query tokens from the batch's metadata on
+the device, so a captured CUDA graph serves every batch within its launch bounds. Query heads that share a KV head share
+a program: with `t = BLOCK_M // GROUP` tokens per tile, line m of a tile is query token `m // GROUP`, head `m % GROUP`
+of the group; the remaining lines of BLOCK_M are masked.
 
-The order of every sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's positions.
-Splits begin at multiples of SPLIT (in a short chunk, at multiples of WIDE after the first NARROW splits) and are
-combined `_CHUNK` at a time, from the first split that the query sees. A tile in which a query sees no key changes no
-bit of the query's sums. So a query token's result depends on its own position and KV, and not on the other queries of
-its tile, launch or batch. For the same reason, masked and unmasked tiles compute the same expressions.
+The order of every sum is fixed, so that results are reproducible bit by bit. KV is reduced in tiles at multiples of
+BLOCK_N of the row's positions. Splits begin at multiples of SPLIT (in a short chunk, at multiples of WIDE after the
+first NARROW splits) and are combined `_CHUNK` at a time, from the first split that the query sees. A tile in which a
+query sees no key changes no bit of the query's sums. So a query token's result depends on its own position and KV, and
+not on the other queries of its tile, launch or batch. For the same reason, masked and unmasked tiles compute the same
+expressions.
 
 OVERLAP: a kernel's programs start while the previous kernel still runs, find their work, and then wait for the end of
 that kernel (programmatic dependent launch). Before the wait they read only data written before the step's first layer.
@@ -52,8 +54,8 @@ def write(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """For one token: write its keys and values to its slot, unless the slot is negative. If the token is padding after
-    the last row, set its output to zero. Grid (tokens,).
+    """Writes one token's keys and values to its slot, unless the slot is negative. If the token is padding after the
+    last row, sets its output to zero. Grid (tokens,).
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -79,8 +81,8 @@ def write(
 def _row_of_tile(tile, cu_seqlens_q, first_row, num_rows, TILE_TOKENS: tl.constexpr):
     """The row of a tile of queries, and the tile's number in the row.
 
-    Rows count from `first_row`. If row r begins s tokens after the start of the first row, it owns the tiles from `s //
-    TILE_TOKENS + r` on. These are always enough tiles for the row, and at most one too many.
+    Row numbers r count from `first_row`. If row r begins s tokens after the start of the first row, it owns the tiles
+    from `s // TILE_TOKENS + r` on. These are always enough tiles for the row, and at most one too many.
     """
     base = tl.load(cu_seqlens_q + first_row)
     before = 0
@@ -117,8 +119,8 @@ def _splits(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """For a row: its number of query tiles, the first split that any tile sees, and the number of splits from that
-    split on.
+    """For a row: the number of query tiles, the first split that any tile sees, and the number of splits from that one
+    on.
     """
     first_split = query_len * 0
     if WINDOW:
@@ -274,7 +276,7 @@ def _reduce(
         held = (tile + offsets >= low) & (tile + offsets < high)
         k = _load(keys, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-        if CAPPED:  # tanh from exp2; `exponent` multiplies by the cap
+        if CAPPED:  # tanh, computed with exp2; `exponent` contains the factor softcap
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
         if MASKED:
             key_positions = tile + offsets
@@ -303,9 +305,10 @@ def _queries(
     query, query_start, query_len, kv_len, begin, line, heads, dims, window, token_stride, head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one row, from the row's query `begin` on. Returns their values, their packed tokens, the
-    mask of lines with a query, and their positions; then the KV range of the tile: its first query sees the keys [low,
-    first], and its last query sees the keys before `high`.
+    """A tile of queries of one row, from the row's query `begin` on.
+
+    Returns, for each line of the tile: the query, its packed token, whether the line has a query, and its position.
+    Then the KV range of the tile: the first query sees the keys [low, first], the last query the keys before `high`.
     """
     tokens = begin + line // GROUP
     real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
@@ -362,7 +365,7 @@ def gather_contiguous(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Copy the KV of the row with more than half of all tokens, in token order, and pad the last tile with zeros.
+    """Copies the KV of the row with more than half of all tokens, in token order, and pads the last tile with zeros.
 
     Each program copies some of the tiles of one head. Grid (kv_heads, programs).
     """
@@ -409,7 +412,7 @@ def attend_contiguous(
     BLOCK_N: tl.constexpr,
 ):
     """Computes a tile of queries of the row with more than half of all tokens, in one pass over the contiguous KV from
-    `gather_contiguous`. TMA copies whole tiles. Sums have the same terms in the same order as in `attend`. Grid
+    `gather_contiguous`. TMA loads whole tiles. Sums have the same terms in the same order as in `attend`. Grid
     (kv_heads, tiles).
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -488,11 +491,11 @@ def attend(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Computes tiles of queries of the rows [first_row, num_rows), for all query heads of one kv head.
+    """Computes tiles of queries of the rows [first_row, num_rows), for all query heads of one KV head.
 
-    SPLIT = 0   one tile, in one pass over its KV; writes `out`. Skips a row with more than `long_above` tokens. Grid
-                (kv_heads, tiles)
-    SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one; writes `sums`, `tops` and
+    SPLIT = 0   computes one tile in one pass over its KV; writes `out`. Skips a row with more than `long_above` tokens.
+                Grid (kv_heads, tiles)
+    SPLIT > 0   computes a share of the splits of all tiles, one split after another; writes `sums`, `tops` and
                 `totals`. Grid (kv_heads, shares)
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -525,8 +528,9 @@ def attend(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-        # [edge, full) contain a window's begin · [full, diagonal) visible to all queries · [diagonal, high) the tile's
-        # own tokens
+        # [edge, full)       KV tiles where some query's window begins
+        # [full, diagonal)   KV tiles that all queries see
+        # [diagonal, high)   KV tiles with the positions of the queries
         edge = low // BLOCK_N * BLOCK_N
         diagonal = (first + 1) // BLOCK_N * BLOCK_N
         full = edge
@@ -582,8 +586,8 @@ def attend(
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            # All tiles are computed as masked tiles: they wait for memory in any case, and one loop keeps more loads in
-            # flight than three short loops.
+            # All KV tiles are computed as masked tiles. Masks cost nothing here, because the loop waits for memory; and
+            # one loop keeps more loads in flight than three short loops.
             top, total, acc = _reduce(
                 q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW),
                 low // BLOCK_N * BLOCK_N),
@@ -623,7 +627,7 @@ def combine(
     OVERLAP: tl.constexpr,
 ):
     """Combines the splits of one head of one token, from first to last. Rows from `split_rows` on have wide splits.
-    Skips rows from `num_rows` on, which are reduced in one pass. Grid (tokens, heads).
+    Skips rows from `num_rows` on, because their KV is reduced in one pass. Grid (tokens, heads).
     """
     packed = tl.program_id(0)
     head = tl.program_id(1)

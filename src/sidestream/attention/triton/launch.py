@@ -1,5 +1,7 @@
-"""Launches the attention kernels of a batch on the current stream, without waits. Called on the thread that owns the
-forward pass. Tests run the same launches on a CPU, in Triton's interpreter.
+"""Launches the attention kernels of a batch on the current stream, without waits.
+
+Called on the thread that runs the forward pass. Tests run the same launches on a CPU, in Triton's interpreter. A row is
+one request's part of the batch. A split is a piece of a row's KV that one program reduces, as in FlashDecoding.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 
-# Number of programs that share the splits: four per multiprocessor of an H100 (132), which is the maximum that fits at
-# once. The number changes no result.
+# Number of programs that share the splits: four on each of an H100's 132 multiprocessors, the most that can run at
+# once. The number does not change results.
 _PROGRAMS = 528
 
 
@@ -44,14 +46,14 @@ def paged_attention(
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
     - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two
-    to seven kernels on the current stream and reads nothing back, so it may be captured. Sums are float32; float32
-    inputs are multiplied in float32, never in TF32.
+    to seven kernels on the current stream and reads nothing back, so a CUDA graph may capture the call. Sums are
+    float32; float32 inputs are multiplied in float32, never in TF32.
 
     The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
     and whether its row is reduced in splits (if so, also on the tokens per split and on whether the row counts as
     short). They do not depend on the row's other queries, on other rows, on the order of rows, B, T, the width of the
-    block tables, the location of blocks, or on eager or captured launch. So a row in splits and the same row in one
-    pass differ by rounding, and so do two tile shapes.
+    block tables, the location of blocks, or on eager or captured launch. So the result of the same row differs by
+    rounding between splits and one pass, and between two tile shapes.
 
     Raises ConfigError without triton and for head sizes above 256, InvariantError for shapes that do not match.
     """
@@ -106,8 +108,8 @@ def paged_attention(
 def _parts_in_splits(
     batch: DeviceBatch, tiles: Tiles, workspace: SplitKVWorkspace, *, group: int, kv_heads: int
 ) -> Iterator[tuple[Tile, int, range, int]]:
-    """The launches for rows in splits. Each has a tile, a number of programs per KV head, a range of rows, and a number
-    of tokens per wide split.
+    """Yields the arguments of each launch for rows in splits: tile, number of programs per KV head, range of rows, and
+    number of tokens per wide split.
     """
     splits = -(-batch.block_tables.shape[1] * batch.layer(0).shape[2] // workspace.tokens)
     split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
@@ -142,7 +144,7 @@ def _attend_contiguous(
     long_above: int,
     exponent: float,
 ) -> None:
-    """Compute the row with more than `long_above` tokens (half of the step's tokens), if there is one in `rows`."""
+    """Compute attention of a row in `rows` with more than `long_above` tokens (half of the step's tokens), if any."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, head_dim = query.shape
@@ -184,7 +186,7 @@ def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch
 
 
 class _Overlap(NamedTuple):
-    """Whether a kernel may start before the previous kernel has ended, and the launch options for that."""
+    """Whether a kernel may start before the previous kernel has ended, and the launch options for such a start."""
 
     on: bool
     behind: dict[str, bool]
@@ -192,14 +194,14 @@ class _Overlap(NamedTuple):
 
 @functools.cache
 def _overlap(device: torch.device) -> _Overlap:
-    """True for Hopper and later GPUs; false in Triton's interpreter."""
+    """On for Hopper and later GPUs; off for older GPUs and in Triton's interpreter."""
     on = on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
     return _Overlap(on, {"OVERLAP": on, "launch_pdl": True} if on else {"OVERLAP": False})
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """The factor of a raw score inside tanh (computed as `1 - 2 / (1 + exp2(x))`), and the factor in the exponent of
-    two.
+    """Two factors: the factor of a raw score inside tanh (computed as `1 - 2 / (1 + exp2(x))`), and the factor of a
+    score in `exp2` of the softmax.
     """
     if softcap is None:
         return 0.0, scale * math.log2(math.e)
@@ -207,13 +209,15 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def _lines(tile: Tile, group: int) -> int:
-    """Lines of a tile: at least those of one query token with all heads of a group."""
+    """Number of lines of a tile. A line is one query token in one query head. A tile holds at least one token in all
+    query heads of a KV head.
+    """
     return max(tile.queries, _power_of_two(group))
 
 
 def _warps(tile: Tile, group: int) -> int:
-    """Number of warps: more than `tile.warps` if the tile has more lines than it was tuned for, because the sums of a
-    thread must fit in its registers.
+    """Number of warps of a program. If the tile has more lines than `tile.queries`, this is more than `tile.warps`,
+    because the sums of a thread must fit in its registers.
     """
     return max(tile.warps, min(8, tile.warps * _lines(tile, group) // tile.queries))
 

@@ -1,4 +1,4 @@
-"""Compiles attention's kernels before serving: the first launch of a kernel waits for pending work."""
+"""Compiles the attention kernels before serving. Later, a first launch would wait for all pending work of the GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sidestream.attention.triton.workspace import SplitKVWorkspace, Tiles
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Options that differ between a model's layers. Each combination of options that are set needs a kernel of its own;
-    different values of an option do not.
+    """Options that differ between a model's layers; None: the option is off. Each combination of options that are on
+    needs its own compiled kernel. Different values of an option use the same kernel.
     """
 
     sliding_window: int | None = None
@@ -31,12 +31,11 @@ def warm_up(
     tiles: Tiles | None = None,
     index_dtype: torch.dtype = torch.int32,
 ) -> None:
-    """Compile and launch every kernel that batches over `kv` will use, because the first launch of a kernel waits for
-    pending work.
+    """Compile and launch every kernel that batches over `kv` will use.
 
-    Covers rows in splits if `workspace` is given. `index_dtype` is the type of block_tables, cu_seqlens_q and kv_lens.
-    Blocks the calling thread during the compilation; neither reads nor writes the pool. Layers in separate tensors must
-    have equal strides: the launch uses the first layer.
+    Includes the kernels for splits of KV if `workspace` is given. `index_dtype` is the type of block_tables,
+    cu_seqlens_q and kv_lens. Blocks the calling thread during the compilation; neither reads nor writes the pool. If
+    `kv` has a tensor for each layer, all must have equal strides, because the launch uses only the first tensor.
     """
     device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
     nothing = DeviceBatch(  # a batch of one padding token and one empty row

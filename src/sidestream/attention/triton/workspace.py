@@ -1,6 +1,8 @@
-"""The memory and the tile shapes of kernel launches: workspace of the splits, contiguous KV of a long chunk.
+"""The memory and the tile shapes of attention kernels.
 
-Holds tensors and launches nothing. Made when an engine is built; used on the stream that owns the forward pass.
+A split is a piece of a row's KV that one program reduces, as in FlashDecoding; a row is one request's part of a batch.
+This module holds tensors and launches nothing. The memory is allocated when an engine is built, and used on the stream
+of the forward pass.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from sidestream.device.kinds import on_host
 from sidestream.errors import ConfigError, InvariantError
 
 LONG_TOKENS = 512
-"""In steps of at least this many tokens, a row with more than half of them is computed over contiguous KV."""
+"""In a step of at least this many tokens, a row with more than half of the step's tokens is a long chunk: its attention
+reads a contiguous copy of its KV.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of one program's work.
+    """The part of the attention that one program (thread block) computes at a time.
 
     queries   query tokens times query heads of a group, a power of two of at least 16
     keys      KV tokens per iteration, a power of two of at least 16
@@ -37,8 +41,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile shapes for rows in one pass, for rows in splits, and for short chunks in splits. The exact bits of results
-    depend on them, so an engine chooses them once.
+    """Tile shapes for three kinds of rows. The exact bits of results depend on the shapes, so an engine chooses them
+    once.
+
+    whole   for rows whose KV is reduced in one pass
+    split   for decode rows, whose KV is reduced in splits
+    short   for short prefill chunks, whose KV is reduced in splits
     """
 
     whole: Tile
@@ -58,15 +66,14 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitKVWorkspace:
-    """Split-KV workspace: the partial results of rows whose KV is reduced in splits. Allocated once, shared by all
-    layers and steps of a stream.
+    """Memory for the partial results of splits. Allocated once, shared by all layers and steps of a stream.
 
-    tokens        KV tokens per split: splits begin at multiples of it
-    narrow, wide  in a short chunk, all splits after the first `narrow` ones have `wide` KV tokens, because each query
-    writes partial sums for every split
-    sums          float32 [T, splits, heads, head_dim]; T: largest number of packed query tokens. There are enough
-                  splits for the longest row
-    tops, totals  float32 [T, splits, heads]
+    tokens        number of KV tokens in a split of a decode row
+    narrow, wide  the splits of a short chunk: the first `narrow` splits have `tokens` KV tokens, later splits have
+                  `wide`. Later splits are larger because each query writes partial sums for every split
+    sums          weighted sums of values: float32 [T, splits, heads, head_dim]. T is the largest number of packed query
+                  tokens; `splits` is enough for the longest row
+    tops, totals  highest scores, and sums of the softmax weights: float32 [T, splits, heads]
     """
 
     tokens: int
@@ -92,8 +99,9 @@ class SplitKVWorkspace:
         """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes per
         token, head and split.
 
-        `also`: make the buffers large enough for these heads, too; a launch uses them for one of both. Raises
-        ConfigError if `tokens` is not a power of two of at least 64.
+        also   shape of a draft model's KV: the buffers are made large enough for the draft model, too
+
+        Raises ConfigError if `tokens` is not a power of two of at least 64.
         """
         if tokens < 64 or tokens & (tokens - 1):
             raise ConfigError(f"a split of {tokens} KV tokens: give a power of two of 64 or more, such as 256")
@@ -114,8 +122,8 @@ class SplitKVWorkspace:
         return self.tops.shape[1] * self.tokens
 
     def over(self, shape: KVShape) -> SplitKVWorkspace:
-        """The same memory for other heads, with room for as many tokens and splits. Raises InvariantError if it is too
-        small.
+        """The same memory, divided for a draft model's heads, with the same numbers of tokens and splits. Raises
+        InvariantError if the memory is too small.
         """
         rows, splits, heads = self.tops.shape
         room = [part.new_empty(0).set_(part.untyped_storage()) for part in (self.sums, self.tops, self.totals)]
@@ -131,11 +139,11 @@ class SplitKVWorkspace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContiguousKV:
-    """A contiguous copy of one row's KV, for a long chunk. From it, the hardware (TMA) copies whole tiles; copies by
-    threads take a third longer. Allocated once, shared by all layers and steps of a stream.
+    """Memory for a contiguous copy of a long chunk's KV. TMA, the GPU's copy engine for tiles, can read whole tiles
+    from the copy; loads by threads take a third longer. Allocated once, shared by all layers and steps of a stream.
 
-    keys, values   [kv_heads, room, head_dim]
-    tile           has as many keys as `Tiles.whole`, so that the contiguous copy changes no bit of the result
+    keys, values   [kv_heads, room, head_dim]; room: the largest number of tokens
+    tile           tile shape with as many keys as `Tiles.whole`, so that the copy changes no bit of the result
     """
 
     keys: torch.Tensor
@@ -146,8 +154,8 @@ class ContiguousKV:
     def allocate(
         cls, *, kv_heads: int, head_dim: int, kv_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> ContiguousKV | None:
-        """Memory for a row of `kv_tokens`. None if no tile fits the heads, and on GPUs other than Hopper: older GPUs
-        lack TMA, and on newer GPUs bit equality was not verified.
+        """Memory for a row of `kv_tokens` tokens. None for float32, for head sizes other than 64 and 128, and on GPUs
+        other than Hopper: older GPUs lack TMA, and on newer GPUs it was not verified that the results are bit-equal.
         """
         on = on_host(device) or torch.cuda.get_device_capability(device)[0] == 9  # a CPU runs Triton's interpreter
         if not on or dtype == torch.float32 or head_dim not in (64, 128):
@@ -161,7 +169,7 @@ class ContiguousKV:
 def _cut(
     room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of `sums`, `tops` and `totals` with that shape, at the start of each buffer."""
+    """Views at the start of each buffer: `sums` with `(*shape, head_dim)`, `tops` and `totals` with `shape`."""
     sums, tops, totals = room
     count = math.prod(shape)
     return sums[: count * head_dim].view(*shape, head_dim), tops[:count].view(shape), totals[:count].view(shape)
