@@ -115,7 +115,7 @@ def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path
         engine(model, tiny_model_dir("llama", tmp_path / "short", 4, max_position_embeddings=64))
     with pytest.raises(
         ModelError,
-        match=r"the draft model narrow has a vocabulary of 100 tokens, the tokenizer \d+: choose one with all of them",
+        match=r"the draft model narrow has a vocabulary of 100 tokens, the tokenizer \d+: choose a draft model",
     ):
         engine(model, tiny_model_dir("llama", tmp_path / "narrow", 4, vocab_size=100))
     with pytest.raises(ModelError, match=r"the draft model: model .*nowhere: there is no such directory"):

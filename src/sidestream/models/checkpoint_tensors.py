@@ -1,7 +1,8 @@
 """The tensors of a checkpoint, read from the headers of its weight files, and checks that refuse unusable checkpoints.
 
-Called while a model loads, before its weights are read. Knows nothing of modules: `loader` compares tensors with the
-module.
+Called while a model loads, before its weights are read. This file does not compare the tensors with transformers'
+module; `loader` does. Error messages say "its" for the model, because `loader.naming_model` puts the model's name in
+front.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from sidestream.errors import ModelError
 
 # Every other dtype (I8, F8_E4M3, F4, …) is quantised: its values are useless without a scheme and scales.
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-# Buffers that the model computes itself, and heads for speculative decoding with the names of Qwen, MiMo, Ernie and
-# others.
+# Buffers that the model computes itself, and heads for speculative decoding (MTP) as Qwen, MiMo, Ernie and others name
+# them.
 _UNUSED = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids)$|(^|\.)mtp\w*\.")
 _CAUSAL_MASK = re.compile(r"\.attn(ention)?\.(bias|masked_bias)$")
-# DeepSeek and GLM store such a head as an additional layer. Only a head's layer has this matrix.
+# DeepSeek and GLM store a head for speculative decoding as an additional layer. Only such a layer has this matrix.
 _HEAD_LAYER = re.compile(r"^(.*\.layers\.\d+\.)eh_proj\.weight$")
-# One page: the first values of nearly every matrix show that it is not all zeros.
+# One memory page. It is enough for nearly every matrix, because already the first values are not all zeros.
 _PROBE_BYTES = 1 << 12
 _CHUNK_BYTES = 1 << 20
 
@@ -49,8 +50,8 @@ def tensors_of(path: Path, header: Mapping[str, Any], *, data_start: int) -> Ite
 
 
 def joined(tensors: Iterator[StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors by name. Raises ModelError when two files hold a tensor of the same name, because it is unclear which to
-    use.
+    """Tensors by name. Raises ModelError when two files hold a tensor of the same name, because it is unclear which
+    tensor is the right one.
     """
     by_name: dict[str, StoredTensor] = {}
     for tensor in tensors:
@@ -64,7 +65,7 @@ def joined(tensors: Iterator[StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def unused_names(stored: Mapping[str, StoredTensor], names: set[str]) -> set[str]:
-    """The subset of `names` that no model computes with: recomputed buffers, causal masks, heads for speculative
+    """The subset of `names` that a forward pass does not use: recomputed buffers, causal masks, heads for speculative
     decoding.
     """
     heads = tuple(found[1] for name in stored if (found := _HEAD_LAYER.match(name)))
@@ -74,9 +75,8 @@ def unused_names(stored: Mapping[str, StoredTensor], names: set[str]) -> set[str
 
 
 def _is_causal_mask(tensor: StoredTensor | None) -> bool:
-    """GPT-2 and its successors store the mask as `attn.bias`, `[1, 1, positions, positions]`, and its fill value.
-
-    A real bias has neither of these shapes.
+    """Whether the tensor is a causal mask or its fill value. GPT-2 and its successors store these as `attn.bias`, `[1,
+    1, positions, positions]`, and as the scalar `attn.masked_bias`. A real bias has neither of these shapes.
     """
     return tensor is not None and _CAUSAL_MASK.search(tensor.name) is not None and len(tensor.shape) in (0, 4)
 
@@ -105,7 +105,8 @@ def check_tensors(stored: Mapping[str, StoredTensor]) -> None:
 
 
 def _is_matrix(tensor: StoredTensor) -> bool:
-    """Whether zeros in all elements would mean damage. Vectors of zeros are legitimate: biases, and norms that add one.
+    """Whether the tensor is a matrix, so that it is damaged if all elements are zero. Vectors may be all zeros, for
+    example a bias, or the weight of a norm that adds one to its weight.
 
     The biases of a layer's experts are stacked to two dimensions, so the name is checked, too.
     """

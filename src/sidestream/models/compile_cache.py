@@ -1,4 +1,6 @@
-"""The on-disk cache of compiled code, shared by starts: decoder layers from Inductor, our kernels from Triton."""
+"""The on-disk cache of compiled code: decoder layers compiled by Inductor, and our own kernels compiled by Triton.
+Later starts find the code there.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,15 @@ _TRITON_HOME = "TRITON_HOME"
 
 
 def use_compile_cache() -> None:
-    """Set the cache directories of this process: `compiled` below `cache_root()` for layers, `triton` below that for
-    kernels.
+    """Set the cache directories of this process. For layers, it is `compiled` below `cache_root()`; for kernels, it is
+    `triton` below the layers' directory.
 
-    A directory chosen by the user (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`) stays. If ours cannot
-    be written, the defaults of torch and Triton stay; a container loses these at its end. Idempotent.
+    A directory that the user chose (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`) is not changed. If
+    our directory cannot be written, the defaults of torch and Triton stay; a container loses those directories when it
+    ends. Idempotent.
 
-    Call before the first kernel launch: Inductor changes Triton's directory only when it compiles, so a start that
-    finds all layers compiled would look for kernels in a different directory than the start that compiled them.
+    Call before the first kernel launch. Inductor changes Triton's directory, but only when Inductor compiles. So a
+    start that finds all layers compiled would look for kernels in another directory than the start that compiled them.
     """
     if not _is_chosen(_INDUCTOR_DIR):
         try:
@@ -40,9 +43,7 @@ def use_compile_cache() -> None:
 
 
 def _is_chosen(name: str) -> bool:
-    """Whether the user chose this directory. torch also sets the variable, to its default below the temporary
-    directory.
-    """
+    """Whether the user set this variable. torch also sets it, to torch's default below the temporary directory."""
     directory = os.environ.get(name)
     if not directory or not Path(directory).is_relative_to(tempfile.gettempdir()):
         return bool(directory)

@@ -28,7 +28,7 @@ from sidestream.models.mtp import MtpHead
 
 logger = logging.getLogger(__name__)
 
-# The attention function, excluded from compilation.
+# Name under which transformers finds the attention function that is excluded from compilation.
 _OUTSIDE = f"{adapter.PAGED}_outside"
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -41,9 +41,10 @@ _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Context for the first calls of layers passed to `compile_layers`, on the calling thread. In it, each kind of
-    layer is compiled once for all numbers of tokens. Otherwise the compiler would specialise on 128 tokens (the size of
-    a head) and on one token, and compile again for other numbers. Settings outside the context do not change.
+    """Context manager for the first calls of layers that `compile_layers` prepared, on the calling thread. Inside it,
+    each kind of layer is compiled once for all numbers of tokens. Without it, the compiler would specialise on 128
+    tokens (the size of a head) and on one token, and compile again for other numbers. The settings of the compiler are
+    restored at the end.
     """
     limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     with (
@@ -54,12 +55,12 @@ def compiling() -> Iterator[None]:
 
 
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the decoder layers of a model or a head in place, at their next calls. The first calls take seconds, and
-    must be inside `compiling`. `decompile` reverts this.
+    """Compile the decoder layers of a model or of a draft head (MTP) in place. The compilation happens in the first
+    calls of the layers, which take seconds and must be inside `compiling`. `decompile` reverts this.
 
-    First joins projections: their weights move to new memory, one layer at a time. Results differ from eager results by
-    rounding. If the compiler fails on a kind of layer, that kind runs uncompiled from then on, with a warning; the
-    other kinds stay compiled.
+    First joins projections of the same input (`join_projections`); their weights move to new memory, one layer at a
+    time. Results differ from eager results by rounding. If the compiler fails on a kind of layer, that kind runs
+    uncompiled from then on, with a warning; the other kinds stay compiled.
     """
     with torch.no_grad():
         for part in list(_module(model).modules()):
@@ -90,20 +91,20 @@ def decompile(model: PagedModel | MtpHead) -> None:
 def _compiled(
     written: Callable[..., Any], kind: str, undo: Callable[[], object], how: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """`written` in compiled form. If the compiler fails, `written` itself is called, and `undo` is called to prevent
-    more attempts to compile.
+    """The function `written` in compiled form. If the compiler fails, the call runs `written` itself, and `undo`
+    prevents more attempts to compile.
     """
     compiled = torch.compile(written, **how)
 
     def call(*given: Any, **named: Any) -> Any:
         try:
             return compiled(*given, **named)
-        # compiled code also calls attention and its waits, which raise their own errors
+        # Not every error is the compiler's: compiled code also calls attention, which raises errors of its own.
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILERS):
                 raise
-            # The error gets no name here: a traceback that refers to its own frame, with all tensors in it, would be
-            # collected late.
+            # No local variable holds `inner_exception`. Its traceback would refer to this frame and the frame to it,
+            # and such a cycle, with all tensors of the frame, is freed late.
             if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
                 raise error.inner_exception from None  # type: ignore[attr-defined]
             logger.warning(
@@ -118,8 +119,9 @@ def _compiled(
 
 
 def _with_static_width(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, whose results have the same last size in all calls. The compiler would take it for dynamic, and torch
-    2.11 cannot halve a slice of dynamic size, as layers do that rotate a part of a head.
+    """Mark the last dimension of the results of `compiled` as static; its size is the same in all calls. Otherwise the
+    compiler treats the size as dynamic. torch 2.11 cannot halve a slice of dynamic size, and layers that rotate only a
+    part of a head do so.
     """
 
     def call(*given: Any, **named: Any) -> Any:
@@ -176,9 +178,9 @@ def _module(model: PagedModel | MtpHead) -> Any:
 
 
 class _MergeProducts(CustomGraphPass):
-    """A graph pass that merges equal matrix products; torch's own pass does not merge products if the graph returns a
-    view of one. It also turns the product of a column and a row (positions times frequencies) into an elementwise
-    multiplication, which needs no separate launch.
+    """A graph pass that merges equal matrix products. torch's own pass does not merge a product if the graph returns a
+    view of it. This pass also turns the product of a column and a row (positions times frequencies) into an elementwise
+    multiplication, which needs no separate kernel launch.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:

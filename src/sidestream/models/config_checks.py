@@ -1,6 +1,7 @@
 """Checks of a model's config: its KV layout, its maximum position, and the reasons for which it cannot be served.
 
-Reads configs and transformers' definition of the model but no weights, so refusals come before any large read.
+Reads configs and transformers' definition of the model but no weights, so refusals come before any large read. Error
+messages say "its" for the model, because `loader.naming_model` puts the model's name in front.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from sidestream.kv.state_layout import StateLayout
 from sidestream.models.recurrent import attention_layers, keeps_state, skeleton, state_layout_of
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
-# Further types of layers in models that keep recurrent state: with state, with both, and with neither.
+# More types of layers in models with recurrent state. Some have state, some have state and attention, some neither.
 _STATEFUL_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "mlp", "moe"}
-# Rotary frequencies depend on the longest context of a batch here, so KV would depend on the other rows.
+# With these types, rotary frequencies depend on the longest sequence of a batch, so a row's KV would depend on other
+# rows.
 _SWITCHING_ROPE = {"dynamic", "longrope"}
-# Nested configs that describe parts of one model; other nested configs describe further models.
+# Nested configs that describe parts of a decoder. Any other nested config describes another model, such as an encoder.
 _PARTS = {"attn_config", "ffn_config"}
 # The decoder half of an encoder-decoder has these sizes in its config, even where is_encoder_decoder is false.
 _DECODER_SIZES = ("decoder_attention_heads", "num_decoder_attention_heads")
 # Models that use transformers' attention interface in ways that their config does not show.
 _OWN_ATTENTION: Mapping[str, str] = {
     "diffllama": (
-        "attends twice in each layer and subtracts (differential attention): only one attention a layer is served"
+        "attends twice in each layer and subtracts (differential attention): only one attention per layer is served"
     ),
     "doge": "masks its attention by values that it computes (dynamic masks): only causal and sliding masks are served",
     "hrm_text": "runs the same layers several times for each token: only models that run each layer once are served",
@@ -45,10 +47,10 @@ def check_servable(config: PreTrainedConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """The parts of a model's cache: KV, and recurrent state in models that keep some.
+    """Layouts of a model's KV and recurrent state.
 
-    kv      of a block
-    state   of a sequence; None: the model keeps none
+    kv      layout of one block's KV
+    state   layout of one sequence's recurrent state; None: the model has none
     """
 
     kv: KVLayout
@@ -56,7 +58,7 @@ class ModelParts:
 
 
 def parts_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> ModelParts:
-    """The parts of the cache of a model that `check_servable` accepts; reads no weights. Raises ModelError."""
+    """Layouts of KV and recurrent state of a model that `check_servable` accepts. Raises ModelError."""
     if not _keeps_state(config):
         return ModelParts(layout_of(config, dtype=dtype, block_tokens=block_tokens), None)
     module = skeleton(config, dtype)
@@ -64,7 +66,7 @@ def parts_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> Mode
     if not layers or len({*layers}) < len(layers):
         raise ModelError(
             f"{config.model_type} has attention in layers {layers}: "
-            "models with recurrent state need attention too, once in a layer"
+            "a model with recurrent state must also have attention, at most once per layer"
         )
     layout = layout_of(config, dtype=dtype, block_tokens=block_tokens, num_layers=len(layers))
     return ModelParts(layout, state_layout_of(module, config))
@@ -73,7 +75,7 @@ def parts_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> Mode
 def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_layers: int | None = None) -> KVLayout:
     """Shape of the model's KV blocks. Raises ModelError when layers differ or a size is missing.
 
-    num_layers   layers that attend; None: all
+    num_layers   number of layers with attention; None: all layers of the config
     """
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"its weights are {dtype}: choose one of {', '.join(DTYPE_BYTES)}")
@@ -87,12 +89,12 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int, num_la
 
 
 def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None) -> int:
-    """Number of positions at which the model can be served, for requests of up to `max_model_len` tokens (None: no
-    limit).
+    """Largest number of positions that the model can serve, if requests have up to `max_model_len` tokens (None: no
+    limit). It depends on the type of the rotary embedding:
 
     YaRN       scales all positions alike: the original bound times the factor, or the config's bound if that is larger
-    LongRoPE   has two sets of frequencies; one is chosen for all requests (`takes_long_rope`); the short one ends at
-               `original_max_position_embeddings`
+    LongRoPE   has two sets of frequencies, and `takes_long_rope` chooses one set for all requests. The short set is
+               valid up to `original_max_position_embeddings`
     dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length at which scaling begins
 
     Raises ModelError when the config gives no bound.
@@ -128,12 +130,12 @@ def _refusal_by_type(config: PreTrainedConfig) -> str | None:
     if parts := [part for part in config.sub_configs if part not in _PARTS]:
         return f"{kind} consists of several models ({', '.join(parts)}): only models that take text alone are served"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return f"{kind} is no causal language model: only those are served"
+        return f"{kind} is no causal language model: only causal language models are served"
     return None
 
 
 def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
-    """The reason in a field of the config, or None."""
+    """The reason that follows from a field of the config, or None."""
     kind = config.model_type
     if rank := _of_any_layer(config, "kv_lora_rank"):
         return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
@@ -167,7 +169,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
 
 
 def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
-    """The reason in transformers' modelling code, or None."""
+    """The reason that follows from transformers' modelling code, or None."""
     kind = config.model_type
     for model_class in _classes(config):
         definition = vars(sys.modules[model_class.__module__])
@@ -191,7 +193,7 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
 
 
 def _keeps_state(config: PreTrainedConfig) -> bool:
-    """Whether layers of the model keep recurrent state in transformers' cache. Some models do only by their config."""
+    """Whether layers of the model keep recurrent state in transformers' cache. In some models, the config decides."""
     types = getattr(config, "layer_types", None)
     if types is not None and _SERVED_LAYERS.issuperset(types):
         return False

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from sidestream.errors import ModelError
 
-# GGUF's names of a Llama's tensors. Rows of Q and K must also be reordered: see `_split_rotary`.
+# Names of a Llama's tensors in GGUF, and in transformers. Rows of Q and K must also be reordered: see `_split_rotary`.
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -139,7 +139,7 @@ def _rename(name: str) -> tuple[str, str]:
 
 
 def _dequantised(tensor: ReaderTensor, heads: int | None) -> torch.Tensor:
-    """The tensor in bfloat16; `heads` is set for Q and K."""
+    """The tensor in bfloat16. `heads`: number of heads, for Q and K; None for other tensors."""
     values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
     if heads is not None:
         values = _split_rotary(values, heads)

@@ -1,7 +1,8 @@
 """Inspects a model's directory by its file names and JSON files, and refuses a directory that cannot be served.
 
 Called on the caller's thread before the tokenizer and the weights are read, so that the first error names the cause.
-Knows nothing about tensors: `weights` reads the headers of weight files.
+Knows nothing about tensors: `weights` reads the headers of weight files. Error messages say "its" for the model,
+because callers put the model's name in front.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """The part of `check_directory` that needs no weights. For a model on the hub, the configs are fetched first."""
+    """The part of `check_directory` that needs no weights. A model on the hub can be checked with its configs alone."""
     _refuse_adapter(directory)
     if not (directory / "config.json").exists():
         _refuse_without_config(directory)
@@ -58,14 +59,14 @@ def check_config(directory: Path) -> None:
 
 
 def check_weights_exist(directory: Path) -> None:
-    """The part of `check_directory` for weights. Raises ModelError, which names the weights that were found instead."""
+    """The part of `check_directory` for weights. Raises ModelError, which names any weights in other formats."""
     if not any((directory / name).exists() for name in (WEIGHTS, INDEX)):
         raise ModelError(f"{directory} has no {WEIGHTS} and no {INDEX}: {_other_weights(directory)}")
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Refuse an adapter: transformers without peft ignores it silently, and with peft it may load another base
-    model.
+    """Refuse a LoRA adapter: transformers without peft ignores it silently, and transformers with peft may load another
+    base model.
     """
     adapters = sorted(path.name for path in directory.glob("adapter_model*"))
     if (directory / _ADAPTER_CONFIG).exists():
@@ -98,7 +99,7 @@ def _refuse_without_config(directory: Path) -> None:
 
 
 def _other_weights(directory: Path) -> str:
-    """Name the weights in another format in the directory, and the remedy."""
+    """Text for an error: the weights in another format that the directory has, and the remedy."""
     gguf = sorted(path.name for path in directory.glob("*.gguf"))
     if gguf:
         return (

@@ -1,9 +1,10 @@
-"""Distils a draft head from its own model: the target at each position is the model's distribution. Each pass adds one
-draft token.
+"""Trains a draft head (one decoder layer that predicts further tokens of a model) by distillation. At each position,
+the target is the model's own distribution of the next token. A step has several passes, and each pass drafts one more
+token.
 
-Training matches drafting: the head attends to KV made from the model's own hidden states, except at the positions of
-tokens that the head has drafted (unrolled as in Li et al. 2025). Runs on one device, on the calling thread. Knows
-nothing about engines, texts or files.
+Training matches drafting: the head attends to KV made from the model's hidden states, except at the positions of tokens
+that the head has drafted (unrolled as in Li et al. 2025). Runs on one device, on the calling thread. Knows nothing
+about engines, texts or files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sidestream.models.loader import local_directory, naming_model, read_config,
 from sidestream.models.mtp import MtpHead
 from sidestream.models.weights import check_files
 
-# Number of positions whose logits are computed at once; each has as many logits as the vocabulary has tokens.
+# Number of positions whose logits are computed at once. It bounds memory: a position has a logit for every token.
 _PIECE = 2048
 _WARM_UP = 0.05
 
@@ -37,8 +38,8 @@ class Lesson:
 
     steps          total number of steps
     batch          sequences per step
-    drafts         number of consecutive tokens that the head learns to draft; for each but the first, the input is the
-                   head's own hidden state for the previous token
+    drafts         number of consecutive tokens that the head learns to draft. For all except the first, the input is
+                   the head's own hidden state for the previous token
     fading         loss weight of each draft relative to the previous draft
     learning_rate  peak of the learning rate: linear rise over the first 5 % of the steps, then cosine decay to zero
     seed           seed for the order of sequences, 32 bits
@@ -132,7 +133,7 @@ class Distillation:
         weight, weights = 1.0, 0.0
         total: Tensor = hidden.new_zeros((), dtype=torch.float32)
         for number, predicts in enumerate(unroll_drafts(self._head, tokens, hidden, self._lesson.drafts)):
-            # At the first positions of a later draft, there are no drafted tokens before.
+            # The first `number` positions have too few tokens before them, so their predictions are meaningless.
             total = total + weight * self._distance(
                 predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1)
             )
@@ -148,7 +149,7 @@ class Distillation:
 
 class Divergence(torch.autograd.Function):
     """The sum over positions of the KL divergence (Kullback and Leibler 1951), and its gradient. Both are computed
-    together, piece by piece: logits are computed once, and exist for only one piece at a time.
+    together for `_PIECE` positions at a time. So logits are computed only once, and never exist for all positions.
     """
 
     @staticmethod
@@ -193,7 +194,7 @@ def unroll_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) ->
 
 @dataclass(slots=True)
 class _Drafted:
-    """Keys and values, `[N, kv_heads, T, head_dim]` each, by the number of drafted tokens up to a position."""
+    """Keys and values of all passes so far: entry n is from pass n, `[N, kv_heads, T, head_dim]`."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -211,9 +212,9 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a drafting head. In pass n, a position attends to earlier positions at a distance of n or more with
-    KV from the model's hidden states. At the last n positions, including its own, it attends to KV from drafts: the
-    first of these was drafted once, the next twice, and the position itself n times.
+    """Attention of a head in training. In pass n, a query reads the KV of pass 0, made from the model's hidden states,
+    at positions that are n or more before it. At the nearer position n - d before it, it reads the KV of pass d. So it
+    reads the KV of pass n at its own position.
     """
     drafted.keys.append(key)
     drafted.values.append(value)
@@ -238,7 +239,7 @@ def _attend(
 
 
 def _behind(states: Tensor, count: int) -> Tensor:
-    """`[N, kv_heads, T, head_dim]`, shifted to later positions by `count`; the first positions are zeros."""
+    """`states` `[N, kv_heads, T, head_dim]`, shifted to later positions by `count`; the first positions are zeros."""
     return pad(states, (0, 0, count, 0))[:, :, : states.shape[2]] if count else states
 
 
@@ -254,6 +255,6 @@ def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
         stored = check_files(directory)
         dtype = "auto" if on_gpu(device) else torch.float32
         config = read_config(directory)
-        # torch's SDPA does not cap scores, and transformers before 5.23 did not refuse it.
+        # torch's SDPA cannot cap scores, and transformers before 5.23 did not refuse SDPA for models with a cap.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         return read_module(directory, config, stored, dtype=dtype, attention="eager" if capped else "sdpa").to(device)

@@ -1,4 +1,5 @@
-"""Layers with a gated delta rule on a GPU: transformers' modules compute the projections, our kernels everything else.
+"""Layers with a gated delta rule (Qwen3-Next, Qwen3.5) on a GPU. transformers' modules compute the projections, and our
+kernels compute everything else.
 
 Without these kernels, transformers computes such a layer by about sixty torch operations per token, on copies of the
 states. The kernels read and write the states in the pool.
@@ -22,10 +23,10 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 class GatedDelta:
-    """One layer, computed by the kernels; see `sidestream.attention.states.Kernels`."""
+    """One layer, computed by our kernels. A `Kernels` function of `sidestream.attention.states`."""
 
     def __init__(self, module: Any, layer: int) -> None:
-        """`module`: a module of transformers for which `fits` is True. Joins its projections into one."""
+        """`module`: a module of transformers for which `fits` is True. Joins the module's projections into one."""
         with torch.no_grad():
             join_projections(module, PROJECTIONS)
         self._module = module

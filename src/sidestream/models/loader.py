@@ -1,6 +1,7 @@
-"""Load a model from a directory or a hub id, and check that it is served correctly.
+"""Load a model from a directory or a hub id, and check that it can be served correctly.
 
-Cheap checks come first: config, then weight files, then the weights, then the self-check.
+Cheap checks come first: config, then weight files, then the weights, then the self-check. Error messages say "it" for
+the model, because `naming_model` puts the model's name in front.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ logger = logging.getLogger(__name__)
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CPU = torch.device(CPU)
-# transformers replaces functions and defaults of torch while it builds a model: with two threads at once, one gets the
-# other's dtype, or takes tied weights for missing.
+# While transformers builds a model, it replaces functions and defaults of torch. If two threads built models at once,
+# one thread could get the dtype of the other, or report tied weights as missing.
 _ONE_BUILDS = threading.Lock()
 
 
@@ -57,17 +58,18 @@ def load_model(
     """Load, check and fingerprint a model in transformers' format. A hub id is downloaded first; a directory needs no
     network.
 
-    dtype           `"auto"`: the checkpoint's, or float32 on a CPU that computes much faster in float32
+    dtype           `"auto"`: the checkpoint's dtype, or float32 on a CPU that computes much faster in float32
                     (`models/precision.py`)
-    max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE it selects the factors, and so
-                    affects the KV and the fingerprint
+    max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE, this number selects the
+                    factors, and so affects the KV and the fingerprint
     group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
                     weights and KV heads, and its forward must be called by all ranks together. None: one rank
 
-    Weights are read on the host and moved to `device`, where the self-check runs. One copy of them remains; on a CPU, a
-    tied embedding may also exist in oneDNN's order. With a group, each rank copies its share of one weight after
-    another; whole weights in the checkpoint's dtype stay in the files, mapped. Raises ModelError with the reason when
-    the model cannot be read, does not fit, or cannot be served correctly, and ProcessFailed when another rank ends.
+    Weights are read into host memory and moved to `device`, where the self-check runs. One copy of the weights remains;
+    only a tied embedding may exist twice on a CPU, the second time in oneDNN's order. With a group, each rank copies
+    its share of one weight after another. Whole weights that keep the checkpoint's dtype take no memory, because the
+    files are memory-mapped. Raises ModelError with the reason when the model cannot be read, does not fit, or cannot be
+    served correctly, and ProcessFailed when another rank ends.
     """
     _check_dtype(dtype)
     name = Path(path_or_hub_id).name
@@ -117,7 +119,7 @@ def load_model(
 
 
 def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) -> None:
-    """Keep this rank's share of a whole module, on `device`. Raises ModelError."""
+    """Reduce a whole module to this rank's share, on `device`. Raises ModelError."""
     check_same(group, fingerprint, device)
     checked = ShardCheck(module)
     shard(module, group, device=device)
@@ -129,7 +131,9 @@ def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) ->
 def _parts_of_rank(
     config: PreTrainedConfig, *, dtype: str, block_tokens: int, ranks: int
 ) -> tuple[ModelParts, int | None]:
-    """The parts of one rank's cache, and its query heads (None: what the config says). Raises ModelError."""
+    """Layouts of one rank's KV and recurrent state, and its number of query heads (None: the number in the config).
+    Raises ModelError.
+    """
     parts = parts_of(config, dtype=dtype, block_tokens=block_tokens)
     if ranks == 1:
         return parts, None
@@ -151,8 +155,8 @@ def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.devi
 
 
 def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU, ranks: int = 1) -> int:
-    """KV bytes of one token in all layers, in the dtype that `load_model` would choose; reads no weights. With several
-    ranks, on each of them. Raises ModelError.
+    """KV bytes of one token in all layers of one rank, in the dtype that `load_model` would choose; reads no weights.
+    Raises ModelError.
     """
     return cache_parts(path_or_hub_id, dtype=dtype, block_tokens=1, device=device, ranks=ranks).kv.token_bytes
 
@@ -200,17 +204,19 @@ def _precision(directory: Path, config: PreTrainedConfig, dtype: str, device: to
 
 @contextlib.contextmanager
 def naming_model(name: str) -> Iterator[None]:
-    """Turn every exception in the block, also of transformers, into a ModelError with the model's name."""
+    """Turn every exception in the block, also exceptions of transformers, into a ModelError with the model's name.
+    ProcessFailed passes through.
+    """
     try:
         with quiet_transformers():
             yield
     except ConfigError as error:
         raise ModelError(f"model {name}: {error}") from error
     except ProcessFailed:
-        raise  # another rank's end says nothing about the model
+        raise  # another rank has ended, which is no fault of the model
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"model {name}: it does not fit the GPU ({str(error).splitlines()[0]}); choose a smaller one or dtype"
+            f"model {name}: it does not fit the GPU ({str(error).splitlines()[0]}); choose a smaller model or dtype"
         ) from error
     except Exception as error:  # transformers and the model's own code may raise any exception here
         reason = (str(error).strip() or repr(error)).splitlines()[0]
@@ -256,7 +262,8 @@ def _directory(path_or_hub_id: str, patterns: list[str]) -> Path:
 def read_config(directory: Path) -> PreTrainedConfig:
     """The config in a directory that passed `check_config`. Raises ModelError, or exceptions of transformers."""
     if (directory / "generation_config.json").exists():
-        read_json(directory / "generation_config.json")  # transformers ignores a broken file: no answer stops
+        # Raises ModelError for a broken file. transformers would ignore it, so end-of-sequence tokens would be unknown.
+        read_json(directory / "generation_config.json")
     config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     return config
 
@@ -269,10 +276,10 @@ def read_module(
     dtype: torch.dtype | str,
     attention: str,
 ) -> Any:
-    """Transformers' module with the weights of a directory; the module uses all of them.
+    """Transformers' module with the weights of a directory. Every stored weight has a place in the module.
 
-    `stored`: the tensors that `check_files` found there. Raises ModelError when they do not match the module;
-    exceptions of transformers pass through.
+    `stored`: the tensors that `check_files` found in the directory. Raises ModelError when these do not match the
+    module; exceptions of transformers pass through.
     """
     module, loaded = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -287,7 +294,7 @@ def read_module(
     )
     for problem, names in (("lack", loaded["missing_keys"]), ("have the wrong shape for", loaded["mismatched_keys"])):
         if names:
-            # transformers would fill these with random numbers and continue.
+            # transformers fills such tensors with random numbers and continues.
             first = sorted(str(name) for name in names)[0]
             raise ModelError(
                 f"its weight files {problem} {len(names)} of the model's tensors, such as {first}: "
@@ -301,11 +308,12 @@ def read_module(
 def _refuse_surplus(module: Any, stored: Mapping[str, StoredTensor], unexpected: set[str]) -> None:
     """Refuse tensors without a place in the module: transformers would ignore them, and the answers would be wrong.
 
-    `unexpected`: from transformers, which has already removed the names on its own list for the class (heads for
-    speculative decoding, old buffers).
+    `unexpected`: the stored names that transformers did not use, except names that transformers ignores for this model
+    class (heads for speculative decoding, old buffers).
     """
     prefix = f"{module.base_model_prefix}."
-    # transformers accepts a name with and without the prefix; of two such tensors it uses one and drops the other.
+    # transformers accepts a name with and without the prefix. If both are stored, it uses one tensor and drops the
+    # other.
     twice = {name for name in stored if name.startswith(prefix) and name.removeprefix(prefix) in stored}
     surplus = sorted((unexpected - unused_names(stored, unexpected)) | twice)
     if surplus:
@@ -316,10 +324,8 @@ def _refuse_surplus(module: Any, stored: Mapping[str, StoredTensor], unexpected:
 
 
 def _refuse_contradicted_tie(module: Any) -> None:
-    """Refuse a config that ties two tensors when both are stored and differ: transformers uses both, other engines use
-    one.
-
-    It is unclear which was intended.
+    """Refuse a config that ties two tensors when both are stored and differ. transformers uses both, other engines use
+    only one, so it is unclear which result was intended.
     """
     for name, source in module.get_expanded_tied_weights_keys(all_submodels=True).items():
         if module.get_parameter(name) is not module.get_parameter(source):

@@ -1,9 +1,11 @@
-"""A head for multi-token prediction (MTP): one decoder layer of the model's own class. Its input is the embedding of a
-token joined with the hidden state of the previous position; it shares the model's embedding and output matrix.
+"""A head for multi-token prediction (MTP): one decoder layer of the model's own class, which drafts tokens. Its input
+is the embedding of a token joined with the hidden state of the previous position. It shares the model's embedding and
+output matrix.
 
-At position p it reads token p and the hidden state of position p - 1, so its KV at p does not depend on later tokens
-and can be stored with the block (hazard H15). In published heads, the same input has position p - 1, which makes no
-difference, because only relative positions matter. To draft several tokens, the head receives its own hidden state.
+At position p the head reads token p and the hidden state of position p - 1. So its KV at p does not depend on later
+tokens, and is stored in the same block as the model's KV (hazard H15 in docs/glossary.md). Published heads give this
+input the position p - 1. The difference has no effect, because only relative positions matter. To draft further tokens,
+the head reads its own hidden state in place of the model's.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>
 class MtpHead(nn.Module):
     """The head of one model. It shares the model's embedding and output matrix.
 
-    feeds_normed   True: the next draft's input is the hidden state after the head's last norm (Qwen); False: the one
-                   before that norm (DeepSeek, GLM)
+    feeds_normed   True: the next draft's input is the hidden state after the head's last norm (Qwen). False: the hidden
+                   state before that norm (DeepSeek, GLM)
     """
 
     def __init__(self, model: Any, *, feeds_normed: bool) -> None:
@@ -83,7 +85,7 @@ class MtpHead(nn.Module):
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
         self.config = config
-        # If rotary embeddings differ between types of layers, the call needs a layer type.
+        # If rotary embeddings differ between types of layers, their forward needs the type of the head's layer.
         by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
         self._rotary = {"layer_type": "full_attention"} if by_type else {}
         self.hidden_size = int(config.hidden_size)
@@ -104,11 +106,11 @@ class MtpHead(nn.Module):
                 tensor.data = tensor.data.to(theirs[name].dtype)
 
     def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
-        """Two hidden states, both `[N, T, hidden_size]`: the input of the output matrix for the tokens after `tokens`,
-        and `before` of the next call.
+        """Two hidden states, both `[N, T, hidden_size]`. The first is the input of the output matrix, whose logits
+        predict the token after each of `tokens`. The second is the argument `before` of the next call.
 
         tokens, positions   int64 `[N, T]`
-        before              `[N, T, hidden_size]`
+        before              `[N, T, hidden_size]`: hidden state of the position before each of `tokens`
         attention           more arguments for the layer's attention
         """
         left = self._through(tokens, before, positions, **attention)
@@ -134,8 +136,8 @@ class MtpHead(nn.Module):
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """Like `forward`, but for packed tokens and the block pool: both results are `[T, hidden_size]`. Also writes
-        the KV to the first pool layer after the model's layers.
+        """Like `forward`, but for a packed batch: both results are `[T, hidden_size]`. Also writes the head's KV to the
+        block pool, in the first layer after the model's layers.
         """
         count = len(tokens)
         predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(batch))
@@ -143,7 +145,7 @@ class MtpHead(nn.Module):
 
     @torch.inference_mode()
     def write_kv(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
-        """Write the same KV as `step`, but do not predict."""
+        """Write the same KV as `step`, but compute no results."""
         with contextlib.suppress(_Written):
             self._through(
                 *_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(_KeysAndValues(batch))
@@ -156,7 +158,9 @@ class MtpHead(nn.Module):
 
 
 def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A packed batch as one sequence. On a CPU, it is padded to one of few lengths, as in `PagedModel.forward`."""
+    """The arguments of `forward` for a packed batch, as one sequence. On a CPU, the sequence is padded to one of few
+    lengths, as in `PagedModel.forward`.
+    """
     if on_host(tokens.device):
         missing = padded_length(len(tokens)) - len(tokens)
         tokens, positions, before = (
@@ -168,7 +172,7 @@ def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, 
 
 
 class _Written(Exception):
-    """Raised to leave a layer once its keys and values are written."""
+    """Raised to leave a layer after its keys and values were written, without computing attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +219,7 @@ def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
 
 
 def load_head(model: Any, source: str | Path) -> MtpHead:
-    """The head for a transformers model with the weights in `source`, on the model's device. Raises ModelError."""
+    """A head for a transformers model, on the model's device. `source` has the head's weights. Raises ModelError."""
     given, feeds_normed = _read(Path(source).expanduser(), model.config)
     head = MtpHead(model, feeds_normed=feeds_normed)
     given = _with_joined_experts(given)
@@ -250,7 +254,7 @@ def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = 
 
 
 def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
-    """A head's tensors by Sidestream's names, and `feeds_normed`."""
+    """A head's tensors by Sidestream's names, and the head's `feeds_normed`."""
     if source.is_file():
         with _opened(source) as file:
             metadata = file.metadata() or {}
@@ -307,8 +311,8 @@ def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
 
 
 def _compare_weights(source: Path, made_for: str | None, directory: str) -> None:
-    """Warn if the head was trained for other weights than the weights in `directory`. Then fewer drafts may be
-    accepted, but outputs do not change.
+    """Warn if the head was trained for other weights than the weights in `directory`. Such a head may lead to fewer
+    accepted drafts, but does not change outputs.
     """
     if made_for is None or not directory or not Path(directory).is_dir():
         return
@@ -338,8 +342,8 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _with_joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the matrices of experts, which checkpoints store one by one, to `[experts, ...]`, as transformers' layers
-    expect them.
+    """Stack the matrices of experts to `[experts, ...]`, as transformers' layers expect them. Checkpoints store them
+    one by one.
     """
     joined: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}

@@ -1,6 +1,7 @@
 """Chooses the dtype for `dtype="auto"`: the checkpoint's dtype, or float32 if the CPU is too slow with that dtype.
 
-Knows sizes and measured times, not models. Called by `doctor` and while a model loads; measures once per process.
+Knows sizes and measured times, not models. Called by `sidestream doctor` and while a model loads. Measures once per
+process.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.nn import functional
 from sidestream.device.machine import memory_bytes
 from sidestream.kv.layout import DTYPE_BYTES
 
-# With native instructions, bfloat16 is about twice as fast as float32; without them, it is slower by a factor of 2.5 to
-# 5. No measured CPU was in between.
+# Largest accepted time relative to float32. On CPUs with native instructions, bfloat16 is about twice as fast as
+# float32; on other CPUs, it is slower by a factor of 2.5 to 5. No measured CPU was in between.
 _TOO_SLOW = 1.5
-# Share of the machine's total memory that float32 weights may take. Free memory is not used, because it differs between
-# starts, and a disk tier written in one dtype cannot be read in another.
+# Share of the machine's total memory that float32 weights may take. The choice must not depend on free memory, which
+# differs between starts: KV that was written to disk in one dtype cannot be read in another.
 _SHARE = 0.5
-# The sizes of a prompt chunk in a layer of a small model.
+# Sizes of the measured matrix product: a prompt chunk in a layer of a small model.
 _ROWS, _IN, _OUT = 64, 512, 1024
 _ROUNDS = 5
 _GIB = 1 << 30
@@ -71,7 +72,7 @@ def time_over_float32(dtype: str) -> float:
     The time is measured, because oneDNN reports dtypes as supported even if the processor has no instructions for them.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with several threads, the time of a small product would depend on its scaling
+    torch.set_num_threads(1)  # with several threads, the time would depend on how well a small product scales
     try:
         products = {name: _product(getattr(torch, name)) for name in (dtype, "float32")}
         rounds = [{name: product() for name, product in products.items()} for _ in range(_ROUNDS)]

@@ -1,9 +1,10 @@
-"""Layers with recurrent state: finds them in a transformers model, determines the layout of their states, and runs them
+"""Finds the layers with recurrent state in a transformers model, determines the layout of their states, and runs them
 on a packed batch with states in a pool.
 
-This does not depend on the model family, because all recurrent layers of transformers use one interface to keep state
-(`Cache.update_conv_state`, `Cache.update_recurrent_state`). A module that uses it is found by its code, a run on the
-meta device gives the shapes, and each call of a layer gets a cache object with the states of its rows.
+This works for every model family, because all recurrent layers of transformers use one interface to keep state
+(`Cache.update_conv_state`, `Cache.update_recurrent_state`). Modules that use this interface are found by their code. A
+run on the meta device gives the shapes of the states. Each call of a layer gets a cache object with the states of its
+rows. Error messages say "its" for the model, because `loader.naming_model` puts the model's name in front.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from sidestream.kv.state_layout import StateLayout, StateTensor
 _KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state"})
 _ATTENDS = frozenset({"ALL_ATTENTION_FUNCTIONS"})
 Compute = Callable[[torch.Tensor, StateBatch | None], torch.Tensor]
-"""Computes a layer's output for hidden states `[1, T, hidden_size]`, with the states of a batch. None: the tokens are
-one whole sequence.
+"""Computes a layer's output for hidden states `[1, T, hidden_size]`, with the states of a batch. Without a batch
+(None), the tokens are one whole sequence.
 """
 Observer = Callable[[int, torch.Tensor, StateBatch | None, Compute], torch.Tensor]
-"""Called in place of a layer, with its number in the model, its input, its batch, and a function that computes it."""
+"""Called in place of a layer. Arguments: the layer's number in the model, input and batch, and a function that computes
+the layer.
+"""
 
-# Names of the parameter by which layers take the cache.
+# Names that layers use for the parameter that takes the cache.
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
@@ -49,8 +52,8 @@ def attention_layers(module: nn.Module) -> list[int]:
 
 
 def number_attention_layers(module: nn.Module, *, first: int = 0) -> None:
-    """Renumber the attention layers consecutively from `first` on, as in the block pool, which has no KV of other
-    layers.
+    """Renumber the attention layers consecutively from `first` on, because the block pool has KV of attention layers
+    only.
     """
     for layer, part in enumerate(sorted(_attending(module), key=lambda part: part.layer_idx), first):
         part.layer_idx = layer
@@ -64,7 +67,10 @@ def stateful_modules(module: nn.Module) -> dict[int, nn.Module]:
             continue
         layer = getattr(part, "layer_idx", None)
         if not isinstance(layer, int) or layer in found:
-            raise ModelError(f"its {name} keeps recurrent state outside a layer of its own: each layer needs its own")
+            raise ModelError(
+                f"its {name} keeps recurrent state, but has no layer number of its own: at most one module with "
+                "recurrent state per layer is served"
+            )
         found[layer] = part
     return dict(sorted(found.items()))
 
@@ -79,7 +85,8 @@ def skeleton(config: PreTrainedConfig, dtype: str) -> nn.Module:
 
 
 def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout | None:
-    """The layout of the model's recurrent states, from a run of each layer over two tokens; None: it has none.
+    """The layout of the model's recurrent states, from a run of each layer over two tokens. None: the model has no
+    recurrent state.
 
     module   model of `config`; on the meta device, the run computes nothing
     """
@@ -91,7 +98,8 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
         kept = cache.layers[layer]
         if not isinstance(kept, LinearAttentionCacheLayerMixin):
             raise ModelError(
-                f"transformers keeps no recurrent state for layer {layer} ({type(part).__name__}) of its config"
+                f"layer {layer} ({type(part).__name__}) keeps recurrent state, but transformers' cache has no state "
+                "for this layer of the config"
             )
         with torch.inference_mode():
             part(hidden, **{_cache_argument(part): cache})
@@ -101,7 +109,7 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
                     continue
                 dtype = str(state.dtype).removeprefix("torch.")
                 if dtype not in DTYPE_BYTES:
-                    raise ModelError(f"layer {layer} keeps {dtype} state: {', '.join(DTYPE_BYTES)} are served")
+                    raise ModelError(f"layer {layer} keeps {dtype} state: only {', '.join(DTYPE_BYTES)} are served")
                 tensors.append(StateTensor(layer, kind, index, tuple(state.shape[1:]), dtype))
     if not tensors:
         return None
@@ -109,9 +117,8 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
 
 
 class StatefulLayers:
-    """The modules of one model with recurrent state. Replaces their `forward`, so that they use the states of a batch.
-
-    Outside `run`, they compute one sequence without a cache, as transformers does.
+    """The modules with recurrent state of one model. Their `forward` is replaced, so that they use the states of a
+    batch inside `run`. Outside `run`, they compute one sequence without a cache, as transformers does.
 
     needs_chunk_lengths   whether some module needs the lengths of chunks on the host
     """
@@ -176,7 +183,7 @@ def _packed(
     batch: StateBatch,
     kernels: Kernels | None,
 ) -> torch.Tensor:
-    """A layer's output, `[1, T, hidden_size]`. Padding may follow the batch; its output has no meaning."""
+    """A layer's output, `[1, T, hidden_size]`. Padding may follow the batch; the output of padding has no meaning."""
 
     def advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
         return own(inputs, **{argument: _RowStates(layer, states)})
@@ -185,7 +192,9 @@ def _packed(
 
 
 class _RowStates:
-    """The cache object that a layer gets. Holds the states of its rows; the layer changes them in place."""
+    """The cache object that a layer gets in place of `transformers.Cache`. It holds the states of the rows, and the
+    layer changes the states in place.
+    """
 
     def __init__(self, layer: int, states: Mapping[Part, torch.Tensor]) -> None:
         kept = LinearAttentionLayer(number_of_states=1 + max(index for _, index in states))
@@ -233,7 +242,9 @@ def _cache_argument(part: nn.Module) -> str:
     for name in _CACHE_ARGUMENTS:
         if name in names:
             return name
-    raise ModelError(f"{type(part).__name__} takes its state under a name besides {', '.join(_CACHE_ARGUMENTS)}")
+    raise ModelError(
+        f"{type(part).__name__} has no parameter for its state with a known name ({', '.join(_CACHE_ARGUMENTS)})"
+    )
 
 
 def _uses(module_class: type, names: frozenset[str]) -> bool:

@@ -1,8 +1,8 @@
 """LongRoPE with one set of frequencies for all lengths.
 
-Transformers switches to the long factors once any sequence of a batch is longer than the model's original training
-length. Then KV would depend on the other rows of a batch, and change while a sequence grows. Called while a model
-loads.
+transformers switches to the long factors once any sequence of a batch is longer than the model's original training
+length. So a sequence's KV would depend on the other rows of its batch, and change while the sequence grows. Called
+while a model loads.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """The self-check of a model while it loads: paged attention against transformers' own attention.
 
-A model that the block pool cannot serve correctly fails here and is refused. A comparison of logits alone would not
-work: layers amplify rounding, and a token that rounding routes to a different expert changes all later tokens as much
-as a real error. So there are two passes:
+A model that the block pool cannot serve correctly fails this check and is refused. A comparison of logits alone would
+not work: layers amplify rounding errors, and if rounding sends a token to a different expert, all later tokens change
+as much as by a real error. So there are two passes:
 
 reference   the whole text at once. Both attentions get the same queries, keys and values in each layer and must agree
             up to rounding; the next layer gets transformers' output.
-replay      chunk by chunk through the block pool. The next layer gets the reference's attention output, so a token that
-            rounding routes to a different expert changes no other token. The bound applies to the median token.
+replay      chunk by chunk through the block pool. The next layer gets the reference's attention output, so a token with
+            a different expert changes no other token. The bound applies to the median token.
+
+Error messages say "its" for the model, because `loader.naming_model` puts the model's name in front.
 """
 
 from __future__ import annotations
@@ -32,17 +34,20 @@ from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, paged_atte
 from sidestream.models.config_checks import max_positions
 from sidestream.models.recurrent import Compute, Observer
 
-# Bound of a layer's attention: root mean square of the difference, divided by that of the attention output.
-# For SmolLM2-135M and tiny models of 80 families, at any depth: 3e-7, 2.4e-4 and 1.9e-3.
+# Bound of a layer's attention: root mean square of the difference, divided by the root mean square of the output.
+# Largest values for SmolLM2-135M and tiny models of 80 families, at any depth: 3e-7, 2.4e-4 and 1.9e-3.
 ATTENTION_BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
-# Added per unit of the soft cap, because a CPU rounds scores to the dtype before the cap. A quarter of the dtype's half
-# step: x * sech(x)**2 is below 0.45, and rounding's root mean square is about 0.4 of its maximum.
+# Added to the bound per unit of the soft cap, because a CPU rounds scores to the dtype before the cap. The value is a
+# quarter of half the dtype's relative step: x * sech(x)**2 is below 0.45, and the root mean square of rounding errors
+# is about 0.4 of their maximum.
 _CAP_ROUNDING = {"float32": 2**-26, "float16": 2**-13, "bfloat16": 2**-10}
-# Bound of the median token of each stage: root mean square of the difference, divided by that of all tokens.
-# For SmolLM2-135M: 4e-6, 3e-4 and 3e-3; more if matrix products with few and with many rows round differently.
+# Bound of the median token of each stage: root mean square of the difference, divided by the root mean square of all
+# tokens. Values for SmolLM2-135M: 4e-6, 3e-4 and 3e-3. Values are larger if matrix products with few rows round
+# differently from products with many rows.
 REPLAY_BOUNDS = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
 
-# Three stages: a prefill without context, a prefill after a context, and decodes. Each has an odd number of tokens.
+# Three stages: a prefill without context, a prefill after a context, and decodes. Each has an odd number of tokens, so
+# that the median is one token's value.
 _STAGES = ((0, 13), (13, 20), (20, 25))
 _CHUNKS = (*_STAGES[:2], *pairwise(range(20, 26)))
 _NUM_TOKENS = 25
@@ -57,7 +62,7 @@ class Reference:
     """Results of transformers' own attention for the check's tokens.
 
     attended   attention output of each layer, `[25, heads, head_dim]`, in the model's dtype
-    stateful   output of each layer that keeps recurrent state, `[25, hidden_size]`, by the model's number of the layer
+    stateful   output of each layer with recurrent state, `[25, hidden_size]`, by the layer's number in the model
     logits     float32 `[25, vocab]`
     """
 
@@ -89,7 +94,7 @@ def reference(model: PagedModel) -> Reference:
     model.module.config._attn_implementation = _COMPARED
     try:
         with _narrow_windows(model.module), _observed(model, compare):
-            # Without positions: a model that does not count 0, 1, 2, ... by default fails the check.
+            # No positions are given. So a model whose default positions are not 0, 1, 2, ... fails the check.
             logits: torch.Tensor = model.module(input_ids=tokens[None], use_cache=False, paged_batch=compared).logits
     finally:
         model.module.config._attn_implementation = PAGED
@@ -99,7 +104,7 @@ def reference(model: PagedModel) -> Reference:
 
 @torch.inference_mode()
 def check_paged(model: PagedModel, expected: Reference) -> None:
-    """The replay. Raises ModelError when the paged path differs, or does not reach every layer once."""
+    """The replay pass. Raises ModelError when the paged path differs, or does not reach every layer once."""
     with _narrow_windows(model.module):
         attended, stateful, logits = _replay(model, expected)
     for layer, (paged, own) in enumerate(zip(attended, expected.attended, strict=True)):
@@ -110,15 +115,17 @@ def check_paged(model: PagedModel, expected: Reference) -> None:
 
 
 def _judge(model: PagedModel, what: str, difference: torch.Tensor, spread: torch.Tensor) -> None:
-    """Raise ModelError when `difference`, divided by the `spread` of all tokens, exceeds rounding in any stage."""
+    """Raise ModelError when the relative error of the median token exceeds the bound in any stage. The relative error
+    is the root mean square of the token's `difference`, divided by the root mean square of the `spread` of all tokens.
+    """
     errors = difference.flatten(1).square().mean(-1).sqrt() / spread.float().square().mean().sqrt()
-    # The median: rounding routes single tokens to different experts; a real error affects most tokens of a stage.
+    # The median, because rounding sends only single tokens to different experts, and a real error affects most tokens.
     error = torch.stack([errors[start:end].median() for start, end in _STAGES]).max()
     bound = REPLAY_BOUNDS[model.layout.dtype]
     if not error <= bound:
         raise ModelError(
             f"the paged path computes {what} differently from transformers: most tokens differ by {error:.2g} of their "
-            f"spread or more, at most {bound} is rounding. This kind of model cannot be served correctly"
+            f"spread or more, and rounding explains at most {bound}. This kind of model cannot be served correctly"
         )
 
 
@@ -144,7 +151,7 @@ def _compared_attention_hook(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' own attention, in float32. Raises ModelError when the paged path differs by more than rounding."""
     if paged_batch is None:
-        return paged_attention_hook(module, query, key, value, None, **named)  # raises ModelError with the reason
+        return paged_attention_hook(module, query, key, value, None, **named)  # always raises ModelError here
     paged = []
     for chunk, (start, end) in zip(paged_batch.chunks, _CHUNKS, strict=True):
         q, k, v = (states[:, :, start:end] for states in (query, key, value))
@@ -159,7 +166,8 @@ def _compared_attention_hook(
     if not error <= bound:
         raise ModelError(
             f"in layer {module.layer_idx}, paged attention and transformers' own give different values: they differ by "
-            f"{error:.2g} of their size, at most {bound:.2g} is rounding. This kind of model cannot be served correctly"
+            f"{error:.2g} of their size, and rounding explains at most {bound:.2g}. This kind of model cannot be "
+            "served correctly"
         )
     paged_batch.layers.append(module.layer_idx)
     paged_batch.attended.append(expected[0].to(query.dtype))
@@ -231,19 +239,22 @@ def _observed(model: PagedModel, observer: Observer) -> contextlib.AbstractConte
 
 
 def _judge_stateful(model: PagedModel, layer: int, difference: torch.Tensor, whole: torch.Tensor) -> None:
-    """Raise ModelError when a recurrent layer computes any token differently in chunks than in one piece. Both got the
-    same input, so no token may differ: a layer that drops the inputs before a chunk errs in its first tokens only.
+    """Raise ModelError when a recurrent layer computes any token differently in chunks than in one piece.
+
+    Both computations get the same input, so the bound applies to every token, not to the median token. A layer that
+    loses the inputs before a chunk is wrong only in the first tokens of the chunk.
     """
     errors = difference.square().mean(-1).sqrt() / whole.square().mean().sqrt()
     dtype = model.layout.dtype
     decodes = _STAGES[-1][0]
-    # Single tokens have code of their own in transformers. Nemotron-H's bounds time steps differently: up to 9e-4.
+    # transformers has separate code for single tokens. In Nemotron-H this code bounds time steps differently, so
+    # results differ by up to 9e-4.
     for tokens, bound in ((slice(0, decodes), ATTENTION_BOUNDS[dtype]), (slice(decodes, None), REPLAY_BOUNDS[dtype])):
         if not (error := errors[tokens].max()) <= bound:
             raise ModelError(
                 f"its recurrent layer {layer} gives other values in chunks than in one piece: a token differs by "
-                f"{error:.2g} of their size, at most {bound:.2g} is rounding. transformers cannot continue from a "
-                "state here, so prompts could not be computed in chunks"
+                f"{error:.2g} of their size, and rounding explains at most {bound:.2g}. transformers cannot continue "
+                "this layer from a state, so prompts cannot be computed in chunks"
             )
 
 
@@ -261,7 +272,10 @@ def _state_pool(model: PagedModel) -> StatePool | None:
 
 
 def _state_batch(pool: StatePool, chunk: int, start: int, end: int, *, checked: bool = True) -> StateBatch:
-    """The states of one row, whose chunks write two states in turn. `checked`: they say how many tokens they cover."""
+    """The states of a batch of one row. Its chunks write two states in turn.
+
+    checked   False: no forward has recorded how many tokens the states cover, so the number is set here
+    """
     read = pool.zero if chunk == 0 else (chunk - 1) % 2
     ids = torch.tensor([[read], [chunk % 2]], device=pool.device)
     decodes = int(end - start == 1)
@@ -358,7 +372,8 @@ def _tokens(vocab_size: int) -> torch.Tensor:
 def _narrow_windows(module: Any) -> Iterator[None]:
     """Shorten the model's sliding window inside the context, so that a few tokens reveal a mask that ignores it.
 
-    A window of at least the model's length stays: some models declare one and do not pass it to their attention.
+    A window that is not shorter than the model's context stays: some models declare such a window, but do not pass it
+    to their attention.
     """
     window = getattr(module.config, "sliding_window", None) or 0
     binds = 0 < window < max_positions(module.config)

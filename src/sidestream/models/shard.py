@@ -1,7 +1,9 @@
-"""Shards a model over the ranks of tensor parallelism, by transformers' own plan for it.
+"""Shards a model over the ranks of tensor parallelism, by transformers' own plan for the model (`tp_plan`).
 
-Each rank calls this while it loads. Attention heads, the inner features of MLPs and experts, and the rows of the output
-matrix are divided; embeddings, norms and routers are whole on every rank. Knows groups, but not who runs the ranks.
+Each rank calls this while it loads the model. Attention heads, the inner features of MLPs and experts, and the rows of
+the output matrix are divided; embeddings, norms and routers are whole on every rank. This file uses a communication
+group, and does not know how the ranks' processes are started. Error messages say "its" for the model, because
+`loader.naming_model` puts the model's name in front.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ from sidestream.models.self_check import REPLAY_BOUNDS
 
 logger = logging.getLogger(__name__)
 
-# Styles of transformers' plans that divide a Linear, by what is divided: its outputs, or its inputs.
+# Styles of transformers' plans that divide the outputs of a Linear (True: the outputs of all ranks are gathered), and
+# styles that divide its inputs (True: the input is whole, and each rank takes its range).
 _OUTPUTS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True, "packed_colwise": False}
 _INPUTS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True, "packed_rowwise": False}
-# Styles that change gradients only, or what stays whole here.
+# Styles that change gradients only, and styles of parts that stay whole on every rank.
 _WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise"}
 _SUMMED = {"moe_tp_experts", "all_reduce"}
 _STYLES = (*_OUTPUTS, *_INPUTS, *sorted(_WHOLE | _SUMMED))
-# Numbers of heads that attention modules keep as attributes.
+# Names of attributes in which attention modules keep their numbers of heads.
 _QUERY_COUNTS, _KV_COUNTS = ("num_heads", "num_attention_heads"), ("num_key_value_heads", "num_kv_heads")
 _CHECKED_TOKENS = 25
 
@@ -42,7 +45,7 @@ class Share:
     """Heads in the attention of one rank.
 
     num_heads      query heads
-    num_kv_heads   heads of keys and values: all of the model's, if its plan does not divide attention
+    num_kv_heads   heads of keys and values; all heads of the model if its plan does not divide attention
     """
 
     num_heads: int
@@ -50,7 +53,7 @@ class Share:
 
 
 def share_of(config: PreTrainedConfig, *, size: int) -> Share:
-    """What each of `size` ranks computes of a model; reads no weights.
+    """The attention heads of each of `size` ranks; reads no weights.
 
     Raises ModelError when transformers has no plan for the model, when the plan has a style that is not supported, or
     when `size` does not divide its heads and features.
@@ -64,7 +67,7 @@ def share_of(config: PreTrainedConfig, *, size: int) -> Share:
     for name, part, style in _planned(module, plan):
         sizes.setdefault(f"the size of {_generic(name)}", _divided_size(name, part, style))
     if (head := _head_name(module)) is not None:
-        sizes.pop(f"the size of {head}", None)  # stays whole if it cannot be divided
+        sizes.pop(f"the size of {head}", None)  # the output matrix stays whole if it cannot be divided
     for name, number in sizes.items():
         if number % size:
             most = gcd(*sizes.values())
@@ -75,12 +78,13 @@ def share_of(config: PreTrainedConfig, *, size: int) -> Share:
 
 @torch.no_grad()
 def shard(module: Any, group: Group, *, device: torch.device) -> None:
-    """Replace the weights of a transformers model in place by this rank's share, on `device`; what is not divided stays
-    where it is.
+    """Replace the divided weights of a transformers model in place by this rank's share, on `device`. Other weights
+    stay where they are.
 
     The module's forward then has the same result on all ranks, which must call it together. Linears stay plain Linears
-    with fewer rows or columns. A tied output matrix is a view of the embedding's rows until the module moves
-    (`retie`). Of each weight, the whole is released before the next one is divided. Raises ModelError as `share_of`.
+    with fewer rows or columns. A tied output matrix is a view of the embedding's rows; after the module moves to
+    another device, call `retie`. Each whole weight is released before the next weight is divided. Raises ModelError as
+    `share_of`.
     """
     share = share_of(module.config, size=group.size)
     plan = _plan(module)
@@ -113,8 +117,8 @@ def retie(module: Any) -> None:
 
 
 def rank_fingerprint(fingerprint: str, rank: int, size: int) -> str:
-    """Fingerprint of a rank's share of a model with this fingerprint: a rank's KV depends on both numbers. One rank has
-    the model's own.
+    """Fingerprint of one rank's share of the model with `fingerprint`. A rank's KV depends on `rank` and `size`, so
+    both are hashed. If there is only one rank, its fingerprint is the model's.
     """
     if size == 1:
         return fingerprint
@@ -134,9 +138,11 @@ def check_same(group: Group, fingerprint: str, device: torch.device) -> None:
 
 
 class ShardCheck:
-    """Compares a model's first layers before and after it is sharded: every kind of layer that it has.
+    """Compares a model's results before and after sharding. To save time, it runs only so many first layers that every
+    kind of layer is included.
 
-    Plans are written for training code; a norm over divided features, for example, would change results silently.
+    The comparison is needed because transformers' plans are written for training. For example, a plan that divides the
+    features of a norm would change results silently.
     """
 
     def __init__(self, module: Any) -> None:
@@ -145,16 +151,18 @@ class ShardCheck:
         self._whole = _first_logits(module, self._count)
 
     def check(self, module: Any) -> None:
-        """Raise ModelError unless the sharded module computes the same; all ranks call it together."""
+        """Raise ModelError unless the sharded module computes the same logits up to rounding. All ranks call this
+        together.
+        """
         whole = self._whole
         difference = (_first_logits(module, self._count) - whole).square().mean(-1).sqrt()
-        # The median: rounding routes single tokens to different experts.
+        # The median, because rounding may send single tokens to different experts.
         error = (difference / (whole - whole.mean(-1, keepdim=True)).square().mean().sqrt()).median()
         bound = REPLAY_BOUNDS[str(module.dtype).removeprefix("torch.")]
         if not error <= bound:
             raise ModelError(
                 f"transformers' tensor-parallel plan for {module.config.model_type} gives other logits than one rank: "
-                f"most tokens differ by {error:.2g} of their spread or more, at most {bound} is rounding. "
+                f"most tokens differ by {error:.2g} of their spread or more, and rounding explains at most {bound}. "
                 "Run this model on one rank"
             )
 
@@ -219,7 +227,9 @@ def _attention(module: Any) -> list[tuple[str, Any]]:
 
 
 def _divides_heads(module: Any, plan: Mapping[str, str]) -> bool:
-    """Whether the ranks divide the heads; otherwise, each computes all of them. Raises ModelError if layers differ."""
+    """Whether the plan divides attention heads over ranks; otherwise, each rank computes all heads. Raises ModelError
+    if layers differ.
+    """
     found = set()
     for name, part in _attention(module):
         styles = {plan.get(_generic(f"{name}.{own}")) for own, _ in part.named_children()}
@@ -256,11 +266,13 @@ class _Split:
         return slice(self.rank * part, (self.rank + 1) * part)
 
     def rows(self, whole: Tensor, *, packed: bool = False) -> Tensor:
-        """Part of the last dimension but one; of the only dimension of a bias. `packed`: of each half."""
+        """This rank's part of the rows: the last dimension but one, or the only dimension of a bias. `packed`: the
+        tensor is two matrices, and this rank takes a part of each.
+        """
         return self._part(whole, max(whole.dim() - 2, 0), packed)
 
     def columns(self, whole: Tensor, *, packed: bool = False) -> Tensor:
-        """Part of the last dimension. `packed`: of each half."""
+        """This rank's part of the columns, the last dimension. `packed`: as in `rows`."""
         return self._part(whole, whole.dim() - 1, packed)
 
     def _part(self, whole: Tensor, dim: int, packed: bool) -> Tensor:
@@ -273,7 +285,7 @@ class _Split:
 
 
 def _divide_linear(linear: Any, style: str, split: _Split, group: Group, *, tied: nn.Module | None) -> nn.Module:
-    """The module to put in place of `linear`, which is changed. `tied`: the embedding with the same weight."""
+    """The module that replaces `linear`; `linear` itself is changed. `tied`: the embedding with the same weight."""
     packed = style.startswith("packed")
     if style in _OUTPUTS:
         rows = split.range_of(linear.out_features)
@@ -291,9 +303,9 @@ def _divide_linear(linear: Any, style: str, split: _Split, group: Group, *, tied
 
 
 class _Reduced(nn.Module):
-    """A projection whose columns are divided: the ranks' products are summed.
+    """A projection whose columns are divided; the products of all ranks are summed.
 
-    columns   this rank's range of the input; None: the input is this rank's part already
+    columns   this rank's range of a whole input; None: the input is only this rank's part
     """
 
     def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, group: Group, columns: slice | None) -> None:
@@ -309,10 +321,10 @@ class _Reduced(nn.Module):
 
 
 class _Gathered(nn.Module):
-    """A projection whose rows are divided, with the outputs of all ranks.
+    """A projection whose rows are divided; the outputs of all ranks are gathered.
 
-    rows   this rank's range
-    tied   the embedding whose weight this is a view of, or nothing; in a tuple, so that it is not a submodule
+    rows   this rank's range of rows
+    tied   the embedding, if this weight is a view of its weight; in a tuple, so that torch does not see a submodule
     """
 
     def __init__(self, linear: nn.Linear, group: Group, rows: slice, tied: nn.Module | None) -> None:
@@ -334,7 +346,7 @@ def _sum_output(group: Group, module: nn.Module, args: Any, output: Tensor) -> T
     return output
 
 
-# Outside of compiled code: the compiler knows neither processes nor that all ranks must call them.
+# Excluded from compilation: the compiler does not know that all ranks must make these calls together.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _all_reduce(group: Group, values: Tensor) -> None:
     group.all_reduce(values)
@@ -346,7 +358,9 @@ def _all_gather(group: Group, values: Tensor) -> Tensor:
 
 
 def _layers_of_all_kinds(module: Any) -> int | None:
-    """Number of first layers with every kind of layer among them; None: all, if the model keeps them elsewhere."""
+    """Smallest number of first layers that includes every kind of layer. None: all layers, because the model does not
+    keep them in `base_model.layers`.
+    """
     layers = getattr(module.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return None

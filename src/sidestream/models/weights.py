@@ -44,10 +44,8 @@ def check_files(directory: Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtype_and_bytes(directory: Path) -> tuple[str, int]:
-    """The first floating-point dtype in the first weight file of `directory`, and the total bytes of all weight files.
-    Reads only headers.
-
-    `("float32", 0)` if there are none. Raises ModelError for a damaged file.
+    """The first floating-point dtype in the first weight file of `directory`, and the total bytes of all weights. Reads
+    only headers. Returns `("float32", 0)` without weight files. Raises ModelError for a damaged file.
     """
     tensors = [tensor for path in _weight_files(directory) if path.exists() for tensor in _check_file(path)]
     floating = (
@@ -67,8 +65,8 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _refuse_unlisted_shards(directory: Path, listed: set[str]) -> None:
-    """Refuse shards of the same set that the index does not list, because they would be ignored. Other files are
-    allowed.
+    """Refuse shards of the listed set that the index does not list, because transformers would ignore them. Other files
+    are allowed.
     """
     for total in {found[1] for name in listed if (found := _SHARD.search(name))}:
         others = {path.name for path in directory.glob(f"model-*-of-{total}.safetensors")} - listed
@@ -109,8 +107,8 @@ def fingerprint_of(module: Any, *, variant: str = "") -> str:
 
     variant   name of a change of the module that is not visible in config and weights
 
-    It hashes the loaded weights, not the files: names, dates and the split of weights over files do not matter. xxh3
-    runs at about memory bandwidth; it detects accidental differences, but not forgeries.
+    The hash covers the loaded weights, not the files: the files' names, their dates and the split of weights over files
+    do not matter. xxh3 runs at about memory bandwidth. It detects accidental differences, but not forgeries.
     """
     config = {name: value for name, value in module.config.to_dict().items() if name not in _NOT_IDENTITY}
     # The config contains transformers' version, because a newer version may change the definition of the model.
@@ -129,8 +127,8 @@ _SAMPLED_ROWS = 4
 
 
 def digest_of_files(directory: Path) -> str:
-    """A hash, 128 bits in hex, of the stored weights. It does not depend on their split over files, nor on the dtype in
-    which they are loaded.
+    """A hash, 128 bits in hex, of the stored weights. The hash does not depend on how weights are split over files, nor
+    on the dtype in which they are loaded.
 
     Reads only the first and last rows of each tensor: training changes nearly all rows, and reading all of a large
     model would take minutes. The files must have passed `check_files`.
