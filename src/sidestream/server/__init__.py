@@ -1,6 +1,7 @@
-"""The OpenAI-compatible HTTP server. Knows an engine only as a `Backend`; needs the extra `server`.
+"""The OpenAI-compatible HTTP server. Uses an engine only through the protocol `Backend`. Needs the packages of the
+extra `server`.
 
-Names are imported on first use, so the command line can read `ServerOptions` without the packages of the extra.
+Names are imported on first use, so the command line can read `ServerOptions` without these packages.
 """
 
 from __future__ import annotations

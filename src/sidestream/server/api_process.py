@@ -1,5 +1,5 @@
 """An API process: serves HTTP on an inherited socket, and does all work on text and JSON. The engine is in another
-process.
+process. The supervisor, the process that the user starts, starts and stops API processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("sidestream.server")
 
 
 def main(descriptor: int) -> None:
-    """Serve until the supervisor, at the other end of this socket, sends STOP."""
+    """Serve until the supervisor sends STOP. `descriptor`: the socket to the supervisor."""
     faulthandler.enable()
     supervisor = socket.socket(fileno=descriptor)
     packed, descriptors, _, _ = socket.recv_fds(supervisor, CONFIG_BYTES, 2)
@@ -59,7 +59,8 @@ def _serve(
     def on_ready(server: RunningServer) -> None:
         threading.Thread(target=wait_for_stop, args=(server,), name="sidestream-supervisor", daemon=True).start()
         client.listen()
-        # If the engine is still alive, the supervisor starts another API process.
+        # Without its connection to the engine, this process stops after GRACE_S. If the engine still runs, the
+        # supervisor then starts another API process.
         client.on_lost = threading.Timer(GRACE_S, server.stop).start
         freeze_gc_heap()  # a full garbage collection would stop all streams for a tenth of a second or longer
         supervisor.sendall(READY)

@@ -101,7 +101,7 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
 
 
 async def _reraise(request: Request, failure: Exception) -> Response:
-    """Leave Starlette's own 404 and 405 to RequestMiddleware, like every other failure."""
+    """Let RequestMiddleware reply to Starlette's own 404 and 405, as to every other failure."""
     raise failure
 
 
@@ -147,7 +147,7 @@ def _detokenize(body: bytes, backend: Backend, served_name: str) -> Json:
 
 
 class Completions:
-    """The endpoint of one API, chat or completions; `parse` reads its requests."""
+    """The endpoint of one API, chat or completions. `parse` turns a request's body into a `Call`."""
 
     def __init__(
         self, backend: Backend, options: ServerOptions, stopping: CallbackEvent, model: Json, parse: Callable[..., Call]
@@ -168,7 +168,8 @@ class Completions:
             served_name=self._model["id"],
             max_choices=self._options.max_choices,
         )
-        # Short bodies are parsed on the event loop: handing them to threads would hold the interpreter lock for longer.
+        # Short bodies are parsed on the event loop, because handing them to a thread would hold the interpreter lock
+        # for longer than parsing them.
         call = parse() if len(body) <= _SHORT_BODY_BYTES else await asyncio.to_thread(parse)
         record = request_record(scope)
         record.request_id = call.request_id or record.request_id
@@ -182,7 +183,9 @@ class Completions:
 
 
 class _Reply:
-    """Builds one reply, streamed or complete. Event loop only; deltas of several prompts may interleave."""
+    """Builds one reply, streamed or complete, from the deltas (new text and tokens) of its samples. Used on the event
+    loop only. Deltas of several prompts may interleave.
+    """
 
     def __init__(self, call: Call, record: RequestRecord, backend: Backend, model: str) -> None:
         self._call = call
@@ -216,7 +219,7 @@ class _Reply:
         return {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
 
     async def stream(self, send: Send) -> None:
-        """Send each delta as an event. A failure before the first event is replied to as a plain HTTP error."""
+        """Send each delta as an event. After a failure before the first event, the reply is a plain HTTP error."""
         events = _EventStream(send)
         started: set[int] = set()
 
@@ -279,8 +282,8 @@ class _Sample:
 
 
 class _EventStream:
-    """Server-sent events. A lock orders the writes of a call's prompts, so that the response starts before any
-    event.
+    """Server-sent events. The prompts of one call write concurrently. A lock orders their writes, so that the start of
+    the response is sent before any event.
     """
 
     def __init__(self, send: Send) -> None:

@@ -48,7 +48,8 @@ class Backend(Protocol):
         request_name: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of one prompt's `params.n` samples. Closing or cancelling the generator aborts them.
+        """The deltas (new text and tokens) of one prompt's `params.n` samples. Closing or cancelling the generator
+        aborts the samples.
 
         Each sample's last delta has a finish reason. Requests of the same `cache_salt` share KV. Raises RequestError or
         EngineStopped before the first delta.

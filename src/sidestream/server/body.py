@@ -1,4 +1,4 @@
-"""Reads a request's body up to a bound, and parses it as strict JSON. Knows no field."""
+"""Reads a request's body up to a bound, and parses it as strict JSON. `fields.py` checks the fields."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from sidestream.server.options import ServerOptions
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
-    """The whole body. Raises ApiError for a wrong content type (415), for a body that is too long (413) or too late
-    (408).
+    """The whole body. Raises ApiError for a wrong content type (415), and for a body that is too long (413) or arrives
+    too slowly (408).
 
-    The limit is enforced while the body is read, also for a chunked body. Raises ClientGone if the client disconnects.
+    The size limit is enforced while the body is read, also for a chunked body. Raises ClientGone if the client
+    disconnects.
     """
     kind = request.headers.get("content-type", "")
-    # A web page can post other types to a server on this machine without a CORS preflight. For JSON, browsers send one.
+    # Without this check, any web page could post to a server on this machine: browsers send a CORS preflight before a
+    # JSON body, but not before other types.
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"content-type is {kind[:100]!r}: send application/json")
     if int(request.headers.get("content-length", 0)) > options.max_body_bytes:
@@ -47,8 +49,8 @@ def _too_long(options: ServerOptions) -> ApiError:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`. Raises a 400 for other encodings, NaN, infinities, duplicate names and lone
-    surrogates.
+    """The JSON object in `body`. Raises ApiError with status 400 for encodings other than UTF-8, NaN, infinities,
+    duplicate names and lone surrogates.
     """
     try:
         text = body.decode("utf-8")
@@ -61,8 +63,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str, param: str | None) -> Any:
-    """The value of a JSON text. If it is not strict JSON, raises a 400 that names `param`, or the body if that is
-    None.
+    """The value of a JSON text. Raises ApiError with status 400 if the text is not strict JSON.
+
+    param   the field that contains the text, for the error; None: the text is the body
     """
     where = param or "the body"
     try:

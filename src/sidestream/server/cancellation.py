@@ -1,6 +1,6 @@
 """Cancels a request's task when its client disconnects or the server stops.
 
-Event loop only.
+Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DISCONNECT = "sidestream.disconnect"
 
 
 class CallbackEvent:
-    """An event that can be set once, and then calls its callbacks."""
+    """An event that calls its callbacks when it is set. It can be set only once."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -48,19 +48,19 @@ class CallbackEvent:
 
 
 def set_disconnect_event(scope: Scope, disconnected: CallbackEvent) -> None:
-    """Put `disconnected`, which the connection sets at its end, into a request's scope."""
+    """Put the event `disconnected` into a request's scope. The connection sets the event when it ends."""
     scope[_DISCONNECT] = disconnected
 
 
 class CancelOnDisconnect:
-    """An asynchronous context that cancels its body when the client disconnects or the server stops. It then raises
-    ClientGone or EngineStopped.
+    """An asynchronous context manager that cancels the code inside it when the client disconnects or the server stops.
+    It then raises ClientGone or EngineStopped.
 
-    The HTTP request must have been read completely before.
+    Enter it only after the HTTP request was read completely.
     """
 
     def __init__(self, scope: Scope, stopping: CallbackEvent) -> None:
-        # Only connections of this package's server set an event.
+        # Under another ASGI server, the scope has no such event, and disconnects are not noticed.
         self._disconnected: CallbackEvent = scope.get(_DISCONNECT) or CallbackEvent()
         self._stopping = stopping
         self._reason: Exception | None = None

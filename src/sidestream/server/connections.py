@@ -1,7 +1,7 @@
 """Limits of connections: their number, and the time for a TLS handshake, for a request head and for reading a reply.
 
 A connection over a limit is closed, counted, and logged at a bounded rate. This layer is between the sockets and the
-ASGI application; it knows uvicorn's HTTP/1.1 protocol, but no routes. Event loop only.
+ASGI application. It extends uvicorn's HTTP/1.1 protocol, and knows no routes. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from sidestream.server.options import ServerOptions
 
 log = logging.getLogger("sidestream.server")
 
-# uvicorn's warnings of bad requests name no peer; `ConnectionLimits.report` replaces them. Errors of the application
-# are still logged.
+# uvicorn's warnings about bad requests do not name the peer, so they are off, and `ConnectionLimits.report` logs in
+# their place. Errors of the application are still logged.
 _uvicorn_log = logging.getLogger("sidestream.server.uvicorn")
 _uvicorn_log.setLevel(logging.ERROR)
 
 Reason = Literal["head_timeout", "malformed", "limit", "address_limit", "tls_handshake", "stall_timeout"]
 
 _DEFAULT_CONNECTIONS = 2048
-# Number of open files that are not connections: weights, the disk tier, the log, imported modules.
+# Number of open files that are not connections: weights, KV on disk, the log, imported modules.
 _OTHER_FILES = 256
 _FEWEST_CONNECTIONS = 16
 # Time that a rejected connection stays open, so that its client can send the request and read the rejection. If it were
 # closed with unread bytes, the kernel would reset it and drop the rejection.
 _LINGER_S = 1.0
 _MOST_LINGERING = 64
-# Period in which each reason is logged at most once.
+# Each reason is logged at most once in this period.
 _LOG_PERIOD_S = 10.0
 # Number of checks of a client's progress within one stall timeout.
 _STALL_CHECKS = 8
@@ -88,7 +88,7 @@ class ConnectionLimits:
         self._num_open = 0
         self._unlogged: dict[
             Reason, int
-        ] = {}  # number since the reason's last log line; absent: log the next one at once
+        ] = {}  # closed connections since the reason's last log line; absent: the next one is logged at once
 
     def protocol(self) -> type[asyncio.Protocol]:
         """The protocol factory that uvicorn calls for each connection."""
@@ -125,7 +125,9 @@ class ConnectionLimits:
             del self._open[address]
 
     def report(self, reason: Reason, peer: str) -> None:
-        """Count and log a closed connection. The first is logged at once, the others in one line per period."""
+        """Count and log a closed connection. The first one of a reason is logged at once, and later ones in one line
+        per period.
+        """
         self._count("connections_refused_total", 1, reason)
         if reason in self._unlogged:
             self._unlogged[reason] += 1
@@ -160,10 +162,11 @@ def _rejection(message: str) -> ApiError:
 
 
 class _TlsHandshakeProtocol(asyncio.Protocol):
-    """A connection during its TLS handshake; afterwards the connection belongs to `http`.
+    """A connection during its TLS handshake. Afterwards the protocol `http` serves the connection.
 
-    asyncio's own server would accept any number of unfinished handshakes, for a minute each, before any protocol sees
-    them. uvicorn closes this object like a connection, through `shutdown` and `transport`.
+    Without this class, asyncio would do the handshakes before any protocol sees the connections: any number of
+    unfinished handshakes, for up to a minute each. When the server stops, uvicorn treats this object as a connection:
+    it calls `shutdown` and uses `transport`.
     """
 
     def __init__(self, connections: ConnectionLimits, context: ssl.SSLContext, http: _LimitedProtocol) -> None:
@@ -185,7 +188,7 @@ class _TlsHandshakeProtocol(asyncio.Protocol):
         self._early.append(data)
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server stops: there is no request to finish."""
+        """Called by uvicorn when the server stops. There is no request yet, so the connection is aborted."""
         self.transport.abort()
 
     async def _shake_hands(self) -> None:
@@ -231,7 +234,9 @@ class _LimitedProtocol(H11Protocol):
         self._disconnected = CallbackEvent()
 
     def handle_events(self) -> None:
-        """Called by uvicorn for received bytes. The task of a request starts later."""
+        """Called by uvicorn for received bytes. A request's task starts after this call, so the task finds the event in
+        its scope.
+        """
         super().handle_events()
         if self.scope is not None:
             set_disconnect_event(cast("Scope", self.scope), self._disconnected)
@@ -275,8 +280,8 @@ class _LimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # No reply is pending: the bytes belong to the next request's head, or to a body that was answered early. They
-        # have stopped uvicorn's keep-alive timer, so the head timer must run.
+        # In these states no reply is pending, so the bytes belong to the next request's head, or to a body that was
+        # answered early. The bytes have stopped uvicorn's keep-alive timer, so the head timer must run.
         if self.conn.our_state in (h11.IDLE, h11.DONE):
             self._start_head_timer()
         else:
@@ -305,7 +310,8 @@ class _LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         incomplete = self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if incomplete or self.conn.our_state is h11.DONE:  # not reported: unused connections of browsers and pools
+        # Unused connections are not reported: browsers and connection pools open some in advance.
+        if incomplete or self.conn.our_state is h11.DONE:
             self._limits.report("head_timeout", self._peer_name)
         message = f"the request head did not arrive within {self._limits.head_timeout_s:g} s: send it faster"
         self._close_with(ApiError(408, message) if incomplete else None)
@@ -329,7 +335,9 @@ class _LimitedProtocol(H11Protocol):
         self._limit_tls_close()
 
     def _limit_tls_close(self) -> None:
-        """Bound the wait for the peer's TLS close; asyncio would wait as long as for unsent bytes."""
+        """Wait only `_LINGER_S` for the peer's TLS close once all bytes are sent. asyncio alone would wait for the
+        whole stall timeout.
+        """
         if self._raw is not self.transport:
             self.loop.call_later(_LINGER_S, self._abort_if_sent)
 
@@ -353,8 +361,8 @@ class _LimitedProtocol(H11Protocol):
         self._stall_timer = self.loop.call_later(period, self._check_progress, unread, since)
 
     def _check_progress(self, unread: int, since: float) -> None:
-        """Compare the unread bytes with `unread`, their number at time `since`. Nothing was written in between: the
-        reply is complete, or its writer waits.
+        """Abort the connection if the client has read no byte during the stall timeout. `unread` bytes were unread at
+        the time `since`. No byte was written after that time, because the reply is complete or its writer waits.
         """
         self._stall_timer = None
         idle = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
@@ -380,8 +388,8 @@ class _LimitedProtocol(H11Protocol):
 
 
 class _RejectedProtocol(asyncio.Protocol):
-    """A connection over a limit. Sends the rejection, and closes when the client sends bytes, disconnects or is
-    late.
+    """A connection over a limit. Sends the rejection. Closes when the client sends bytes or disconnects, and at the
+    latest after `_LINGER_S`.
     """
 
     def __init__(self, connections: ConnectionLimits, transport: asyncio.Transport, error: ApiError) -> None:

@@ -1,4 +1,4 @@
-"""The messages between the supervisor and its API processes."""
+"""The messages between the supervisor (the process that the user starts) and its API processes (which serve HTTP)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import msgspec
 from sidestream.server.options import ServerOptions
 
 READY, DRAINED, ABORTED = b"r", b"d", b"a"
-"""From an API process. READY: it accepts requests. DRAINED: it ends, and all requests have finished. ABORTED: it ends,
-and has aborted requests.
+"""From an API process. READY: the process accepts requests. DRAINED: the process ends, and all requests have finished.
+ABORTED: the process ends, and has aborted requests.
 """
 
 STOP = b"s"
-"""To an API process that is ready: the first STOP makes it drain, the second makes it quit."""
+"""To an API process that is ready. After the first STOP, the process lets running requests finish and ends. The second
+STOP ends it at once.
+"""
 
 GRACE_S = 2.0
-"""Time for which API processes tell clients that the engine has failed; then they exit."""
+"""After the engine has failed, API processes report the failure to clients for this time, and then exit."""
 
 CONFIG_BYTES = 1 << 16
 """Upper bound of a packed ApiProcessConfig."""
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True):
-    """To an API process, once the engine serves. The sockets of the engine and of the listener are sent with it."""
+    """Sent to an API process once the engine serves. The message carries two sockets: the connection to the engine, and
+    the listener.
+    """
 
     options: ServerOptions
     log_level: int

@@ -46,12 +46,12 @@ class ClientGone(Exception):
 
 
 def bad_request(message: str, param: str | None) -> ApiError:
-    """A 400 that names the field at fault."""
+    """An ApiError with status 400 that names the field at fault."""
     return ApiError(400, message, param=param)
 
 
 def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> ApiError:
-    """The reply to a failure. An unexpected failure becomes a 500 with the id under which the log has the request."""
+    """The reply to a failure. An unexpected failure becomes status 500, with the request's id in the log."""
     match failure:
         case ApiError():
             return failure
@@ -81,7 +81,7 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
 
 
 def _http(failure: HTTPException) -> ApiError:
-    """The reply to one of Starlette's own errors, 404 and 405."""
+    """The reply to an error that Starlette raises itself: 404 or 405."""
     if failure.status_code == HTTPStatus.NOT_FOUND:
         known = (
             "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, POST /tokenize, POST /detokenize, "

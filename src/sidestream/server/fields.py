@@ -1,6 +1,8 @@
-"""The fields of all requests. A field is used, or accepted because its value has no effect, or rejected by name.
+"""Parses requests. Each field of a request is used, or accepted because its value has no effect, or rejected with an
+error that names it.
 
-Runs on a worker thread: validating and encoding a long prompt takes milliseconds and would block the event loop.
+Long bodies are parsed on a worker thread: validating and encoding a long prompt takes milliseconds, and would block the
+event loop.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Extra:
 _BOTH: tuple[Place, ...] = ("chat", "text")
 
 EXTRAS: tuple[Extra, ...] = (
-    # Accounts, billing, caching and latency at a provider.
+    # For accounts, billing, caching and latency at a provider; without effect here.
     Extra("metadata", _BOTH),
     Extra("prompt_cache_key", _BOTH),
     Extra("prompt_cache_retention", _BOTH),
@@ -58,11 +60,11 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("user", _BOTH),
     Extra("prediction", ("chat",)),
     Extra("cache_control", ("part",)),
-    # Without effect, because the feature it modifies does not exist.
+    # Without effect, because this server lacks the feature that the field modifies.
     Extra("parallel_tool_calls", ("chat",)),
     Extra("spaces_between_special_tokens", _BOTH),
     Extra("annotations", ("message",)),
-    # The default behaviour.
+    # Accepted only with the value that asks for the default behaviour.
     Extra("add_special_tokens", ("chat",), (False,)),
     Extra("add_special_tokens", ("text",), (True,)),
     Extra("best_of", ("text",), (1,)),
@@ -78,7 +80,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("suffix", ("text",), ("",)),
     Extra("use_beam_search", _BOTH, (False,)),
     Extra("verbosity", ("chat",), ("medium",)),
-    # Not implemented.
+    # Not implemented: accepted only with a value that asks for nothing.
     Extra("allowed_token_ids", _BOTH, ()),
     Extra("audio", ("chat", "message"), ()),
     Extra("bad_words", _BOTH, ([],)),
@@ -108,7 +110,7 @@ _IDLE: Mapping[Place, Mapping[str, tuple[Any, ...] | None]] = {
 }
 
 _MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
-# Template options that have their own request fields.
+# Options of chat templates that a request sets in other fields, so chat_template_kwargs may not contain them.
 _OWN_OPTIONS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
@@ -146,7 +148,9 @@ class _StreamOptions(BaseModel):
 
 
 class _Fields(BaseModel):
-    """The fields that both APIs share, with their types. Nulls are removed before; `SamplingParams` checks ranges."""
+    """The fields that both APIs share, with their types. Fields that are null are removed before validation.
+    `SamplingParams` checks ranges.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -158,7 +162,7 @@ class _Fields(BaseModel):
     stop: Annotated[list[str], FailFast()] = []
     logit_bias: dict[str, float] = Field(default={}, max_length=1024)
     seed: int | None = None
-    # beyond OpenAI's
+    # not in OpenAI's API
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=1024)
@@ -176,7 +180,7 @@ class _Conversation(BaseModel):
 
     messages: Any
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    # beyond OpenAI's
+    # not in OpenAI's API
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -207,7 +211,7 @@ _CHAT, _TEXT = _with_sampling_options(_Chat), _with_sampling_options(_Text)
 
 
 class _TokenizeText(BaseModel):
-    """A request to `/tokenize` with a plain text; vLLM's names."""
+    """A request to `/tokenize` with a plain text. The fields have vLLM's names."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -218,7 +222,7 @@ class _TokenizeText(BaseModel):
 
 
 class _TokenizeChat(_Conversation):
-    """A request to `/tokenize` with a conversation; vLLM's names."""
+    """A request to `/tokenize` with a conversation. The fields have vLLM's names."""
 
     model: str | None = None
     return_token_strs: bool = False
@@ -231,7 +235,8 @@ class _Detokenize(BaseModel):
     tokens: Any
 
 
-# A chat template writes the special tokens itself.
+# Fields of `/tokenize` that are accepted only with these values, besides null. add_special_tokens must be false,
+# because a chat template writes the special tokens itself.
 _TOKENIZE_CHAT_IDLE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "chat_template": (),
@@ -268,7 +273,7 @@ def parse_chat(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_c
 
 
 def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
-    """The chat template's options, and the options for the end of the prompt."""
+    """The options for the chat template: the client's own, and those for the end of the prompt."""
     for name in asked.chat_template_kwargs:
         if name in _OWN_OPTIONS:
             where = f"chat_template_kwargs.{name}"
@@ -289,7 +294,7 @@ def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
 def _lay_out(tokenizer: TokenizerLike, messages: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[int]:
     try:
         return tokenizer.chat(messages, **layout)
-    except RequestRejected as refusal:  # it names the option, but the client knows the field
+    except RequestRejected as refusal:  # the error names the template's option, but the client knows the request field
         if refusal.param in layout:
             raise RequestRejected(str(refusal), param=f"chat_template_kwargs.{refusal.param}") from None
         raise
@@ -403,8 +408,8 @@ def _check_model(name: str | None, served_name: str) -> None:
 def _without_idle(
     body: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], *, known: Collection[str], where: str
 ) -> dict[str, Any]:
-    """`body` without nulls and without fields whose value has no effect. Raises a 400 for unknown or unsupported
-    fields.
+    """`body` without nulls and without fields whose value has no effect. Raises ApiError with status 400 for unknown or
+    unsupported fields.
     """
     fields = {}
     for name, value in body.items():
@@ -422,7 +427,7 @@ def _without_idle(
 def _asks_nothing(value: Any, idle: tuple[Any, ...] | None) -> bool:
     if value is None or idle is None:
         return True
-    return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # with the type, since True == 1
+    return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # type, too: True == 1
 
 
 def _first_fault(failure: ValidationError) -> ApiError:
@@ -456,7 +461,7 @@ def _sampling(
             n=asked.n,
             max_drafts=asked.max_drafts,
         )
-    except RequestRejected as failure:  # it names the parameter, but the client knows the field
+    except RequestRejected as failure:  # the error names the parameter, but the client knows the request field
         param = failure.param or ""
         field = renamed.get(param, param)
         raise RequestRejected(str(failure).replace(param, field), param=field) from None
@@ -529,7 +534,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str) -> str:
-    """A message's text. Its parts are joined without a separator."""
+    """A message's text. The parts of a message are joined without a separator."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -572,13 +577,15 @@ def _prompts(prompt: Any, tokenizer: TokenizerLike) -> list[Callable[[], list[in
 
 def _string(item: Any, where: str, tokenizer: TokenizerLike) -> Callable[[], list[int]]:
     if not isinstance(item, str):
-        raise bad_request(f"{where} is {_short(item)}: the first prompt is a string, so all must be", where)
+        raise bad_request(f"{where} is {_short(item)}: the first prompt is a string, so all must be strings", where)
     return lambda: tokenizer.encode(item)
 
 
 def _ids(ids: Any, where: str) -> Callable[[], list[int]]:
     if not isinstance(ids, list):
-        raise bad_request(f"{where} is {_short(ids)}: the first prompt is a list of token ids, so all must be", where)
+        raise bad_request(
+            f"{where} is {_short(ids)}: the first prompt is a list of token ids, so all must be lists", where
+        )
     for number, token_id in enumerate(ids):
         if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
             at = f"{where}[{number}]"

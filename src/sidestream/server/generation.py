@@ -1,4 +1,4 @@
-"""Runs one call's prompts on the backend, all at once."""
+"""Runs all prompts of one API call concurrently on the backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Emit = Callable[[int, Delta], Awaitable[None]]
 
 
 class GenerationFailed(Exception):
-    """The engine failed this request; the message is for the log."""
+    """The engine failed this request. The message goes to the log, not to the client."""
 
 
 async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> None:

@@ -1,4 +1,4 @@
-"""JSON of replies, events and errors: compact UTF-8. Knows no field; parsing is in `body.py`."""
+"""JSON of replies, events and errors: compact UTF-8. `body.py` parses JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def to_json(value: Any) -> bytes:
-    """The JSON text of `value`, which must not contain NaN or an infinity: the encoder would write null for them.
+    """The JSON text of `value`. `value` must not contain NaN or an infinity, because the encoder would write null.
 
     Raises UnicodeEncodeError for a lone surrogate.
     """
@@ -24,5 +24,5 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """The encoded body."""
         return to_json(content)

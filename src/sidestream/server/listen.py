@@ -1,4 +1,4 @@
-"""Binds the server's sockets: a port or a Unix socket. They do not listen yet."""
+"""Binds the server's sockets: a port or a Unix socket. The sockets do not listen yet."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def bind(options: ServerOptions) -> socket.socket:
     except OSError as failure:
         if failure.errno != errno.EADDRINUSE:
             raise _cannot_listen(host, port, failure) from failure
-    # Old connections in TIME_WAIT may hold the port: reuse the address. The first try does not: two sockets that both
-    # reuse the address can be bound at the same time, and a second server would fail only after its model is loaded.
+    # Old connections in TIME_WAIT may hold the port, so the second try reuses the address. The first try does not: two
+    # sockets that both reuse the address can be bound at the same time, and if another server holds the port, this
+    # server would fail only after its model is loaded.
     try:
         return _bind_tcp(family, host, port, reuse=True)
     except OSError as failure:
@@ -46,13 +47,14 @@ def bind(options: ServerOptions) -> socket.socket:
 
 
 def bind_shared(listener: socket.socket, count: int) -> list[socket.socket]:
-    """`count` listeners at the address of `listener`, the first item; the kernel spreads connections over them.
+    """A list of `count` listeners at the same address; the first item is `listener`. The kernel spreads connections
+    over them.
 
     For a Unix socket, all items of the list are the same object. The caller closes every item; closing a socket again
     has no effect.
     """
     if count == 1:
-        return [listener]  # without SO_REUSEPORT, no other process can bind its address
+        return [listener]  # without SO_REUSEPORT, so that no other process can bind the address
     if listener.family == socket.AF_UNIX:
         return [listener] * count
     # Set only after the first bind; otherwise a second server would silently share the address.

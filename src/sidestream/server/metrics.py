@@ -16,14 +16,18 @@ __all__ = ["CONTENT_TYPE_LATEST", "render"]
 
 
 def render(metrics: MetricsSnapshot, *, replica: str = "") -> bytes:
-    """All declared metrics; their names get the prefix `sidestream_`, and `replica`, if given, is a label of each."""
+    """All declared metrics in the text format. Names get the prefix `sidestream_`. If `replica` is given, it is a label
+    of every metric.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(families(metrics, replica=replica))
     return generate_latest(registry)
 
 
 def families(metrics: MetricsSnapshot, *, replica: str = "") -> Collector:
-    """The same metrics as Prometheus' client has them: `collect` yields families of samples with names and labels."""
+    """The same metrics as a collector of Prometheus' client. `collect` yields families of samples with names and
+    labels.
+    """
     return _Snapshot(metrics, {"replica": replica} if replica else {})
 
 

@@ -148,7 +148,7 @@ def _log_request(record: RequestRecord, scope: Scope) -> None:
         "%s %s %s status=%d outcome=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d ttft=%s duration=%.3fs",
         record.request_id,
         scope["method"],
-        scope.get("raw_path", b"")[:200].decode("latin-1"),  # still percent-encoded: a path cannot forge a line
+        scope.get("raw_path", b"")[:200].decode("latin-1"),  # percent-encoded: a path cannot forge a log line
         record.status,
         record.outcome.replace(" ", "_"),
         record.usage.prompt_tokens,

@@ -42,13 +42,13 @@ class ServerOptions:
     stall_timeout_s    a client that reads no byte of its reply for this long is disconnected, and its request aborted
     max_connections    maximum number of connections at the same time; further ones are refused with 503. None: 2048, or
                        as many as open files allow
-    max_connections_per_address  the same for one client address; None: no limit. All clients behind a reverse proxy
-                                 have the proxy's address
+    max_connections_per_address  maximum number of connections from one client address at the same time; None: no limit.
+                                 All clients behind a reverse proxy have the proxy's address
     cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
                        all origins
-    max_choices        maximum of prompts times n in one request
+    max_choices        maximum number of prompts times n in one request
     drain_s            time for running requests to finish at shutdown; then they are aborted
-    retry_after_s      the `Retry-After` of a refusal when the queue is full
+    retry_after_s      seconds in the header `Retry-After` of a reply that refuses a request because the queue is full
     """
 
     host: str | None = None

@@ -1,4 +1,6 @@
-"""Builds the replies of the two APIs from deltas, as JSON values: choices, logprobs, usage. Pure."""
+"""Builds the replies of the two APIs as JSON values: choices, logprobs, usage. The input is deltas, the new text and
+tokens of a sample.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def _finite(logprob: float) -> float:
 
 
 class ResponseFormat(Protocol):
-    """The names and the structure of one API's replies. The arguments `logprobs` come from the method `logprobs`."""
+    """The names and the structure of one API's replies. The argument `logprobs` of other methods is a result of the
+    method `logprobs`.
+    """
 
     id_prefix: str
     response_object: str
@@ -50,7 +54,9 @@ class ResponseFormat(Protocol):
 
 
 class TextOffsets:
-    """Start of each token in its sample's text. A token that ends within a character starts at that character."""
+    """The start of each token in its sample's text, in characters. A token that begins within a character starts at
+    that character.
+    """
 
     def __init__(self, detokenizer: DetokenizerLike) -> None:
         self._detokenizer = detokenizer
@@ -71,7 +77,7 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
 
     def first_chunk(self, index: int) -> Json | None:
-        """The role."""
+        """A choice whose delta has the role."""
         return self._delta(index, {"role": "assistant", "content": ""}, None, None)
 
     def chunk(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
@@ -88,7 +94,7 @@ class ChatFormat:
 
         def entry(token_id: int, logprob: float) -> Json:
             text = tokenizer.decode([token_id])
-            # The bytes of a partial character are not in its text.
+            # A token with a part of a character decodes to U+FFFD, so its bytes are unknown.
             utf8 = None if "\ufffd" in text else list(text.encode("utf-8"))
             return {"token": text, "logprob": _finite(logprob), "bytes": utf8}
 
@@ -151,7 +157,7 @@ class Usage:
     cached_by_tier: dict[str, int] = field(default_factory=lambda: dict.fromkeys(names(), 0))
 
     def add_prompt(self, delta: Delta) -> None:
-        """Count a prompt at its first delta: once for all its samples."""
+        """Count a prompt's tokens. Call it at the prompt's first delta only, once for all samples of the prompt."""
         self.prompt_tokens += delta.prompt_tokens
         for tier, count in delta.cached.by_tier.items():
             self.cached_by_tier[tier] = self.cached_by_tier.get(tier, 0) + count

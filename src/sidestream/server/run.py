@@ -1,4 +1,6 @@
-"""Runs uvicorn until a signal or `RunningServer.stop`, then drains."""
+"""Runs uvicorn until a signal or `RunningServer.stop`. Then drains: running requests may finish, new ones are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,8 @@ def serve(
     Raises ConfigError when the address cannot be bound.
     """
     with listener or bind(options) as bound:
-        # Accepted connections inherit the option. Without it, connections in TIME_WAIT would keep the next server from
-        # binding the address.
+        # Accepted connections inherit SO_REUSEADDR. Without it, connections in TIME_WAIT would keep the next server
+        # from binding the address.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         app = create_app(backend, options=options)
         _warn_if_open(bound, options)
@@ -119,7 +121,7 @@ def _url(listener: socket.socket, *, tls: bool) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, except that it returns to its caller after a signal; the caller then closes the engine."""
+    """uvicorn's server, but after a signal it returns to its caller, so that the caller can close the engine."""
 
     def __init__(
         self,
@@ -170,8 +172,8 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
     async def _abort_connections(self) -> None:
-        """After `_quit`, abort all connections, also connections accepted just before: since Python 3.12, closing a
-        listener waits for its connections.
+        """After `_quit`, abort all connections, also connections that were accepted just before. Otherwise these would
+        delay the exit: since Python 3.12, closing a listener waits for its connections.
         """
         while True:
             if self.force_exit:

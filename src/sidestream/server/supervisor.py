@@ -57,7 +57,9 @@ class _ApiProcess:
         self.pid = self._process.pid
 
     def configure(self, config: bytes, engine: EngineProcess, listener: socket.socket) -> None:
-        """Make the process serve. Does nothing if the process or the engine has ended; other code detects that."""
+        """Make the process serve. Does nothing if the process or the engine has ended; the supervisor's other tasks
+        notice such an end.
+        """
         self.configured_s = time.monotonic()
         with contextlib.suppress(EngineStopped, OSError), engine.attach() as connection:
             socket.send_fds(self.control, [config], [connection.fileno(), listener.fileno()])
@@ -77,7 +79,7 @@ class _ApiProcess:
         return messages, status
 
     def stop(self) -> None:
-        """Make the process drain; the second call makes it quit. If it does not serve yet, it is killed."""
+        """Make the process drain; the second call makes it quit. A process that does not serve yet is killed."""
         if not self.ready:
             self._process.kill()
             return
@@ -98,7 +100,7 @@ class _ApiProcess:
 
 
 class Supervisor:
-    """Runs one API process for each listener, until it is stopped or the engine ends. A context manager.
+    """Runs one API process for each listener, until a signal arrives or the engine ends. A context manager.
 
     The caller closes the engine.
     """
@@ -111,10 +113,10 @@ class Supervisor:
         log_level: int,
         log_format: tuple[str, str],
     ) -> None:
-        """Start the API processes, which import their modules while the engine starts. `listeners` are closed at the
-        end.
+        """Start the API processes. They import their modules while the engine starts.
 
-        log_format   format of log lines, and format of their dates
+        listeners    one socket for each API process, closed at the end
+        log_format   format of log lines, and format of the dates in them
         """
         share = options.max_connections and -(-options.max_connections // len(listeners))
         config = ApiProcessConfig(dataclasses.replace(options, max_connections=share), log_level, *log_format)
@@ -252,8 +254,8 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop` inside the context. (Handlers of an event loop would be replaced by the system's
-    handlers afterwards, not by the previous ones.)
+    """SIGINT and SIGTERM call `stop` inside the context. asyncio's `add_signal_handler` is not used, because at its end
+    it restores the system's handlers, not the previous handlers.
     """
     previous: dict[signal.Signals, Any] = {
         number: signal.signal(number, lambda number, frame: stop()) for number in _SIGNALS

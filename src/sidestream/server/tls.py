@@ -1,4 +1,4 @@
-"""Loads and checks the server's TLS certificate; each error names the file and a remedy."""
+"""Loads and checks the server's TLS certificate. Each error names the file and a remedy."""
 
 from __future__ import annotations
 
