@@ -1,7 +1,7 @@
 """The protocol between front ends and an engine, and the queue of one request's outputs on an event loop.
 
-`InProcessClient` implements the protocol for an engine in this process, and `RemoteClient` for an engine in another
-process; the same tests run on both.
+A front end converts between text and token ids, and serves clients. `InProcessClient` implements the protocol for an
+engine in this process, and `RemoteClient` for an engine in another process; the same tests run on both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sidestream.metrics import MetricsSnapshot
 from sidestream.types import Delta, Health
 
 MAX_UNREAD = 8192
-"""Maximum number of unread deltas of one request; with more, the request is aborted."""
+"""Maximum number of unread deltas (new tokens of a sample) of one request. With more, the request is aborted."""
 
 
 class EngineClient(Protocol):
@@ -66,18 +66,22 @@ class EngineClient(Protocol):
         ...
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until all complete blocks are stored; False after `timeout_s`. Raises EngineStopped."""
+        """Wait until all complete blocks are stored in host memory or on disk; False after `timeout_s`. Raises
+        EngineStopped.
+        """
         ...
 
     async def reset_cache(self) -> None:
-        """Drop the prefix cache: no later request finds a block that any tier holds now. Raises EngineStopped."""
+        """Drop the prefix cache on the device, in host memory and on disk: later requests find no block of earlier
+        requests. Raises EngineStopped.
+        """
         ...
 
 
 class OutputQueue:
     """The deltas of one request, for one reader on one event loop. Made by an EngineClient.
 
-    number   the client's id of the request
+    number   the EngineClient's id of the request
     """
 
     __slots__ = ("_deltas", "_error", "_waiter", "num_samples", "number")
@@ -91,7 +95,9 @@ class OutputQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether `MAX_UNREAD` deltas are unread: the client then aborts the request and calls `fail`."""
+        """Whether `MAX_UNREAD` deltas are unread. If so, the EngineClient aborts the request and calls `fail` on the
+        next delta.
+        """
         return len(self._deltas) >= MAX_UNREAD
 
     def put(self, delta: Delta) -> None:
@@ -127,7 +133,7 @@ def other_loop_error() -> RuntimeError:
 
 
 def unread_error() -> RequestError:
-    """The error of a reader with more than `MAX_UNREAD` unread deltas."""
+    """The error of a request with more than `MAX_UNREAD` unread deltas."""
     return RequestError(f"the answer was not read: at most {MAX_UNREAD} deltas may be unread; read them as they arrive")
 
 

@@ -1,8 +1,10 @@
 """The engine's end of its connections to front ends: receives requests and sends outputs. Runs in the engine's process;
 handles neither text nor HTTP.
 
-The thread that calls `EngineServer.run` is the reading thread. The engine thread itself sends outputs, one message per
-commit and front end: if it handed them to another thread, it would lose the interpreter lock.
+A front end converts between text and token ids. A stream is the number of one sample within a front end's connection.
+The owner is the process that started this process. The thread that calls `EngineServer.run` is the reading thread. The
+engine thread itself sends outputs, one message per step and front end. If it handed the outputs to another thread, it
+would lose the interpreter lock to that thread.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Connection:
     # ------------------------------------------------------------------ engine thread
 
     def on_output(self, first: int, delta: Delta) -> None:
-        """The engine's sink of the request whose first stream is `first`."""
+        """Called by the engine with each delta (new tokens of a sample). `first` is the first stream of the request."""
         stream, tokens = first + delta.index, delta.token_ids
         # rule: first-output-of-a-stream-has-the-prompts-counts
         if len(tokens) == 1 and delta.finish_reason is None and not delta.logprobs and stream in self._known_streams:
@@ -138,7 +140,7 @@ class Connection:
     # ------------------------------------------------------------------ reading thread
 
     def send_rest(self) -> None:
-        """Send as much of the rest of earlier messages as the socket accepts."""
+        """Send as many unsent bytes of earlier messages as the socket accepts."""
         with self._lock:
             try:
                 sent = self.socket.send(self._unsent)
@@ -162,7 +164,7 @@ class Connection:
                 raise EngineStopped(
                     f"stream {message.stream} is submitted before it has ended: the connection is broken"
                 )
-            self._ids.update(dict.fromkeys(streams))  # before `enqueue`, because the request may end before it returns
+            self._ids.update(dict.fromkeys(streams))  # now, because the request may end before `enqueue` returns
         try:
             # rule: request-is-submitted-to-the-engine
             handle = self._engine.enqueue(_request(message), functools.partial(self.on_output, message.stream))
@@ -186,7 +188,7 @@ class Connection:
             self._engine.abort(Handle(found), message.reason)
 
     def close(self) -> None:
-        """Abort the unfinished requests of the front end, which has ended."""
+        """Close the connection and abort its unfinished requests. Called when the front end has ended or is cut off."""
         with self._lock:
             self.lost = True
             self._unsent.clear()
@@ -254,7 +256,7 @@ def engine_info(engine: Engine, *, model: str, model_name: str) -> EngineInfo:
 
 
 class EngineServer:
-    """Serves an engine to front ends until its owner sends `Close`. The caller of `run` is the reading thread."""
+    """Serves an engine to front ends until the owner sends `Close`."""
 
     def __init__(
         self,
@@ -267,8 +269,8 @@ class EngineServer:
         selector: selectors.BaseSelector | None = None,
     ) -> None:
         """
-        owner              connection to the process that started this one; it attaches front ends and sends `Close`
-        encoder, decoder   for the owner's connection; they were already used during the start
+        owner              connection to the owner, which attaches front ends and sends `Close`
+        encoder, decoder   of the owner's connection; both were already used during the start
         selector           None: the system's default
         """
         self._engine = engine
@@ -291,10 +293,10 @@ class EngineServer:
         engine.on_outputs(self._send_outputs)
 
     def run(self, close: Callable[[float], None]) -> Failure | None:
-        """Serve until the owner sends `Close` or ends, or until the engine fails. Then run `close(drain_s)`, and serve
-        until it has returned.
+        """Serve until the owner sends `Close` or ends, or until the engine fails. Then run `close(drain_s)` on another
+        thread, and continue to serve until `close` has returned.
 
-        Returns the error of `close`.
+        Returns the error of `close`; None: no error.
         """
         closing: Future[None] | None = None
         while closing is None or not closing.done():
@@ -354,16 +356,19 @@ class EngineServer:
         self._waker.close()
 
     def _send_outputs(self) -> None:
-        """Send the outputs to all front ends. Called on the engine thread after each commit."""
+        """Send the outputs to all front ends. Called on the engine thread after it has applied the results of a
+        step.
+        """
         for front_end in self._front_ends:
             front_end.send_outputs()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # the socket is full, so `run` wakes anyway, or closed, so `run` has ended
+        # An error has no effect: if the socket is full, `run` wakes anyway; if it is closed, `run` has ended.
+        with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     def _write(self) -> None:
-        """Send unsent bytes, select for writing the sockets that did not take all, and drop lost connections."""
+        """Send unsent bytes, wait for writability of sockets that did not take all bytes, and drop lost connections."""
         for front_end in (
             front_end for front_end in (*self._front_ends, self._owner) if front_end.socket.fileno() >= 0
         ):

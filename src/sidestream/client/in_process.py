@@ -1,5 +1,5 @@
-"""The client of an engine in this process. Engine thread and event loop share the interpreter lock: under load, outputs
-come in bursts.
+"""The client of an engine in this process. The engine thread and the event loop share the interpreter lock, so outputs
+come in bursts under load. A delta is new tokens of one sample.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sidestream.types import Delta, Health
 
 
 class _LoopQueue:
-    """Hands deltas from the engine thread to one event loop, all deltas of a commit at once: waking the loop takes
-    longer than making a delta.
+    """Hands deltas from the engine thread to one event loop. It wakes the loop once for all deltas of a step, because
+    waking the loop takes longer than making a delta.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -52,7 +52,7 @@ class _Request:
 
 
 class InProcessClient:
-    """An `EngineClient` of an engine in this process. The engine's owner closes it."""
+    """An `EngineClient` of an engine in this process. It never closes the engine; the engine's owner does."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -106,7 +106,7 @@ class InProcessClient:
         self._forget(outputs.number, ended)
 
     def _forget(self, number: int, ended: set[int]) -> None:
-        """Ignore further deltas of these samples."""
+        """Ignore further deltas of the samples `ended` of request `number`."""
         request = self._requests[number]
         request.unfinished = request.unfinished - ended
         if not request.unfinished:

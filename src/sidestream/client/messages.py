@@ -1,4 +1,8 @@
-"""The messages between front ends and the engine's process, in the frames of `sidestream.frames`."""
+"""The messages between front ends and the engine's process, in the frames of `sidestream.frames`.
+
+A front end converts between text and token ids. A stream is the number of one sample within a front end's connection. A
+delta is new tokens of one sample. The owner is the process that started the engine's process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     model              directory or hub id of the tokenizer
     model_name         the model's name in requests
     max_unfinished     maximum number of samples that run or wait at the same time
-    key_root           parent of the first block's key; empty without a prefix cache
+    key_root           the value in place of a previous key for the first block of a sequence: a block's key is a hash
+                       of its tokens and the previous block's key. Empty without a prefix cache
+    keys_version       version of the weights to which these keys belong
     sampling_defaults  the model's sampling defaults
     pid                process id of the engine's process
     """
@@ -39,7 +45,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error as part of a message: its class in `sidestream.errors`, its text, and the field at fault."""
+    """An error as part of a message: its class in `sidestream.errors`, its text, and the request field at fault."""
 
     kind: str
     message: str
@@ -59,11 +65,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A checked request. Its samples are the streams `stream` to `stream + params.n - 1` of this connection.
+    """A request that the front end has checked. Its samples are the streams `stream` to `stream + params.n - 1` of this
+    connection.
 
     prompt        token ids, 32-bit little-endian
-    keys          block keys of the prompt's complete blocks, concatenated
-    keys_version  the version of the weights that the keys belong to
+    keys          keys (hashes for the prefix cache) of the prompt's complete blocks, concatenated
+    keys_version  version of the weights to which the keys belong
     params        the parameters without stop strings, which the front end handles
     cache_salt    UTF-8, which may contain lone surrogates
     """
@@ -90,7 +97,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call a method: `"metrics"`, `"flush"` or `"reset_cache"`. The `Reply` has the same number."""
+    """Call the engine's method: `"metrics"`, `"flush"` or `"reset_cache"`. The `Reply` has the same number."""
 
     number: int
     method: str
@@ -106,11 +113,11 @@ class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Serve one more front end, on the socket whose descriptor comes with this message. From the owner only."""
+    """Serve one more front end. The descriptor of its socket comes with this message. From the owner only."""
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Let requests run for `drain_s`, store all complete blocks, end the process. From the owner only."""
+    """Let requests run for at most `drain_s`, store all complete blocks, end the process. From the owner only."""
 
     drain_s: float
 
@@ -127,7 +134,9 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Progress of a stage of the start; 0 of 0: the progress is unknown. `fetching`: the stage is a download."""
+    """Progress of a stage of the engine's start. A `total` of 0: the progress is unknown. `fetching`: the stage is a
+    download.
+    """
 
     stage: str
     done: int
@@ -148,7 +157,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
-    """A whole delta: the first of a stream, the last of a stream, and each with logprobs or several tokens.
+    """A delta with all its fields. Sent for the first and the last delta of a stream, and for each delta with logprobs
+    or with more or less than one token.
 
     logprobs   for each token: its id, its log-probability, and the likeliest alternatives
     cached     number of prompt tokens whose KV came from a cache, by tier
@@ -163,9 +173,10 @@ class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All deltas of one commit for one front end, in their order: entry i is token `tokens[i]` of stream `streams[i]`.
+    """All deltas that one engine step has for one front end, in order. Entry i is token `tokens[i]` of stream
+    `streams[i]`.
 
-    details   whole deltas by entry; their `tokens[i]` is -1
+    details   deltas with all their fields, by entry; their `tokens[i]` is -1
     """
 
     streams: list[int]
@@ -182,7 +193,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine's health, sent when it changes."""
+    """The engine's health. Sent when the health changes."""
 
     status: str
     detail: str

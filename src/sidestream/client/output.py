@@ -1,6 +1,7 @@
 """Makes text from an engine's token ids, and finds stop strings, on the thread that reads the outputs.
 
-Knows no engine. If a stop string ends a sample, the caller aborts the sample in the engine, which knows only token ids.
+Does not use the engine. If a stop string ends a sample, the caller aborts the sample in the engine, because the engine
+knows only token ids. A delta is new tokens of one sample.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class OutputProcessor:
     """
 
     def __init__(self, tokenizer: TokenizerLike, params: SamplingParams) -> None:
-        """Raises the tokenizer's errors, so make it before the request is submitted."""
+        """Raises the tokenizer's errors, so construct the object before the request is submitted."""
         self._samples = [_SampleOutput(tokenizer.detokenizer(), params) for _ in range(params.n)]
 
     def read(self, delta: Delta) -> Delta | None:
         """The delta with its text; None if its sample has ended already.
 
-        If a stop string is complete, the delta becomes the sample's last (`"stop"`) and ends with the token that
-        completed the string. If the tokenizer fails, the delta becomes the last, too (`"error"`); other samples
-        continue.
+        If a stop string is complete, the result is the sample's last delta (finish reason `"stop"`), and ends with the
+        token that completed the string. If the tokenizer fails, the result is also the sample's last delta
+        (`"error"`); other samples continue.
         """
         sample = self._samples[delta.index]
         if sample.ended:
@@ -85,7 +86,7 @@ class _SampleOutput:
 
 
 def tokens_with_text(token_ids: tuple[int, ...], finish_reason: str | None, *, include_stop: bool) -> tuple[int, ...]:
-    """The tokens whose text belongs to the answer. The stop token does not, unless `include_stop` is set."""
+    """The tokens whose text belongs to the answer. The text of a stop token belongs to it only with `include_stop`."""
     return token_ids[:-1] if finish_reason == "stop" and not include_stop else token_ids
 
 

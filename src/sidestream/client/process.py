@@ -1,4 +1,4 @@
-"""Starts, monitors and closes an engine's process, on behalf of its owner. Never uses CUDA."""
+"""Starts, monitors and closes an engine's process. The owner is the process that starts it. Never uses CUDA."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OnStage = Callable[[str, int, int], None]
 
 
 class Downloads(Protocol):
-    """Progress of downloads: `sidestream.models.catalog.Progress`."""
+    """Receives the progress of downloads, like `sidestream.models.catalog.Progress`."""
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
         """A stage starts."""
@@ -78,8 +78,8 @@ def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[s
 def run_child(module: str, descriptor: int, *, torch: bool) -> None:
     """In the child: ignore signals, import `module` (which may take seconds), and run its `main`.
 
-    torch   False: hide torch, as if it was not installed. transformers imports it even for a tokenizer, which takes 3 s
-            and 0.3 GB
+    torch   False: hide torch, as if it was not installed. Otherwise, transformers would import torch even for a
+            tokenizer, which takes 3 s and 0.3 GB
 
     Signals are ignored, because a service manager sends them to all processes of a server, and the owner must drain
     requests before it ends this process.
@@ -87,7 +87,7 @@ def run_child(module: str, descriptor: int, *, torch: bool) -> None:
     os.set_inheritable(descriptor, False)
     end_with_owner(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Children would inherit SIG_IGN, but do not inherit a handler.
+        # An empty handler, because children of this process would inherit SIG_IGN, but do not inherit a handler.
         signal.signal(number, lambda number, frame: None)
         signal.siginterrupt(number, False)
     if not torch:
@@ -106,9 +106,9 @@ def how_it_ended(status: int) -> str:
 
 
 def end_with_owner(descriptor: int) -> None:
-    """Exit this process as soon as the other end of the socket is closed, however the owner ended.
+    """Exit this process as soon as the owner's end of the socket is closed, however the owner ended.
 
-    The disk tier is always consistent, so only blocks that were not stored yet are lost.
+    KV on disk is always consistent, so the exit loses only blocks that were not stored yet.
     """
 
     def watch() -> None:
@@ -137,8 +137,8 @@ class EngineProcess:
         progress: Downloads | None = None,
         on_stage: OnStage = lambda stage, done, total: None,
     ) -> None:
-        """Start the process and wait until the engine serves. If the start fails, raises its error (ConfigError,
-        ModelError, …) after the process has ended.
+        """Start the process and wait until the engine serves. If the start fails, raises the child's error
+        (ConfigError, ModelError, …) after the process has ended.
         """
         self._lock = threading.Lock()  # orders sent messages
         self._encoder = FrameEncoder()
@@ -181,8 +181,8 @@ class EngineProcess:
         return how_it_ended(status) if self._failed is None else f"the engine failed: {self._failed.detail}"
 
     def why_gone(self) -> str:
-        """A text that says how the process ended, after a lost connection. Waits up to half a second for the exit
-        status.
+        """Call this after the connection was lost: a text that says how the process ended. Waits up to half a second
+        for the exit status.
         """
         return self.ended(timeout_s=0.5) or "it closed the connection"
 
@@ -200,8 +200,8 @@ class EngineProcess:
     def close(self, *, drain_s: float = 0.0) -> None:
         """Let requests run for `drain_s`, store all complete blocks, and wait for the exit. Idempotent.
 
-        Raises the error of closing the engine, such as RaceError; raises ProcessFailed if the process ended or hung
-        before the close was complete.
+        Raises the error with which the engine closed, such as RaceError. Raises ProcessFailed if the process ended or
+        hung before the engine was closed.
         """
         if self._process.poll() is not None:
             self._control.close()
@@ -283,7 +283,7 @@ def _start(model: str, config: EngineConfig, timeline: str | Path | None, check_
 
 
 def plain(value: Any) -> Any:
-    """A configuration as mappings, strings and numbers, which msgpack can encode."""
+    """A configuration as values that msgpack can encode: mappings, strings and numbers."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return str(value) if isinstance(value, Path) else value
@@ -303,7 +303,7 @@ def config_of(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def _logging() -> tuple[int, tuple[str, str] | None]:
-    """Sidestream's log level in this process, and the log format if one is set. The child uses both."""
+    """Sidestream's log level in this process, and the log format if one is set. The engine's process uses both."""
     root = logging.getLogger()
     for handler in root.handlers:
         formatter = handler.formatter

@@ -1,4 +1,7 @@
-"""The client of an engine in another process. Lives on one event loop and never waits for the engine."""
+"""The client of an engine in another process. Runs on one event loop and never blocks to wait for the engine.
+
+A stream is the number of one sample within the connection. A delta is new tokens of one sample.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,8 @@ from sidestream.types import CachedTokens, Delta, Health, Key, TokenLogprob
 from sidestream.version import VERSION
 
 _READ_BYTES = 1 << 16
-"""Maximum number of bytes per read. Must hold fewer than MAX_UNREAD deltas, because readers of outputs run only between
-two reads: then the backlog of a process that was stopped for a while aborts no request.
+"""Maximum number of bytes per read. One read must contain fewer than MAX_UNREAD deltas, because readers of outputs run
+only between two reads. Otherwise, the backlog after a pause of this process could abort requests.
 """
 _GONE = "the engine's process has ended"
 
@@ -63,7 +66,7 @@ class _Stream:
 
 
 class RemoteClient:
-    """An `EngineClient` of an engine in another process. It owns the stream socket that connects it to the engine.
+    """An `EngineClient` of an engine in another process. It owns the socket to the engine.
 
     on_lost    function that is called when the connection ends; callers may set it
     why_gone   function that describes how the engine's process ended; None: not known in this process
@@ -93,7 +96,7 @@ class RemoteClient:
 
     @classmethod
     def connect(cls, connection: socket.socket, *, why_gone: Callable[[], str] | None = None) -> RemoteClient:
-        """Wait for the Welcome that the engine sends when it serves.
+        """Wait for the `Welcome` message, which the engine sends once it serves, and make a client.
 
         Raises ConfigError if the engine has another version, and EngineStopped for any other failure; then the
         connection is closed.
@@ -168,7 +171,7 @@ class RemoteClient:
     # ------------------------------------------------------------------ the engine
 
     def health(self) -> Health:
-        """Whether the engine serves. Reads received messages if no event loop does."""
+        """Whether the engine serves. If no event loop reads the socket, this reads the received messages first."""
         if not self._closed and (self._loop is None or not self._loop.is_running()):
             self._read()
         return self._health
@@ -193,7 +196,7 @@ class RemoteClient:
         await self._call("reset_cache")
 
     def close(self) -> None:
-        """Close the connection: the engine aborts this front end's unfinished requests. Idempotent."""
+        """Close the connection. The engine then aborts this front end's unfinished requests. Idempotent."""
         self._on_lost("this front end has closed the connection")
 
     async def _call(self, method: str, timeout_s: float = 0.0) -> Reply:
@@ -284,7 +287,7 @@ class RemoteClient:
             case Rejected(stream, stop, failure):
                 # rule: front-end-drops-refused-streams
                 for sample in (self._streams.pop(one, None) for one in range(stream, stop)):
-                    if sample is not None:  # otherwise its reader has aborted it
+                    if sample is not None:  # None: the reader has aborted the sample
                         sample.outputs.fail(failure.error())
             case Status(status, detail):
                 self._health = Health(status, detail)
@@ -299,7 +302,7 @@ class RemoteClient:
             sample = streams.get(stream)
             if sample is None:
                 # rule: finish-that-crosses-the-abort-is-ignored
-                continue  # the reader has aborted the sample, and this output was sent before the Abort arrived
+                continue  # the reader has aborted the sample; the engine sent this output before the Abort arrived
             if token >= 0:
                 delta = Delta(sample.index, "", (token,), (), None, sample.prompt_tokens, sample.cached)
             else:
