@@ -380,7 +380,7 @@ def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any, words: str
         ("greedy", "params is 'greedy': give a SamplingParams object"),
         (SamplingParams, "params is the class SamplingParams: give a SamplingParams object"),
         ([{"top_k": 1}], r"params\[0\] is {'top_k': 1}: .+ such as SamplingParams\(top_k=1\)"),
-        ([None, None], "2 params for 1 prompts: give one, or one for each"),
+        ([None, None], "2 params for 1 prompts: give one object for all, or one for each prompt"),
     ],
     ids=repr,
 )

@@ -1,6 +1,7 @@
-"""Sidestream: an LLM's KV cache that outlives the device pool and the process, moved on side streams.
+"""Sidestream runs language models and keeps their KV cache in host memory and on disk, too. So the cache outlives the
+device's block pool and the process. Copies run on streams beside the compute stream.
 
-The classes that need torch are imported on first use, so that the command line starts at once.
+The classes that need torch are imported on first use, so that the command line starts quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m sidestream` is `sidestream`."""
+"""`python -m sidestream` runs the command `sidestream`."""
 
 from sidestream.cli import main
 

@@ -1,4 +1,4 @@
-"""The Python interface for event loops, with the engine in a process of its own."""
+"""`AsyncLLM`, the Python interface for asyncio programs. By default, the engine runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from sidestream.tokenizer import Tokenizer
 
 
 class AsyncLLM(FrontEnd):
-    """A model for event loops. An asynchronous context manager.
+    """A model for asyncio programs. An asynchronous context manager.
 
-    The engine runs in its own process, because it would share the interpreter lock with the event loop in this one.
+    The engine runs in a separate process, because in this one it would compete with the event loop for Python's global
+    interpreter lock (GIL).
 
     engine_pid   id of the engine's process; None: the engine runs in this process
 
@@ -45,7 +46,7 @@ class AsyncLLM(FrontEnd):
     ) -> None:
         """Load `model` and start its engine; blocks until it serves. Parameters and errors are those of `LLM`.
 
-        engine_process  False: run the engine on a thread of this process, which shares the interpreter lock
+        engine_process  False: run the engine on a thread of this process, where it competes for the GIL
         """
         self.config = chosen_config(config, options)
         self._closed = False
@@ -78,17 +79,19 @@ class AsyncLLM(FrontEnd):
             self._close_engine = loaded.close
 
     async def flush(self, *, timeout_s: float = 60.0) -> bool:
-        """Wait until all complete blocks are stored in the tiers; False after `timeout_s`."""
+        """Wait until the tiers (host memory, disk) hold all complete blocks; False after `timeout_s`."""
         self._check_open()
         return await self.client.flush(timeout_s=timeout_s)
 
     async def reset_cache(self) -> None:
-        """Drop the prefix cache: no later request finds a block that any tier holds now. Running requests continue."""
+        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue."""
         self._check_open()
         await self.client.reset_cache()
 
     async def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort running requests after `drain_s` seconds, store all complete blocks, end the engine. Idempotent."""
+        """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and
+        end the engine. Idempotent.
+        """
         self._closed = True
         try:
             await asyncio.to_thread(self._close_engine, drain_s=drain_s)

@@ -1,5 +1,6 @@
-"""Frozen configurations and the table of sampling options. Values are checked when an object is made; the message for
-an unknown option names the nearest known one. All other packages may import this module; it knows nothing about models.
+"""Frozen configurations and the table of sampling options. Every object checks its values when it is made. The message
+for an unknown option names the most similar known option. All other packages may import this module; it knows nothing
+about models.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sidestream.types import SamplingSpec
 T = TypeVar("T")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
-# Attention kernels on a GPU read tiles of 16 tokens of a block.
+# Attention kernels on a GPU read a block in tiles of 16 tokens.
 _GPU_BLOCK_MULTIPLE = 16
 _UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -39,8 +40,8 @@ def parse_bytes(value: int | str, *, option: str) -> int:
 
 
 def options_checked(error: type[SidestreamError]) -> Callable[[type[T]], type[T]]:
-    """Decorator for a dataclass: an unknown keyword raises `error` instead of TypeError; its message names the nearest
-    known keyword.
+    """Decorator for a dataclass: an unknown keyword raises `error` instead of TypeError. The message names the most
+    similar known keyword.
 
     The class keeps its signature and its types, and can be copied and pickled as before.
     """
@@ -78,13 +79,13 @@ def _at_least(option: str, value: int, bound: int) -> None:
 @options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """The tiers that keep KV outside the device.
+    """The offload tiers: storage outside the device that keeps KV blocks, such as host memory and disk.
 
-    host             bytes of host memory for KV blocks
+    host             size of the host tier: bytes of host memory for KV blocks
     disk             directory of the disk tier; None: no disk tier
     disk_capacity    bytes that the disk tier may use
-    load_deadline_s  maximum time that a request waits for a slow tier; after it, the request recomputes the KV
-    tiers            options of further tiers, by name (docs/tiers.md)
+    load_deadline_s  maximum seconds that a request waits for KV from a tier; then the engine recomputes the KV
+    tiers            options of further tiers, by the tier's name (docs/tiers.md)
     """
 
     host: int | str = "1GiB"
@@ -128,21 +129,21 @@ MOST_DRAFTS = 16
 @options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Speculative decoding: a proposer drafts tokens, and the model verifies several in one step. This changes how fast
-    tokens come, but not which tokens come, apart from rounding differences.
+    """Speculative decoding: a proposer drafts tokens, and the model verifies several drafts in one step. Drafts change
+    the speed of decoding, but not the tokens, apart from rounding differences.
 
-    proposer     `"ngram"`: looks for an earlier occurrence of the request's last tokens and drafts the tokens that
-                 followed it; `"mtp"`: a head that was trained for the model; `"draft"`: a smaller model with the same
-                 tokenizer
+    proposer     `"ngram"`: finds an earlier occurrence of the request's last tokens and drafts the tokens that followed
+                 it; `"mtp"`: a head for multi-token prediction (MTP) that was trained for the model; `"draft"`: a
+                 smaller model with the same tokenizer
     head         for `"mtp"`: the file of the head, or the directory of a checkpoint that contains it. None: the head
-                 is in the model's own checkpoint or, for the demo model, is shipped with Sidestream
+                 in the model's own checkpoint or, for the demo model, the head that Sidestream ships
     model        for `"draft"`: a directory, a hub id or a name that `sidestream models` lists
     max_drafts   maximum number of tokens to draft for a request in one step
     adaptive     draft as many tokens as pay off at the measured accept rate and cost, possibly none; False: always
                  `max_drafts`
-    max_slowdown with `adaptive`: largest share by which drafting may slow a request down over its lifetime. It counts
-                 the request's own drafts and the drafts of other requests in the same steps. Measuring the cost of
-                 drafts adds at most 0.01. `math.inf`: no bound, for the highest total throughput
+    max_slowdown with `adaptive`: largest fraction by which drafts may lengthen a request's run time (0.005: half a
+                 percent). The request's own drafts count, and so do other requests' drafts in the same steps. Measuring
+                 the cost of drafts adds at most 0.01. `math.inf`: no bound, for the highest total throughput
     """
 
     proposer: str = "ngram"
@@ -181,24 +182,26 @@ class SpeculativeConfig:
 
 
 IPC = "ipc://"
-"""Start of an endpoint that is a Unix socket."""
+"""Prefix of an endpoint that is a Unix socket."""
 _TCP = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s:/\[\]*]+):(\*|\d{1,5})")
-# Size of the field `sun_path` of the kernel's address on any system, without the zero byte at its end.
+# Longest path of a Unix socket that all systems accept: 104 bytes in the kernel's `sun_path`, minus the zero byte.
 _MOST_IPC_BYTES = 103
 
 
 @options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Events that tell routers which KV blocks the engine holds, in vLLM's format (docs/kv-events.md).
+    """Events that tell routers which KV blocks the engine holds, in vLLM's format (docs/kv-events.md). The engine
+    publishes them in batches.
 
-    endpoint         ZeroMQ address on which the engine publishes: `tcp://ADDRESS:PORT` (`*`: all addresses, any free
-                     port) or `ipc://PATH`. None: events go only to callbacks (`LLM.on_kv_events`)
+    endpoint         ZeroMQ address on which the engine publishes: `ipc://PATH`, or `tcp://ADDRESS:PORT` with `*` for
+                     all addresses or for any free port. None: events go only to callbacks (`LLM.on_kv_events`)
     replay_endpoint  address on which subscribers ask for batches that they have missed; None: no replays
     topic            first frame of every message
-    encoding         `"map"`: an event is a map of its fields, as in vLLM since 0.24; `"array"`: as in vLLM before, for
-                     older routers
-    buffer_batches   number of batches that are kept for replays, and that may wait for a slow subscriber
+    encoding         `"map"`: an event is a map of its fields, as in vLLM since 0.24; `"array"`: an event is an array,
+                     as in earlier versions of vLLM, for older routers
+    buffer_batches   number of latest batches that are kept for replays; also the maximum number of batches that wait
+                     for a slow subscriber
     """
 
     endpoint: str | None = None
@@ -235,7 +238,7 @@ def _check_endpoint(option: str, endpoint: str) -> None:
     )
 
 
-# Defaults. The key is `on_gpu`.
+# Defaults on a CPU (False) and on a GPU (True).
 _CHUNK_TOKENS = {False: 256, True: 2048}
 _MAX_RUNNING = {False: 16, True: 256}
 _CPU_KV_BYTES = 1 << 30
@@ -243,7 +246,7 @@ _CPU_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """The sizes of an EngineConfig on one kind of device, defaults included.
+    """The sizes of an EngineConfig on one kind of device; defaults are filled in.
 
     kv_bytes      bytes of the device's block pool; None (on a GPU only): as many as fit beside the weights
     max_running   maximum number of requests that run at once
@@ -266,31 +269,31 @@ class EngineConfig:
     kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
                     free beside the weights, minus the memory that attention needs
     state_memory    bytes of `kv_memory` for the recurrent states of hybrid models; None: half of `kv_memory`, or less
-                    if a checkpoint for each block takes less
+                    if one state checkpoint for each block takes less
     state_interval  tokens between checkpoints of recurrent state inside a prompt, a multiple of block_tokens; 0:
-                    checkpoints only at the ends of prompts and answers, and where prompts were seen to branch
-    block_tokens    tokens of a block, the unit of storing, loading and sharing
-    chunk_tokens    prefill is cut at multiples of this number (and at the last block border), so that a prompt is
-                    always computed in the same shapes; None: about 256 on a CPU, 2,048 on a GPU
+                    checkpoints only at the ends of prompts and answers, and where earlier prompts diverged
+    block_tokens    number of tokens in a block; KV is stored, loaded and shared in whole blocks
+    chunk_tokens    chunked prefill ends a chunk at each multiple of this number (see also `tail_apart`), so that equal
+                    prompts are computed in equal shapes; None: about 256 on a CPU, 2,048 on a GPU
     token_budget    maximum number of tokens that one step computes, prefill and decode together; None: two chunks on a
                     CPU or one chunk on a GPU, plus one token for each running request in either case
-    max_running     maximum number of requests that run at once (request slots); None: 16 on a CPU, 256 on a GPU
-    max_waiting     maximum number of requests in the queue; further requests are refused
+    max_running     maximum number of running requests (request slots); None: 16 on a CPU, 256 on a GPU
+    max_waiting     maximum number of requests in the queue; further requests are rejected
     max_model_len   maximum number of tokens of prompt and output together; None: the model's own limit
     compute_threads threads of the forward pass on a CPU; None: all cores
-    salt            part of every content key: engines with different salts never share KV
-    asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
+    salt            part of every block hash: engines with different salts never share KV
+    asynchronous    launch step N+1 before the host has read the tokens of step N; False: for measuring and debugging
     tail_apart      compute the tokens after a prompt's last block border in a separate chunk: then the output is
                     bitwise equal, whichever tier the prompt's KV comes from. None: True on a CPU; False on a GPU, where
                     the separate chunk costs one more pass over all weights
-    speculative     draft tokens and verify several in one step; None: no drafts
-    eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs:
+    speculative     speculative decoding; None: off
+    eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing CUDA graphs:
                     starts sooner, runs slower
     generation_config  source of the sampling options that a request leaves out. `"auto"`: the checkpoint's
                     generation_config.json; `"none"`: neutral values. The end-of-sequence ids of that file always apply
-    kv_events       tell routers which blocks the engine holds; None: no events
-    tensor_parallel ranks that share the model, each with its own process and, on GPUs, its own GPU. kv_memory is that
-                    of each rank; the tiers' sizes are those of all ranks together
+    kv_events       events that tell routers which blocks the engine holds; None: no events
+    tensor_parallel number of ranks that share the model; each rank has its own process and, on GPUs, its own GPU.
+                    kv_memory is the size for one rank; the tiers' sizes are totals of all ranks
     """
 
     dtype: str = "auto"
@@ -344,11 +347,13 @@ class EngineConfig:
                 f"({self.block_tokens}), so that checkpoints are taken at block borders"
             )
         if self.kv_events is not None and not self.prefix_cache:
-            raise ConfigError("KV events tell of the prefix cache: leave prefix_cache on, or leave kv_events out")
+            raise ConfigError("KV events report on the prefix cache: leave prefix_cache on, or leave kv_events out")
         self.sizes("cuda" if self.device == "cuda" else "cpu")
 
     def sizes(self, kind: str) -> EngineSizes:
-        """The sizes on a device of that kind. Raises ConfigError when they do not fit each other or the device."""
+        """The sizes on a device of this kind: "cpu" or "cuda". Raises ConfigError when two sizes, or a size and the
+        device, do not fit together.
+        """
         on_gpu = kind == "cuda"
         if on_gpu and self.block_tokens % _GPU_BLOCK_MULTIPLE:
             raise ConfigError(
@@ -385,7 +390,7 @@ def _whole(name: str, value: float, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOption:
-    """One row of the table of sampling options: it annotates a field of `SamplingParams`.
+    """One row of the table of sampling options. The row annotates a field of `SamplingParams`.
 
     Everything else derives from the row: the check, the default, `SamplingSpec.options`, the column on the device, the
     HTTP field, the command-line option and the table in docs/api.md. A new option needs a row and a sampler that reads
@@ -394,9 +399,9 @@ class SamplingOption:
     neutral        value that changes no probability; if it is an int, the option takes whole numbers
     low, high      smallest and largest value
     help           help text of the command-line option
-    metavar        placeholder of the value in that help text
-    low_excluded   `low` itself is refused
-    penalty        the option depends on the request's earlier tokens, so their counts are kept
+    metavar        placeholder for the value in `--help`, such as `N`
+    low_excluded   the value `low` is not allowed
+    penalty        the option depends on the request's earlier tokens, so the device counts these tokens
     """
 
     neutral: float
@@ -413,7 +418,7 @@ class SamplingOption:
         return type(self.neutral)
 
     def check(self, name: str, value: float) -> None:
-        """Raise RequestRejected when the option `name` cannot be `value`."""
+        """Raise RequestRejected if `value` is not valid for the option `name`."""
         if isinstance(self.neutral, int):
             _whole(name, value, int(self.low), int(self.high))
         else:
@@ -422,7 +427,7 @@ class SamplingOption:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values of sampling options for requests that leave them out. An option without a value here has its neutral
+    """Values of sampling options for requests that leave them out. An option that is not in `values` has its neutral
     value.
 
     A checkpoint may define defaults (`sidestream.models.generation`). Raises RequestRejected for an invalid value.
@@ -455,10 +460,10 @@ NEUTRAL = SamplingDefaults()
 @options_checked(RequestRejected)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are drawn and when it stops.
+    """Sampling parameters and stop conditions of one request.
 
     A sampling option that is None has the model's default (see `EngineConfig.generation_config`) or, if the model has
-    none, the neutral value.
+    no default, the neutral value.
 
     temperature         0: greedy; 1: neutral
     top_k               0: off
@@ -469,9 +474,9 @@ class SamplingParams:
     presence_penalty    subtracted once from the logits of tokens in the output
     frequency_penalty   subtracted from the logits of tokens in the output, for each occurrence
     seed                the same seed gives the same tokens, whatever else runs; None: a random seed
-    logprobs            None: none; k: log-probabilities of the drawn token and of the k likeliest tokens
-    max_tokens          None: as many as the model and the pool allow
-    max_drafts          maximum number of tokens to draft in a step; 0: none; None: the engine's `max_drafts`
+    logprobs            k: log-probabilities of the sampled token and of the k likeliest tokens; None: no logprobs
+    max_tokens          None: as many tokens as the model and the block pool allow
+    max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
     """
 
     temperature: Annotated[
@@ -555,8 +560,8 @@ class SamplingParams:
             _finite("logit_bias", bias, -100.0, 100.0)
 
     def spec(self, *, seed: int, eos_ids: tuple[int, ...], defaults: SamplingDefaults = NEUTRAL) -> SamplingSpec:
-        """The part of these parameters that the device needs, for one sample; `defaults` replace options that are
-        None.
+        """The part of these parameters that the device needs, for one sample. `defaults` gives the values of options
+        that are None.
         """
         ending_ids = self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_ids)
         asked = {name: getattr(self, name) for name in SAMPLING_OPTIONS}

@@ -1,4 +1,7 @@
-"""The engine's process: loads a model and serves its engine to front ends, until its owner closes it or ends."""
+"""The engine's process: loads a model and serves its engine to front ends, which handle text and HTTP.
+
+Its owner is the process that started it. The engine's process ends when the owner closes it, or when the owner ends.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _READ_BYTES = 1 << 16
 
 
 class _Owner:
-    """Reports the start to the owner. Passed to the loader as its `Progress`."""
+    """Connection to the owner. Reports the progress of the start; the loader calls it as its `Progress`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -30,7 +33,7 @@ class _Owner:
         self._total = 0
 
     def first_message(self) -> Start | None:
-        """The owner's Start; None if the owner has ended."""
+        """The owner's first message, a `Start`; None if the owner has ended."""
         while data := self.connection.recv(_READ_BYTES):
             for message in self.decoder.feed(data):
                 if isinstance(message, Start):
@@ -53,7 +56,7 @@ class _Owner:
 
 
 def main(descriptor: int) -> None:
-    """Run an engine for its owner. `descriptor`: the socket that is connected to the owner."""
+    """Run an engine for its owner. `descriptor`: file descriptor of the socket to the owner."""
     faulthandler.enable()
     owner = _Owner(socket.socket(fileno=descriptor))
     start = owner.first_message()
@@ -72,7 +75,7 @@ def main(descriptor: int) -> None:
 
 
 def serve(start: Start, owner: _Owner) -> None:
-    """Load the model, serve its engine until the owner or a failure ends it, and close it."""
+    """Load the model, serve its engine until the owner closes it or it fails, and close it."""
     from sidestream.loading import LoadedEngine, name_of
 
     loaded = LoadedEngine(

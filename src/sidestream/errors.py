@@ -1,23 +1,23 @@
-"""The tree of errors. Every message gives value, bound and remedy.
+"""All errors that Sidestream raises, as a tree. A message gives the wrong value, the bound and the remedy.
 
 SidestreamError
 ├── ConfigError          an option, a model directory or a tier directory is unusable
 │   └── ModelError       a model cannot be read, or cannot be served correctly
-├── RequestError         one request's fault: it becomes that client's reply and affects no other request
+├── RequestError         one request is at fault: the error becomes its reply and affects no other request
 │   ├── RequestRejected  the request asks for something impossible or unsupported
-│   ├── ContextTooLong   the prompt does not fit the pool or the model
+│   ├── ContextTooLong   the prompt does not fit the device's block pool or the model
 │   └── QueueFull        too many requests are waiting; the client may try again later
-├── TierError            a tier's fault: the engine counts it and recomputes
-│   ├── TierFull         no room, even after eviction
-│   ├── TierCorrupt      checksum, length or header is wrong
-│   └── TierTimeout      a deadline passed; the late completion is quarantined
-├── DeviceError          a call of the device failed: the caller's operation fails, the device still works
+├── TierError            an offload tier (host memory, disk) failed: the engine counts it and recomputes the KV
+│   ├── TierFull         the tier has no room, even after eviction
+│   ├── TierCorrupt      the checksum, length or header of stored KV is wrong
+│   └── TierTimeout      the engine closed before a transfer began
+├── DeviceError          a call to the device failed: the caller's operation fails, the device still works
 │   ├── OutOfDeviceMemory    the device has too little free memory
 │   └── DeviceLost       the device stopped working: the engine ends
-├── EngineStopped        the engine is draining or gone
+├── EngineStopped        the engine is draining or has ended
 ├── ProcessFailed        a child process ended unexpectedly
-├── RaceError            two unordered accesses to the same bytes (raised by the checker)
-└── InvariantError       a rule of the ledger is broken: a bug in Sidestream
+├── RaceError            the order checker (`sidestream.testing.checker`) found unordered accesses to the same bytes
+└── InvariantError       an internal invariant is broken: a bug in Sidestream
 """
 
 
@@ -34,7 +34,7 @@ class ModelError(ConfigError):
 
 
 class RequestError(SidestreamError):
-    """One request's fault; it becomes that client's reply.
+    """One request is at fault. The error becomes its reply.
 
     param   name of the faulty field of the request, if one field is at fault
     """
@@ -49,7 +49,7 @@ class RequestRejected(RequestError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt does not fit the pool or the model."""
+    """The prompt does not fit the device's block pool or the model."""
 
 
 class QueueFull(RequestError):
@@ -57,23 +57,23 @@ class QueueFull(RequestError):
 
 
 class TierError(SidestreamError):
-    """A tier's fault; the engine counts it and recomputes."""
+    """An offload tier (host memory, disk) failed. The engine counts the failure and recomputes the KV."""
 
 
 class TierFull(TierError):
-    """No room, even after eviction; nothing was written."""
+    """The tier has no room, even after eviction. Nothing was written."""
 
 
 class TierCorrupt(TierError):
-    """A checksum, length or header is wrong; the entry is a miss."""
+    """The checksum, length or header of stored KV is wrong. The engine treats the block as a cache miss."""
 
 
 class TierTimeout(TierError):
-    """A deadline passed; the late completion is quarantined."""
+    """The engine closed before a transfer began."""
 
 
 class DeviceError(SidestreamError):
-    """A call of the device failed. The caller's operation fails; the device still works."""
+    """A call to the device failed. The caller's operation fails; the device still works."""
 
 
 class OutOfDeviceMemory(DeviceError):
@@ -85,16 +85,16 @@ class DeviceLost(DeviceError):
 
 
 class EngineStopped(SidestreamError):
-    """The engine is draining or gone."""
+    """The engine is draining or has ended."""
 
 
 class ProcessFailed(SidestreamError):
-    """A child process ended unexpectedly; the message says how."""
+    """A child process ended unexpectedly. The message gives its exit status or signal."""
 
 
 class RaceError(SidestreamError):
-    """Two unordered accesses to the same bytes; raised by the checker."""
+    """The order checker (`sidestream.testing.checker`) found unordered accesses to the same bytes."""
 
 
 class InvariantError(SidestreamError):
-    """A rule of the ledger is broken: a bug in Sidestream, never a user's fault."""
+    """An internal invariant is broken: a bug in Sidestream, never a user's fault."""

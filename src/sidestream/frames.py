@@ -1,7 +1,7 @@
 """Numbered frames of msgpack over a Unix stream socket, between two processes of one engine.
 
-The kernel neither loses nor reorders bytes. The frame numbers detect bugs in Sidestream: a missing, duplicated or
-reordered frame closes the connection before anything is mixed up.
+The kernel neither loses nor reorders bytes. The frame numbers detect bugs in Sidestream: the receiver reports a
+missing, duplicated or reordered frame as an error and never decodes it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from sidestream.errors import EngineStopped, InvariantError
 
 _HEAD = struct.Struct("<II")
 MAX_FRAME_BYTES = 256 << 20
-"""Maximum size of a frame. It is far above any message, so a longer frame means that the connection is broken."""
+"""Maximum size of a frame. No message is nearly as long, so a longer frame means that the connection is broken."""
 
 
 class FrameEncoder:
-    """Encodes messages as numbered frames. Only one thread may use it at a time. `sent`: frames before the first."""
+    """Encodes messages as numbered frames. Only one thread may use it at a time.
+
+    sent   number of frames that were sent on the connection before
+    """
 
     def __init__(self, *, sent: int = 0) -> None:
         self._msgpack = msgspec.msgpack.Encoder().encode
@@ -38,15 +41,15 @@ class FrameEncoder:
 
 
 class FrameDecoder(msgspec.Struct):
-    """Decodes one connection's bytes to messages."""
+    """Decodes the bytes of one connection to messages."""
 
     decoder: msgspec.msgpack.Decoder[Any]
     buffer: bytearray = msgspec.field(default_factory=bytearray)
     number: int = 0
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes. Raises EngineStopped for a frame that is out of order or cannot be
-        decoded.
+        """Add received bytes; yields the messages that are now complete. Raises EngineStopped for a frame that is out
+        of order or cannot be decoded.
         """
         buffer, start = self.buffer, 0
         buffer += data
@@ -68,7 +71,7 @@ class FrameDecoder(msgspec.Struct):
                 start += _HEAD.size + length
                 try:
                     message = self.decoder.decode(body)
-                except Exception as error:  # from msgspec, or from a value that checks itself, such as SamplingParams
+                except Exception as error:  # raised by msgspec, or by a dataclass that checks its values
                     raise EngineStopped(
                         f"a message cannot be read ({error}): both sides must run the same version"
                     ) from error

@@ -1,4 +1,4 @@
-"""Serves text requests on an `EngineClient`, in an API process and in `AsyncLLM`."""
+"""`FrontEnd`: an engine's client together with a tokenizer. API processes and `AsyncLLM` use it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from sidestream.types import Delta, Health
 
 
 class FrontEnd:
-    """An engine's client with a tokenizer: text in, text out. Lives on one event loop; tokenizes on worker threads."""
+    """Takes prompts as text or token ids, sends token ids to the engine, and returns text with the engine's tokens.
+
+    Belongs to one event loop; tokenizes on worker threads.
+    """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, *, model_name: str) -> None:
         self.client = client
@@ -25,7 +28,7 @@ class FrontEnd:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         return self.client.max_model_len
 
     @property
@@ -54,11 +57,12 @@ class FrontEnd:
         request_name: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of one prompt's samples. Closing or cancelling the generator aborts the samples.
+        """Yield the output of one prompt's samples as it is generated. Closing or cancelling the generator aborts the
+        samples.
 
-        priority      lower runs earlier
-        request_name  for the log
-        cache_salt    only requests of the same salt share KV, in all tiers
+        priority      requests with a lower number run earlier
+        request_name  accepted for callers that name their requests; not used
+        cache_salt    only requests with the same salt share KV, in all tiers
 
         Raises RequestError or EngineStopped before the first delta.
         """
@@ -75,9 +79,9 @@ class FrontEnd:
         request_name: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of a conversation's samples, as from `generate`.
+        """Yield the output of a conversation's samples, like `generate`.
 
-        messages   each has a `role` and a `content`; the model's chat template lays them out, on a worker thread
+        messages   each has a `role` and a `content`; a worker thread formats them with the model's chat template
         """
         return self._answer(lambda: self.tokenizer.chat(messages), params, priority, cache_salt, in_thread=True)
 
@@ -93,9 +97,9 @@ class FrontEnd:
         *,
         in_thread: bool,
     ) -> AsyncGenerator[Delta, None]:
-        """Submit the token ids of `encode`, and yield the deltas of the samples with their text.
+        """Submit the token ids that `encode` returns, and yield the deltas of the samples with their text.
 
-        in_thread   run `encode` on a worker thread: tokenizing a long text takes milliseconds
+        in_thread   run `encode` on a worker thread, because tokenizing a long text takes milliseconds
         """
         self._check_open()
         chosen = checked_params(params)

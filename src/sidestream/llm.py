@@ -1,4 +1,6 @@
-"""The Python interface for scripts, with the engine in this process. For event loops: `sidestream.async_llm`."""
+"""`LLM`, the Python interface for scripts. The engine runs in this process. For asyncio programs, see
+`sidestream.async_llm`.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Completion:
 class RequestOutput:
     """The result of one prompt.
 
-    cached   prompt tokens whose KV came from a cache, by tier
+    cached   number of prompt tokens whose KV came from a cache, by tier (device, host memory, disk)
     ttft_s   seconds from submission to the first token
     """
 
@@ -79,12 +81,12 @@ class LLM:
         """Load `model` (a directory, a hub id or a name of `sidestream models`) and start its engine; blocks until it
         serves.
 
-        options       fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together
-                      with `config`
-        timeline      file that `close` writes: the work of each stream over time, for ui.perfetto.dev
+        options       fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not allowed
+                      together with `config`
+        timeline      trace file that `close` writes: the work of each stream over time, for ui.perfetto.dev
         check_order   for debugging: check with vector clocks that no memory is read or reused too early
-                      (`sidestream.testing.checker`), and let `close` raise RaceError if any was. A step takes up to
-                      twice as long
+                      (`sidestream.testing.checker`). `close` raises RaceError if the check found such an access. A step
+                      takes up to twice as long
         progress      receives the progress of downloads
         on_stage      called as `on_stage(stage, done, total)` in each stage of the start; `total` is 0 if the progress
                       is unknown. On a GPU the start takes up to a minute
@@ -112,15 +114,15 @@ class LLM:
         return self.engine.health()
 
     def reset_cache(self) -> None:
-        """Drop the prefix cache: no later request finds a block that any tier holds now. Running requests continue."""
+        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue."""
         self._check_open()
         self.engine.reset_cache()
 
     def on_kv_events(self, callback: OnBatch) -> None:
-        """Call `callback(sequence, batch)` for every batch of KV events from now on (docs/kv-events.md), on a thread of
-        their own. A callback that raises is not called again.
+        """From now on, call `callback(sequence, batch)` for every batch of KV events (docs/kv-events.md), on a separate
+        thread. A callback that raises is not called again.
 
-        Raises ConfigError without `kv_events=KVEventsConfig()`.
+        Raises ConfigError if the engine was started without `kv_events=KVEventsConfig()`.
         """
         self._check_open()
         self.engine.on_kv_events(callback)
@@ -132,12 +134,12 @@ class LLM:
         *,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Continue one prompt or several at once; the results have the prompts' order.
+        """Continue one prompt, or several prompts in one batch. The results have the prompts' order.
 
-        params       for all prompts, or one for each
-        cache_salt   only requests of the same salt share KV, in all tiers
+        params       one object for all prompts, or a list with one object for each prompt
+        cache_salt   only requests with the same salt share KV, in all tiers
 
-        Raises RequestError for the first prompt that is rejected, before any prompt is started.
+        Raises RequestError for the first invalid prompt, before any prompt is started.
         """
         self._check_open()
         many = as_list(prompts)
@@ -162,14 +164,14 @@ class LLM:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> RequestOutput:
-        """Continue a conversation: messages of `role` and `content`, laid out by the model's chat template."""
+        """Answer a conversation. Each message has a `role` and a `content`; the model's chat template formats them."""
         self._check_open()
         return self.generate([self.tokenizer.chat(messages)], checked_params(params), cache_salt=cache_salt)[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Generator[Delta, None, None]:
-        """The deltas of one prompt's samples, as they come. Leaving the loop aborts the request."""
+        """Yield the output of one prompt's samples as it is generated. Leaving the loop aborts the request."""
         self._check_open()
         request = _StreamedRequest(
             self.engine, self.tokenizer, ids_of(prompt, self.tokenizer), checked_params(params), cache_salt
@@ -180,12 +182,14 @@ class LLM:
             self.engine.abort(request.handle)
 
     def flush(self, *, timeout_s: float = 60.0) -> bool:
-        """Block until all complete blocks are stored in the tiers; False after `timeout_s`."""
+        """Block until the tiers (host memory, disk) hold all complete blocks; False after `timeout_s`."""
         self._check_open()
         return self.engine.flush(timeout_s=timeout_s)
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort running requests after `drain_s` seconds, store all complete blocks, end the threads. Idempotent."""
+        """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and
+        end the engine. Idempotent.
+        """
         self._closed = True
         self._loaded.close(drain_s=drain_s)
 
@@ -202,7 +206,7 @@ class LLM:
 
 
 class _StreamedRequest:
-    """One submitted prompt whose deltas are read as they come."""
+    """One submitted prompt of `LLM.stream`. The caller's thread reads its deltas one by one."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str
@@ -214,7 +218,7 @@ class _StreamedRequest:
         self.handle: Handle = engine.submit(prompt, params, self._outputs.put, cache_salt=cache_salt)
 
     def deltas(self) -> Iterator[Delta]:
-        """The deltas with their text. Ends when all samples have ended in the engine."""
+        """Yield the deltas with their text. Ends when all samples have ended in the engine."""
         left = self._num_samples
         while left:
             raw = self._outputs.get()
@@ -238,7 +242,7 @@ class _Sample:
 
 
 class _Batch:
-    """The prompts of one `LLM.generate`, in their order."""
+    """The prompts of one call of `LLM.generate`, in the caller's order."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, cache_salt: str) -> None:
         self._engine = engine
@@ -248,12 +252,12 @@ class _Batch:
         self.pending = deque[_CollectedRequest]()
 
     def submit(self, prompt: list[int], params: SamplingParams) -> bool:
-        """Submit one more prompt. False: the engine's queue is full; wait for a pending result, then try again.
+        """Submit one more prompt. False: the engine's queue is full. Then take a result with `next`, and try again.
 
         Raises what `Engine.submit` raises.
         """
         while not self._outputs.empty():
-            # With many prompts, the first ones may reach their stop strings before the last one is submitted.
+            # With many prompts, the first ones may reach their stop strings before the last prompt is submitted.
             self._read()
         try:
             self.pending.append(
@@ -268,7 +272,7 @@ class _Batch:
         return True
 
     def next(self) -> RequestOutput:
-        """Wait for the first pending result. Meanwhile, process the other prompts' deltas and stop strings."""
+        """Wait for the first pending prompt's result. Meanwhile, process the other prompts' deltas and stop strings."""
         while not self.pending[0].ended:
             self._read()
         output = self.pending[0].output()
@@ -287,11 +291,11 @@ class _Batch:
 
 
 class _CollectedRequest:
-    """One submitted prompt whose result is returned whole.
+    """One submitted prompt of `LLM.generate`, whose result is returned at its end.
 
-    Without stop strings, the engine thread collects the tokens and puts one message at the end: with one message per
-    token, the garbage collector and the reading thread would slow the engine thread. With stop strings, the caller's
-    thread reads each delta, because only the text shows where the sample ends.
+    Without stop strings, the engine thread collects the tokens, and queues one message for the caller's thread at the
+    end. One message per token would slow the engine thread, because of the garbage collector and the reading thread.
+    With stop strings, the caller's thread reads each delta, because only the text shows where the sample ends.
     """
 
     def __init__(
@@ -318,7 +322,7 @@ class _CollectedRequest:
         self.handle: Handle = engine.submit(prompt, params, self._on_delta, cache_salt=cache_salt)
 
     def _on_delta(self, delta: Delta) -> None:
-        """The engine's sink, on the engine thread."""
+        """Called by the engine, on its thread, for each delta."""
         if self._first is None:
             self._first = delta
         if self._ttft_s is None and delta.token_ids:
@@ -385,11 +389,15 @@ class _CollectedRequest:
 
 
 _Outputs = SimpleQueue[tuple[_CollectedRequest, Delta | None]]
-"""A request, and its next delta (with stop strings) or None when it has ended (without)."""
+"""Queue from the engine thread to the caller's thread. A request with stop strings puts each of its deltas; a request
+without stop strings puts None once, when it has ended.
+"""
 
 
 def _abort_if_text_ended(engine: Engine, handle: Handle, raw: Delta, processed: Delta) -> None:
-    """Abort a sample in the engine if its text ended first: at a stop string, or because the tokenizer failed."""
+    """Abort a sample that the engine still runs although its text has ended: at a stop string, or because the tokenizer
+    failed.
+    """
     if raw.finish_reason is None and processed.finish_reason is not None:
         engine.abort(handle.sample(processed.index), reason=processed.finish_reason)
 

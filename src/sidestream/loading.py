@@ -1,5 +1,5 @@
-"""Loads a model by name and starts its engine in this process: weights, draft model or head, tokenizer, sampling
-defaults, ordering checker.
+"""Loads a model by name, with its tokenizer, sampling defaults and draft model or head, and starts its engine in this
+process. With tensor parallelism, it also starts the processes of the other ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LoadedEngine:
                 block_tokens=config.block_tokens,
                 device=device,
                 ranks=config.tensor_parallel,
-            )  # refuses models that cannot be divided, before any process is started
+            )  # raises an error for a model that cannot be divided among the ranks, before any process is started
             on_stage("starting the ranks", 0, 0)
             self._processes = RankProcesses(self.path, config)
         try:
@@ -147,9 +147,10 @@ class LoadedEngine:
         return engine
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort running requests after `drain_s` seconds, store all complete blocks, end the threads. Idempotent.
+        """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and
+        end the engine. Idempotent.
 
-        Raises RaceError for findings of the ordering checker.
+        Raises RaceError if the order checker has findings.
         """
         self.engine.close(drain_s=drain_s)
         if self._processes is not None:
@@ -178,7 +179,9 @@ class LoadedEngine:
         return defaults
 
     def _draft_path(self, progress: Progress | None) -> str | None:
-        """The draft model's path, if there is one. Checks its tokenizer before any weights are read."""
+        """Path of the draft model; None: no draft model. Checks that its tokenizer equals the model's, before any
+        weights are read.
+        """
         wanted = self.config.speculative
         if wanted is None or wanted.model is None:
             return None
@@ -189,7 +192,9 @@ class LoadedEngine:
         return path
 
     def _proposer(self, model: PagedModel, draft_path: str | None, on_stage: OnStage) -> Proposer | None:
-        """The proposer, if it needs weights. None: no drafts, or the engine makes the proposer."""
+        """The proposer (which drafts tokens), if it has weights: a head or a draft model. None: no drafts, or a
+        proposer without weights, which `build_engine` makes.
+        """
         wanted = self.config.speculative
         if wanted is not None and wanted.proposer == "mtp":
             with _about("the head"):
@@ -212,7 +217,7 @@ class LoadedEngine:
 
 @contextlib.contextmanager
 def _about(part: str) -> Iterator[None]:
-    """Name the part in the message of ConfigErrors; turn the hub's errors into ModelErrors."""
+    """Turn ConfigErrors and errors of the download into ModelErrors that start with the name of the part."""
     try:
         yield
     except ConfigError as error:

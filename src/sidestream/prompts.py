@@ -1,4 +1,4 @@
-"""Checks the prompts and parameters of the Python interface."""
+"""Checks the prompts and sampling parameters that callers of `LLM` and `AsyncLLM` give."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """The parameters of each prompt: one object for all, or a list with one for each. Raises RequestRejected."""
+    """The parameters of each prompt. `params` is one object for all prompts, or a list with one object for each.
+
+    Raises RequestRejected.
+    """
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         return [checked_params(params)] * num_prompts
     if len(params) != num_prompts:
-        reason = f"{len(params)} params for {num_prompts} prompts: give one, or one for each"
+        reason = f"{len(params)} params for {num_prompts} prompts: give one object for all, or one for each prompt"
         raise RequestRejected(reason, param="params")
     return [checked_params(one, f"params[{index}]") for index, one in enumerate(params)]
 

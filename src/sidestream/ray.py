@@ -1,11 +1,15 @@
-"""Replicas of a model on Ray Serve: engines behind an ingress, routed by Ray's own routers. Needs the extra `ray`.
+"""Replicas of a model on Ray Serve: engines behind an ingress. Ray's own routers choose the replica for each request.
+Needs the extra `ray`.
 
-`build_app` is the builder for Ray's config files (`import_path: sidestream.ray:build_app`) and for `serve.run`. An
-application has two deployments. `Engines`: each replica has an engine in a process of its own and the HTTP API of
-`sidestream serve` above it, and exchanges ASGI messages with the ingress. `Ingress`: takes requests from Ray's HTTP
-proxy, names their session or prompt to the router, and answers 503 for an engine that is lost or not found in time.
+`build_app` builds the application, for Ray's config files (`import_path: sidestream.ray:build_app`) and for
+`serve.run`. An application has two deployments:
 
-Ray's packages are imported on first use, so that the options can be checked and read without them.
+Engines   each replica has an engine in a separate process and, in front of it, the HTTP API of `sidestream serve`. It
+          exchanges ASGI messages with the ingress
+Ingress   takes requests from Ray's HTTP proxy, passes the request's session or prompt to the router, and replies with
+          503 if the replica is lost or no replica takes the request in time
+
+Ray's packages are imported on first use, so that the options can be checked without Ray.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ ROUTERS = {
     # The public name, ray.serve.llm.request_router, cannot be imported without vLLM or SGLang.
     "prefix": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter",
 }
-"""Ray's routers by short name: by the session's header, by the longest known prefix of the prompt."""
+"""Ray's routers by short name. `session` routes by a session header, `prefix` by the longest known prefix of the
+prompt.
+"""
 
 APP_NAME = "sidestream"
 """Name of the application that `serve_locally` runs."""
@@ -62,9 +68,11 @@ _OF_THE_PROXY = (
     "ssl_ca_certs",
     "replica",
 )
-"""Server options that Ray's HTTP proxy has its own of, or that are set for each replica."""
+"""Server options that users cannot give. Ray's HTTP proxy has its own options for them; `replica` is set for each
+replica.
+"""
 _STORE_S = 30.0
-"""Time that an engine has to store its KV in the tiers when its replica stops."""
+"""Maximum time for an engine to store its KV in the tiers when its replica stops."""
 _SCOPE = (
     "type",
     "asgi",
@@ -78,22 +86,22 @@ _SCOPE = (
     "client",
     "server",
 )
-"""Parts of a request's ASGI scope that are sent to the engine; the others belong to the ingress."""
+"""Parts of a request's ASGI scope that the ingress sends to the engine."""
 _DRAIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """An application of replicas; its fields are the `args` of a Ray config file.
+    """The options of an application; the fields are the `args` of a Ray config file.
 
-    model            as for `LLM`
-    engine           fields of EngineConfig, with `offload` and `speculative` as mappings. A disk tier's directory gets
-                     a subdirectory for each replica of a node, because engines do not share one
-    server           fields of ServerOptions, without address, TLS and `replica`: Ray's HTTP proxy has the address, and
-                     replicas get their names from Ray
+    model            directory, hub id or name of the model, as for `LLM`
+    engine           fields of EngineConfig, with `offload` and `speculative` as mappings. In the directory of a disk
+                     tier, each replica of a node gets its own subdirectory, because engines cannot share a directory
+    server           fields of ServerOptions except for address, TLS and `replica`: Ray's HTTP proxy has the address,
+                     and replicas get their names from Ray
     router           `session`, `prefix`, `load` (Ray's default), or the import path of a request router
-    session_header   requests with the same value of this header go to the same replica, with the router `session`
-    queue_timeout_s  a request that no replica has taken for this long is refused with 503
+    session_header   with the router `session`, requests with the same value of this header go to the same replica
+    queue_timeout_s  a request that no replica takes within this time gets a 503
     replicas         Ray's options of the deployment `Engines`, such as `num_replicas`, `autoscaling_config`,
                      `ray_actor_options`
     ingress          Ray's options of the deployment `Ingress`
@@ -129,18 +137,21 @@ class RayOptions:
 
     @property
     def request_slots(self) -> int:
-        """Requests that an engine runs at once."""
+        """Maximum number of requests that an engine runs at once."""
         on_gpu = bool(self.replicas.get("ray_actor_options", {}).get("num_gpus"))
         config = self.engine_config()
         return config.sizes(CUDA if on_gpu and config.device != CPU else CPU).max_running
 
     @classmethod
     def of(cls, args: Mapping[str, Any]) -> RayOptions:
-        """The options of a config file's `args`. Raises ConfigError."""
+        """Make the options from the `args` of a config file. Raises ConfigError."""
         return _made(cls, "argument", args)
 
     def engine_config(self, *, local_rank: int = 0) -> EngineConfig:
-        """The engine's configuration, of the replica with that number on its node. Raises ConfigError."""
+        """The engine's configuration. Raises ConfigError.
+
+        local_rank   number of the replica on its node
+        """
         given = dict(self.engine)
         if (offload := given.get("offload")) is not None:
             tiers = _made(OffloadConfig, "offload option", offload)
@@ -152,16 +163,17 @@ class RayOptions:
         return _made(EngineConfig, "engine option", given)
 
     def server_options(self, replica: str) -> ServerOptions:
-        """The options of the HTTP API of the replica with that name. Raises ConfigError."""
+        """The options of the HTTP API. `replica`: name of the replica. Raises ConfigError."""
         return _made(ServerOptions, "server option", {**self.server, "replica": replica})
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """The application for `serve.run`, or for `serve deploy` of a config file. `args` are the fields of RayOptions.
+    """The application for `serve.run`, or for `serve deploy` with a config file. `args` are the fields of RayOptions.
 
-    Ray's defaults are replaced where they do not fit streams of minutes: `max_ongoing_requests` is twice the engine's
-    request slots instead of 5, `graceful_shutdown_timeout_s` is the drain time and the time to store KV, engines are
-    checked every 2 s. Raises ConfigError, also if Ray is not installed.
+    Some of Ray's defaults do not suit replies that stream for minutes, so this function replaces them:
+    `max_ongoing_requests` is twice the engine's request slots instead of 5, `graceful_shutdown_timeout_s` is the drain
+    time plus the time to store KV, and Ray checks the health of engines every 2 s. Raises ConfigError, also if Ray is
+    not installed.
     """
     options = RayOptions.of(args)
     serve = _ray_serve()
@@ -183,17 +195,18 @@ def build_app(args: Mapping[str, Any]) -> Application:
 
 @contextmanager
 def serve_locally(args: Mapping[str, Any], *, port: int = 8000, num_cpus: int | None = None) -> Iterator[str]:
-    """Serve an application on this machine alone: starts Ray, and stops it with the block. The value is the URL.
+    """Serve an application on this machine only. A context manager that yields the URL: it starts Ray, and stops Ray at
+    the end of the block.
 
-    At the end, new requests get 503, running ones have `drain_s` to finish, engines store their KV. Call it before Ray
-    is imported: then all processes of Ray but the replicas listen on 127.0.0.1 only (docs/scale.md#network). Signals
-    are the caller's business.
+    At the end of the block, new requests get a 503, running requests have `drain_s` to finish, and the engines store
+    their KV. Enter the block before Ray is imported: then all of Ray's processes except for the replicas listen on
+    127.0.0.1 only (docs/scale.md#network). The caller handles signals.
 
     args      fields of RayOptions
     port      port of the HTTP proxy on 127.0.0.1
-    num_cpus  processors that Ray may give to replicas; None: those of the machine
+    num_cpus  number of processors that Ray may give to replicas; None: all processors of the machine
     """
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # no cluster: Ray's address is 127.0.0.1
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # without a cluster, Ray's address is 127.0.0.1
     options = RayOptions.of(args)
     serve = _ray_serve()
     import ray
@@ -213,7 +226,7 @@ def serve_locally(args: Mapping[str, Any], *, port: int = 8000, num_cpus: int | 
 
 
 class Engines:
-    """A replica: one engine, and the HTTP API above it without a socket. Ray makes and calls it."""
+    """A replica: one engine, and an HTTP API in front of it that has no socket of its own. Ray makes and calls it."""
 
     def __init__(self, options: RayOptions) -> None:
         """Load the model; blocks until the engine serves."""
@@ -226,9 +239,10 @@ class Engines:
         self._app = create_app(self._llm, options=server)
 
     async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        """The ASGI messages of one reply; first an empty list, which says that a replica has the request.
+        """Yield the ASGI messages of one reply. The first item is an empty list: it tells the ingress that a replica
+        has the request.
 
-        Messages that have gathered come together; none is held back. Closing the generator aborts the request.
+        An item holds all messages that are ready, so no message is delayed. Closing the generator aborts the request.
         """
         unsent: asyncio.Queue[Message | None] = asyncio.Queue()
         body = iter((call.body,))
@@ -236,7 +250,7 @@ class Engines:
         async def receive() -> Message:
             for piece in body:
                 return {"type": "http.request", "body": piece, "more_body": False}
-            await asyncio.Event().wait()  # a client that goes away cancels this task
+            await asyncio.Event().wait()  # wait for ever: when the client disconnects, this task is cancelled
             raise AssertionError
 
         async def run() -> None:
@@ -260,7 +274,8 @@ class Engines:
             task.cancel()
 
     async def check_health(self) -> None:
-        """Ray's health check, every 2 s: raises EngineStopped if the engine serves no more; Ray replaces the replica.
+        """Ray calls this every 2 s. Raises EngineStopped if the engine does not serve any more; then Ray replaces the
+        replica.
 
         Also passes the engine's metrics on to Ray.
         """
@@ -270,15 +285,16 @@ class Engines:
         self._metrics.write(await self._llm.metrics_snapshot())
 
     async def __del__(self) -> None:
-        """Ray's call after the last request of a replica that stops: store KV in the tiers, end the engine."""
+        """Store KV in the tiers and end the engine. Ray calls this when a replica stops, after its last request."""
         if hasattr(self, "_llm"):
             await self._llm.close()
 
 
 class _NodeMetrics:
-    """Copies an engine's metrics to Ray, whose agent exports those of all replicas of its node (`ray_sidestream_…`).
+    """Copies an engine's metrics to Ray. Ray's agent exports the metrics of all replicas of its node
+    (`ray_sidestream_…`).
 
-    All are gauges, histograms as their buckets: a counter of Ray cannot be set to a value.
+    All metrics become gauges, including a histogram's buckets, because a Ray counter cannot be set to a value.
     """
 
     def __init__(self, replica: str) -> None:
@@ -297,7 +313,7 @@ class _NodeMetrics:
 
 
 class Ingress:
-    """Passes HTTP requests to the engines. Ray makes and calls it; any number of replicas may run."""
+    """Passes HTTP requests to the engines. Ray makes and calls it. Any number of replicas of the ingress may run."""
 
     def __init__(self, engines: DeploymentHandle[Engines], options: RayOptions) -> None:
         self._engines = engines.options(method_name="answer", stream=True)
@@ -306,13 +322,13 @@ class Ingress:
         self._running = 0
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Ray's call for a new `user_config`: with `draining: true`, new requests are refused with 503."""
+        """Ray calls this with a new `user_config`. With `draining: true`, new requests get a 503."""
         self._draining = bool(user_config.get("draining", False))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests with 503 and wait for the running ones; False after `timeout_s`.
+        """Reject new requests with 503 and wait for the running ones; False after `timeout_s`.
 
-        Only of the replica of the ingress that gets this call; `user_config` reaches all of them.
+        This call affects only one replica of the ingress; `user_config` reaches all of them.
         """
         self._draining = True
         deadline_s = time.monotonic() + timeout_s
@@ -321,7 +337,9 @@ class Ingress:
         return not self._running
 
     async def __call__(self, request: Request) -> Response:
-        """The reply of the engine that Ray's router chooses. A lost engine is a 503, or the last event of a stream."""
+        """The reply of the replica that Ray's router chooses. If this replica is lost, the reply is a 503; if the reply
+        has begun, its stream ends with an error event.
+        """
         if self._draining:
             return _refusal(
                 ApiError(503, "this service is shutting down: try again later", kind="server_error", code="draining")
@@ -348,13 +366,13 @@ class Ingress:
                 self._end(messages)
 
     def _end(self, messages: _Messages) -> None:
-        """Abort the request unless it has ended."""
+        """Abort the request, if it has not ended."""
         self._running -= 1
         messages.cancel()
 
 
 class _Messages(Protocol):
-    """ASGI messages of one reply, as they come from a replica: Ray's DeploymentResponseGenerator."""
+    """ASGI messages of one reply, as they arrive from a replica: Ray's DeploymentResponseGenerator."""
 
     def __aiter__(self) -> AsyncIterator[list[Message]]: ...
 
@@ -364,13 +382,13 @@ class _Messages(Protocol):
 
 
 class _Reply(StreamingResponse):
-    """The rest of an engine's reply. Calls `on_end` at its end, also if the client is gone."""
+    """An engine's reply, after its first ASGI message. Calls `on_end` at its end, also if the client disconnects."""
 
     def __init__(
         self, start: Message, first: list[Message], messages: _Messages, *, on_end: Callable[[_Messages], None]
     ) -> None:
         super().__init__(self._pieces(first), status_code=start["status"])
-        self.raw_headers = [header for header in start["headers"] if header[0] != b"x-request-id"]  # Ray sets one
+        self.raw_headers = [header for header in start["headers"] if header[0] != b"x-request-id"]  # Ray adds its own
         self._messages = messages
         self._on_end = on_end
 
@@ -382,7 +400,7 @@ class _Reply(StreamingResponse):
             self._on_end(self._messages)
 
     async def _pieces(self, first: list[Message]) -> AsyncGenerator[bytes, None]:
-        """The body. If the engine is lost, a stream of events ends with an error event."""
+        """The pieces of the body. If the replica is lost, a stream of events ends with an error event."""
         try:
             if first:
                 yield _joined(first)
@@ -397,9 +415,9 @@ class _Reply(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request on its way to an engine.
+    """One HTTP request, as the ingress sends it to an engine.
 
-    prompt   text that Ray's prefix-aware router compares: prompt or messages as they stand in the body
+    prompt   text that Ray's prefix-aware router compares: the body's prompt, or its messages as JSON
     """
 
     scope: Scope
@@ -408,10 +426,10 @@ class Call:
 
 
 def _prompt_of(body: bytes) -> str:
-    """The text of a body's prompt or messages. Never empty, because Ray's router divides by its length."""
+    """The text of a body's prompt or messages. Never empty, because Ray's router divides by the length of the text."""
     try:
         fields = json.loads(body)
-    except ValueError:  # the engine's API refuses it
+    except ValueError:  # the body is no JSON: the engine's API rejects it later
         return "null"
     prompt = (fields.get("messages") or fields.get("prompt")) if isinstance(fields, dict) else None
     return prompt if isinstance(prompt, str) and prompt else json.dumps(prompt)
@@ -426,7 +444,7 @@ def _refusal(error: ApiError) -> Response:
 
 
 def _as_error(failure: Exception) -> ApiError | None:
-    """The 503 for a failure of replicas or of their machines; None for a failure of our own code."""
+    """The 503 for a failure of replicas or of their machines; None for an exception of Sidestream's code."""
     from ray.exceptions import RayError, RayTaskError
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
@@ -446,7 +464,7 @@ def _as_error(failure: Exception) -> ApiError | None:
 
 
 def _made(kind: type[_Made], what: str, given: Mapping[str, Any]) -> _Made:
-    """The dataclass `kind` of these fields. Raises ConfigError for unknown and missing fields."""
+    """A dataclass `kind` with the fields of `given`. Raises ConfigError for unknown and missing fields."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{what}s are {given!r}: give a mapping of names to values")
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}

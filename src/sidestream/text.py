@@ -1,6 +1,6 @@
-"""Incremental detokenising, stop strings, the protocol of tokenizers, and the package's sample texts.
+"""Incremental detokenization, stop strings, the protocol of tokenizers, and the package's sample texts.
 
-Knows nothing of requests or the engine. A `Detokenizer` and a `StopStrings` belong to one sample and one thread.
+Knows nothing about requests or the engine. A `Detokenizer` and a `StopStrings` belong to one sample and one thread.
 """
 
 from __future__ import annotations
@@ -9,27 +9,29 @@ import importlib.resources
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
-_LONG_WINDOW = 32  # tokens; one character takes a few at most
+_LONG_WINDOW = 32  # tokens; far more than the tokens of one character
 _UNDECIDED = "\ufffd"  # decoders return it for bytes that are no complete character
 
-# One topic in this many is held out from training.
+# Every eighth topic of the sample tasks is held out from training.
 _HELD_OUT_EVERY = 8
 
 
 class DetokenizerLike(Protocol):
-    """Incremental text of one sample: `Detokenizer`, or a test's."""
+    """Incremental detokenizer of one sample: `Detokenizer`, or a fake in tests."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
+        """Add a token; returns the text that became certain with this token."""
         ...
 
     def finish(self) -> str:
-        """The rest of the text."""
+        """The text that `push` has not returned yet."""
         ...
 
 
 class TokenizerLike(Protocol):
-    """A tokenizer as front ends use it, from any thread: `sidestream.tokenizer.Tokenizer`, or a test's."""
+    """The part of a tokenizer that front ends use, from any thread: `sidestream.tokenizer.Tokenizer`, or a fake in
+    tests.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -37,7 +39,7 @@ class TokenizerLike(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt."""
+        """Token ids of a text."""
         ...
 
     def chat(
@@ -48,14 +50,14 @@ class TokenizerLike(Protocol):
         continue_final_message: bool = False,
         **options: Any,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the model's chat template.
+        """Token ids of a conversation, formatted with the model's chat template.
 
         messages                each has a role, a content, and further fields that the template may read
         add_generation_prompt   end with the start of the assistant's turn
-        continue_final_message  leave the last message open: the model continues it
+        continue_final_message  do not end the last message, so that the model continues it
         options                 variables of the template
 
-        Raises RequestRejected; for an option, its `param` is the option's name.
+        Raises RequestRejected. If an option is at fault, the error's `param` is the option's name.
         """
         ...
 
@@ -68,24 +70,25 @@ class TokenizerLike(Protocol):
         ...
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it."""
+        """The vocabulary's string for each token."""
         ...
 
     def detokenizer(self) -> DetokenizerLike:
-        """A new incremental `decode`, for one sample."""
+        """A new incremental detokenizer, for one sample."""
         ...
 
 
 class Detokenizer:
-    """Incremental text of one sample.
+    """Incremental detokenizer of one sample.
 
-    The joined pieces of `push` and `finish` equal `decode` of all tokens. A piece never ends inside a character, and
-    text that was returned never changes. Only the last few tokens are decoded again, so the work per token is bounded.
+    The pieces that `push` and `finish` return, joined, equal `decode` of all tokens. A piece never ends inside a
+    character, and text that was returned never changes. Only the last few tokens (the window) are decoded again, so
+    the work per token is bounded.
     """
 
-    # _window  [0, _settled)      all of its text was returned; decoded again because a token's text depends on the
-    #                             tokens before it
-    #          [_settled, end)    its text was returned up to the last, undecided character
+    # _window  [0, _settled)      tokens whose text was returned; they are decoded again because the text of the next
+    #                             tokens depends on them
+    #          [_settled, end)    tokens whose text was returned, except for a last, incomplete character
     # _given   number of characters of the window's text that were returned
 
     def __init__(
@@ -99,8 +102,8 @@ class Detokenizer:
         """
         decode       text of token ids; U+FFFD for bytes that are no character
         length_of    number of characters of one token's text
-        special_ids  ids without text
-        byte_ids     ids that stand for one byte of a character
+        special_ids  ids of special tokens, which have no text
+        byte_ids     ids of byte tokens, which stand for one byte of a character
         """
         self._decode = decode
         self._length_of = length_of
@@ -109,10 +112,10 @@ class Detokenizer:
         self._window: list[int] = []
         self._settled = 0
         self._given = 0
-        self._patience = 0  # decode the window again when it is this long
+        self._patience = 0  # length of the window at which it is decoded again
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; empty while a character is incomplete."""
+        """Add a token; returns the text that became certain, empty while a character is incomplete."""
         if token_id in self._special_ids:
             return ""
         self._window.append(token_id)
@@ -130,7 +133,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The rest; incomplete characters become U+FFFD. No push after it."""
+        """The text that `push` has not returned; incomplete characters become U+FFFD. Do not call `push` after it."""
         text = self._decode(self._window)
         return self._give(text, len(text))
 
@@ -146,10 +149,11 @@ class Detokenizer:
         self._patience = 0
 
     def _cut(self, text: str) -> None:
-        """Shorten a window that does not settle, such as a long run of broken bytes.
+        """Shorten a window whose last character stays incomplete, such as a long run of invalid bytes.
 
-        Cut where the two halves decode to the same text as the whole: no character spans that position. If none of the
-        last four positions works, hold text back until the window has grown by an eighth, which bounds the work.
+        Cut the window at a position that no character spans: there, the text of both parts together equals the text of
+        the whole window. If none of the last four positions qualifies, decode again only when the window has grown by
+        an eighth, which bounds the work.
         """
         for index in range(len(self._window) - 1, len(self._window) - 5, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
@@ -163,25 +167,28 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends the text at the first complete stop string; holds back text that may be the start of one.
+    """Ends the text at the first complete stop string. Holds back text that may be the start of a stop string.
 
-    Of two that are complete at the same character, the longer one counts. The split of the text into pieces makes no
-    difference.
+    If two stop strings end at the same character, the longer one counts. The result does not depend on how the text is
+    split into pieces.
 
-    include   return the stop string too
-    matched   the stop string that was found
+    include   return the stop string, too
+    matched   the stop string that was found; None: no stop string yet
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
         self._borders = tuple(_borders(stop) for stop in self._stops)
         self._include = include
-        self._lengths = [0] * len(self._stops)  # length of the longest prefix of each stop string that ends the text
+        self._lengths = [0] * len(self._stops)  # per stop string: length of its longest prefix that the text ends with
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that is certain now, and whether a stop string was found; after one was, always `("", True)`."""
+        """Add text. Returns the text that no stop string can contain any more, and whether a stop string was found.
+
+        After a stop string was found, always `("", True)`.
+        """
         if self.matched is not None:
             return "", True
         if not self._stops:
@@ -196,12 +203,14 @@ class StopStrings:
         return text[:shown], False
 
     def flush(self) -> str:
-        """The text held back, when the sample ends without a stop string."""
+        """The text that was held back, for a sample that ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _step(self, character: str) -> str:
-        """Advance all stop strings by one character (Knuth, Morris and Pratt 1977). The longest complete one, or ""."""
+        """Match one more character against all stop strings (Knuth, Morris and Pratt 1977). Returns the longest stop
+        string that ends here, or "".
+        """
         found = ""
         for index, stop in enumerate(self._stops):
             length = self._lengths[index]
@@ -225,7 +234,7 @@ def sample_text() -> str:
 
 
 def sample_tasks(*, held_out: bool = False) -> list[str]:
-    """Tasks for training a draft head, in a fixed order; `held_out`: about other topics, for judging the head."""
+    """Tasks for training a draft head, in a fixed order. `held_out`: tasks about other topics, for testing the head."""
     data = importlib.resources.files("sidestream").joinpath("data")
     tasks, topics = (
         data.joinpath(name).read_text(encoding="utf-8").splitlines() for name in ("tasks.txt", "topics.txt")
@@ -235,7 +244,9 @@ def sample_tasks(*, held_out: bool = False) -> list[str]:
 
 
 def _borders(stop: str) -> tuple[int, ...]:
-    """For every prefix of `stop`, the length of its longest proper suffix that is a prefix of `stop` too."""
+    """The KMP failure table: for every prefix of `stop`, the length of the prefix's longest proper suffix that is also
+    a prefix of `stop`.
+    """
     borders = [0] * len(stop)
     length = 0
     for index in range(1, len(stop)):

@@ -1,4 +1,4 @@
-"""A model's tokenizer and its chat template. Knows nothing of requests or the engine; any thread may use it."""
+"""A model's tokenizer and its chat template. Knows nothing about requests or the engine; any thread may use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.text import Detokenizer
 
-# Arguments of apply_chat_template: an option of the same name would replace them.
+# Parameters of apply_chat_template. They are not allowed as template options, because an option would replace them.
 _TEMPLATE_CALL = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -28,10 +28,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class Tokenizer:
     """Encodes text and messages; decodes token ids.
 
-    eos_ids      ids that end an answer: of the generation config (else the model's config) and of the tokenizer
-    special_ids  ids without text, such as the end of sequence; `decode` skips them
-    byte_ids     byte tokens of a SentencePiece model, which spell characters without a token: <0xE2><0x82><0xAC> is €
-    vocab_size   one more than the largest id; the model's logits may be wider
+    eos_ids      end-of-sequence ids, from the generation config (if it has none, from the model's config) and from the
+                 tokenizer
+    special_ids  ids of special tokens, which have no text, such as the end of sequence; `decode` skips them
+    byte_ids     byte tokens of a SentencePiece model. They spell characters that have no token: <0xE2><0x82><0xAC> is €
+    vocab_size   one more than the largest id; the model's logits may have more columns
     """
 
     def __init__(self, backend: PreTrainedTokenizerBase, *, eos_ids: Sequence[int]) -> None:
@@ -66,7 +67,7 @@ class Tokenizer:
         return cls(backend, eos_ids=_eos_ids(model, backend))
 
     def check_equal(self, other: Tokenizer, *, name: str) -> None:
-        """Raise ModelError unless `other`, the tokenizer of the draft model `name`, has the same token for each id."""
+        """Raise ModelError unless each token has the same id in `other`, the tokenizer of the draft model `name`."""
         ours, theirs = self._backend.get_vocab(), other._backend.get_vocab()
         for token, number in sorted(ours.items(), key=lambda item: item[1]):
             if theirs.get(token) != number:
@@ -77,7 +78,7 @@ class Tokenizer:
                 )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special_tokens` adds the model's own, such as a beginning of sequence.
+        """Token ids of `text`. `add_special_tokens` adds the model's special tokens, such as a beginning of sequence.
 
         Raises RequestRejected when `text` is not valid Unicode.
         """
@@ -92,18 +93,18 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it, such as `Ġhello`; empty for an id without a token."""
+        """The vocabulary's string for each token, such as `Ġhello`; empty for an id without a token."""
         return [token or "" for token in self._backend.convert_ids_to_tokens(list(token_ids))]
 
     def length_of(self, token_id: int) -> int:
-        """Number of characters of one token's text. Cached: every sampled token needs it."""
+        """Number of characters of one token's text. Cached, because detokenizing needs it for every sampled token."""
         length = self._lengths.get(token_id)
         if length is None:
             length = self._lengths[token_id] = len(self.decode([token_id]))
         return length
 
     def detokenizer(self) -> Detokenizer:
-        """A new incremental `decode`, for one sample."""
+        """A new incremental detokenizer, for one sample."""
         return Detokenizer(self.decode, self.length_of, special_ids=self.special_ids, byte_ids=self.byte_ids)
 
     def chat(
@@ -115,17 +116,17 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the model's chat template.
+        """Token ids of a conversation, formatted with the model's chat template.
 
         messages                each has a role (system, developer, user, assistant, tool) and a content: a string or a
                                 list of parts `{"type": "text", "text": …}`; an assistant's message with tool_calls
                                 may omit the content
-        add_generation_prompt   end with the start of an answer
-        continue_final_message  leave the last message open: the model continues it
+        add_generation_prompt   end with the start of the assistant's turn
+        continue_final_message  do not end the last message, so that the model continues it
         options                 variables of the template, such as enable_thinking
 
-        Raises RequestRejected when there is no template, when it refuses the messages, or when it does not read the
-        given `tools`, tool calls, role `tool` or option: none is ignored silently.
+        Raises RequestRejected if the model has no template, if the template refuses the messages, or if it does not
+        read the given `tools`, tool calls, role `tool` or an option. So no argument is ignored silently.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             example = '[{"role": "user", "content": "Hello"}]'
@@ -144,7 +145,7 @@ class Tokenizer:
                 tokenize=False,
                 **options,
             )
-        except Exception as fault:  # a template may raise whatever it likes
+        except Exception as fault:  # a template may raise any exception
             raise RequestRejected(
                 f"the model's chat template refuses these messages: {_first_line(fault)}", param="messages"
             ) from fault
@@ -200,8 +201,8 @@ def _words(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """`decode` without special tokens and clean-up. Calls the Rust tokenizer directly, which is five times as fast,
-    if transformers' class adds nothing to it.
+    """The function for `decode` without special tokens and without clean-up of spaces. For a fast tokenizer whose class
+    does not override `decode`, it calls the Rust tokenizer directly, which is five times as fast.
     """
     fast, kind = PreTrainedTokenizerFast, type(backend)
     if isinstance(backend, fast) and kind.decode is fast.decode and kind._decode is fast._decode:
@@ -209,14 +210,14 @@ def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 
     def decode(token_ids: list[int]) -> str:
         text = backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # a list would mean that ids of several texts were given
+        assert isinstance(text, str)  # transformers returns a list only for a batch of texts
         return text
 
     return decode
 
 
 def _special_ids(backend: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that `decode` skips: found by decoding, because the tokenizer's lists may be wrong."""
+    """Ids that `decode` skips. Each candidate is decoded, because the tokenizer's lists may be wrong."""
     listed = {index for index, token in backend.added_tokens_decoder.items() if token.special} | set(
         backend.all_special_ids
     )
@@ -235,7 +236,7 @@ def _byte_ids(vocab: Mapping[str, int]) -> frozenset[int]:
 def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
     found = _generation_config(model).get("eos_token_id")
     if found is None:
-        with contextlib.suppress(OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
+        with contextlib.suppress(OSError, ValueError):  # the model has no config, or transformers does not know it
             found = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "eos_token_id", None)
     declared = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
     own = backend.eos_token_id
@@ -243,9 +244,11 @@ def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _generation_config(model: str) -> dict[str, Any]:
-    """The fields of generation_config.json; empty if it is missing or unreadable. Loading the model reports the latter.
+    """The fields of generation_config.json; empty if it is missing or unreadable. An unreadable file is reported when
+    the model is loaded.
 
-    Not read through transformers' class: it warns that it may ignore sampling options, which Sidestream honours.
+    This function does not use transformers' class, because the class warns that sampling options may be ignored, but
+    Sidestream applies them.
     """
     try:
         found = json.loads(Path(cached_file(model, "generation_config.json")).read_text(encoding="utf-8"))
@@ -298,15 +301,15 @@ def _check_unicode(text: str) -> None:
 
 
 def _file_of(model: str, name: str) -> Path | None:
-    """A file of a transformers directory or a hub id, if there is one."""
+    """Path of a file in a transformers directory or a hub id; None if the file does not exist."""
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = cached_file(model, name, **quietly)
     return None if found is None else Path(found)
 
 
 def _sentencepiece_file(model: str) -> Path | None:
-    """The SentencePiece model of a tokenizer without tokenizer.json. Raises ModelError if `sentencepiece` or `protobuf`
-    is not installed.
+    """Path of the SentencePiece model, if the tokenizer has no tokenizer.json; else None. Raises ModelError if
+    `sentencepiece` or `protobuf` cannot be loaded.
 
     Call it before transformers loads the tokenizer: without these packages, transformers takes the file for a tiktoken
     file and asks the user to install tiktoken.
@@ -317,10 +320,10 @@ def _sentencepiece_file(model: str) -> Path | None:
     if path is None or not _starts_like_sentencepiece(path):
         return None
     try:
-        importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # needs sentencepiece and a protobuf that fits
+        importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # also imports protobuf
     except Exception as fault:  # protobuf raises errors of its own
         raise ModelError(
-            f"the tokenizer in {model} is a SentencePiece model alone ({path.name}, no tokenizer.json), and "
+            f"the tokenizer in {model} is a SentencePiece model ({path.name}) without a tokenizer.json, and "
             f"the packages that read it cannot be loaded ({_first_line(fault)}): "
             "pip install 'sidestream[sentencepiece]'"
         ) from fault
@@ -328,7 +331,9 @@ def _sentencepiece_file(model: str) -> Path | None:
 
 
 def _starts_like_sentencepiece(path: Path) -> bool:
-    """Whether the file is a protobuf that starts with field 1; a tiktoken file of the same name is text."""
+    """Whether the file is a protobuf that starts with field 1, as SentencePiece models do. A tiktoken file may have the
+    same name, but it is text.
+    """
     with path.open("rb") as file:
         return file.read(1) == b"\n"
 
@@ -342,8 +347,8 @@ _PROBES = (
 
 
 def _check_conversion(backend: PreTrainedTokenizerBase, path: Path) -> None:
-    """Raise ModelError if the converted tokenizer gives other ids than SentencePiece: transformers may have chosen a
-    class that does not suit the model.
+    """Raise ModelError if transformers' converted tokenizer gives other ids than SentencePiece, because transformers
+    may have chosen a class that does not suit the model.
     """
     from sentencepiece import SentencePieceProcessor
 
@@ -359,14 +364,16 @@ def _check_conversion(backend: PreTrainedTokenizerBase, path: Path) -> None:
 
 
 def _legacy_template(model: str) -> str | None:
-    """The chat template of chat_template.json, an older layout that transformers reads for processors alone."""
+    """The chat template in chat_template.json, an older format that transformers reads only for multimodal processors.
+    None if the file does not exist.
+    """
     path = _file_of(model, "chat_template.json")
     if path is None:
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
     template = content.get("chat_template") if isinstance(content, dict) else None
     if not isinstance(template, str):
-        raise ValueError(f"{path} has no chat_template, as a string")
+        raise ValueError(f"{path} has no string chat_template")
     return template
 
 

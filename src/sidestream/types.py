@@ -1,8 +1,9 @@
-"""Ids, accesses, the fence protocol, and the plans that packages exchange. No tensors, no behaviour.
+"""Types that several packages share: ids, accesses to memory, the fence protocol, and plans. No tensors, no behaviour.
 
-Plans are frozen values, complete at birth. The scheduler makes them; the model runner and the offload engine carry them
-out. None of these three packages imports another. Each preemption of a request increments its `epoch`;
-messages of an older epoch are dropped. H1 to H35 are the hazards in docs/ordering.md.
+A plan is a frozen value that describes future work. The scheduler makes plans; the model runner and the offload engine
+execute them. None of these three packages imports another, so plans are all that they share.
+
+The `epoch` of a request is the number of its preemptions. Results of an older epoch are dropped.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ RequestId = int
 
 DEVICE = "device"
 HOST = "host"
-"""Names of the tiers that every engine with offload has. Blocks of host memory can be loaded at once; blocks of other
-tiers are promoted to host memory first. `offload.tiers.registry` lists those.
+"""Names of the two tiers that every engine with offload has. Blocks in host memory can be loaded at once. Blocks in
+other tiers, such as disk, are first promoted (read into host memory); `offload.tiers.registry` lists these tiers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A byte range `[start, stop)` of a named memory (`"kv"`, `"host"`, …) that work on a stream reads or writes."""
+    """A byte range `[start, stop)` of a named memory (`"kv"`, `"host"`, …) that work on a stream reads or writes.
+
+    The order checker (`sidestream.testing.checker`) derives races from these declarations.
+    """
 
     memory: str
     start: int
@@ -33,8 +37,8 @@ class Access:
 
 
 Accesses = Callable[[], Sequence[Access]]
-"""Returns the accesses of a piece of work. A function, so that the list is built only if a tracer asks:
-building it can take longer than the work itself.
+"""Returns the accesses of a piece of work. Accesses are passed as a function, because building the list can take longer
+than the work itself, and only a tracer needs it.
 """
 
 
@@ -42,7 +46,7 @@ building it can take longer than the work itself.
 class Fence(Protocol):
     """A position on a stream, like a CUDA event. It is done when all work enqueued on `stream` up to `tick` is done.
 
-    A fence exists only after its record was enqueued.
+    A fence exists only after its event was recorded on the stream.
     """
 
     @property
@@ -67,10 +71,11 @@ class Fence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Sampling parameters of one request: the part of `SamplingParams` that the device needs, validated, with defaults.
+    """Sampling parameters of one request: the part of `SamplingParams` that the device needs. The values are validated,
+    and defaults are filled in.
 
     options     value of each sampling option, by its name in the table (`SAMPLING_OPTIONS` in config.py)
-    penalised   whether a penalty is set, so that sampling needs the counts of earlier tokens
+    penalised   a penalty is set, so sampling needs the counts of the request's earlier tokens
     """
 
     options: Mapping[str, float]
@@ -79,9 +84,9 @@ class SamplingSpec:
     seed: int
     min_tokens: int
     forbidden_until_min: tuple[int, ...]
-    """Stop token ids and end-of-sequence ids, which are not sampled before `min_tokens` outputs."""
+    """Stop token ids and end-of-sequence ids. They are not sampled before the request has `min_tokens` outputs."""
     top_logprobs: int
-    """Number of likeliest tokens that get logprobs besides the sampled token; -1: no logprobs at all."""
+    """Number of likeliest tokens whose logprobs are returned, besides the sampled token; -1: no logprobs at all."""
 
     @property
     def greedy(self) -> bool:
@@ -95,18 +100,18 @@ class RowStart:
 
     sampling: SamplingSpec
     prompt: tuple[int, ...]
-    """The request's prompt; the repetition penalty counts its tokens."""
+    """The request's prompt. The repetition penalty applies to its tokens."""
     outputs: tuple[int, ...]
-    """Tokens that were already emitted; empty unless the request resumes after a preemption."""
+    """Tokens that were sampled before; empty unless the request resumes after a preemption."""
 
 
 class StateIds(NamedTuple):
-    """Ids of the recurrent states of a row.
+    """Ids of the recurrent states (of a hybrid model) that a row reads and writes.
 
     read         state before the row; negative: the sequence begins with this row
     write        state after the row
-    checkpoint   state that a decode row also writes if it reaches the end of a block; only the device knows whether it
-                 does. Negative: none
+    checkpoint   second state that a decode row writes if it reaches the end of a block, for the prefix cache. Only the
+                 device knows whether it reaches the end. Negative: no checkpoint
     """
 
     read: int
@@ -115,22 +120,22 @@ class StateIds(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """One request's share of a step: compute KV for positions `[min_start, stop)`.
+    """One request's part of a batch: compute KV for positions `[min_start, stop)`.
 
-    slot              request slot of the request
-    tokens            token ids of `[min_start, stop)` (prefill). None (decode): the request's last sampled token, read
-                      from device state, and `drafts` draft tokens after it
+    slot              request slot: index of the request in the device state
+    tokens            prefill: token ids of `[min_start, stop)`. Decode: None; the row has the request's last sampled
+                      token, read from device state, and `drafts` draft tokens after it
     block_ids         block table that covers `[0, stop)`
-    samples           the chunk ends at the last known token, so its last position yields an output; with drafts, each
-                      position yields one
-    min_output_index  index of the row's first output
+    samples           the row yields outputs. Prefill: the chunk ends at the last known token, so its last position
+                      yields one output. With drafts, each position yields an output
+    min_output_index  index of the row's first output among the request's outputs
     begin             initial device state, in the first chunk of each epoch
     drafts            number of draft tokens; 0 in prefill
-    states            ids of its recurrent states; None: the model has none
+    states            ids of the request's recurrent states; None: the model has none
 
     `min_start` and `min_output_index` are exact, unless drafts of an earlier step are in flight. Then only the device
-    knows how many of those are accepted: both are lower bounds, and the row's `1 + drafts` tokens lie somewhere in
-    `[min_start, stop)`.
+    knows how many of those drafts are accepted. So both values are lower bounds, and the row's `1 + drafts` tokens lie
+    somewhere in `[min_start, stop)`.
     """
 
     request_id: RequestId
@@ -153,12 +158,14 @@ class RowPlan(NamedTuple):
 
     @property
     def is_certain(self) -> bool:
-        """Whether the host knows the exact positions: no earlier step has drafts to verify."""
+        """Whether the host knows the row's exact positions. It does, unless drafts of an earlier step are in flight."""
         return self.stop - self.min_start == self.num_tokens
 
 
 class RowColumns(NamedTuple):
-    """The rows of a step as columns, one for each field of `RowPlan`: faster where code needs one field of all rows."""
+    """The rows of a step as columns, one column for each field of `RowPlan`. Columns are faster for code that needs one
+    field of all rows.
+    """
 
     request_id: tuple[RequestId, ...]
     slot: tuple[int, ...]
@@ -176,9 +183,9 @@ class RowColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, init=False)
 class BatchPlan:
-    """The batch of one step, in packed order: decode rows without drafts, decode rows with drafts, then prefill.
+    """The batch of one step. The order of its rows: decode rows without drafts, decode rows with drafts, prefill rows.
 
-    columns      the rows by field
+    columns      the rows as columns, one for each field
     speculates   a row has drafts, or its positions depend on an earlier step with drafts
     num_decodes  number of decode rows
     """
@@ -195,7 +202,9 @@ class BatchPlan:
 
     @classmethod
     def of_columns(cls, columns: RowColumns, speculates: bool) -> BatchPlan:
-        """The batch with these columns. Its rows are made when they are used: a plain decode step uses none."""
+        """The batch with these columns. Its rows are made on first use, because a decode step without drafts needs only
+        columns.
+        """
         batch = cls.__new__(cls)
         batch._set(columns, speculates, None)
         return batch
@@ -208,7 +217,7 @@ class BatchPlan:
 
     @property
     def rows(self) -> tuple[RowPlan, ...]:
-        """The rows, in packed order."""
+        """The rows, in the batch's order."""
         rows = self._rows
         if rows is None:
             rows = tuple(map(RowPlan._make, zip(*self.columns, strict=True)))
@@ -255,11 +264,12 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RowResult:
-    """Sampled tokens of one row of a step. Immutable by convention; not frozen, for speed (see `Delta`).
+    """Sampled tokens of one row of a step. Immutable by convention, but not frozen, because frozen dataclasses are slow
+    to make (see `Delta`).
 
-    token_ids   one token, and one more for each accepted draft
-    logprobs    of each token, if the request wants them
-    finite      False: after these tokens, the logits held NaN or infinity, or every token was forbidden
+    token_ids   one token, and one more token for each accepted draft
+    logprobs    one entry for each token, if the request wants logprobs
+    finite      False: the logits after these tokens held NaN or infinity, or no token was allowed
     """
 
     token_ids: tuple[int, ...]
@@ -269,9 +279,9 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True, init=False)
 class CachedTokens:
-    """Prompt tokens whose KV came from a cache, by tier: `CachedTokens(device=16, disk=32)`.
+    """Number of prompt tokens whose KV came from a cache, by tier: `CachedTokens(device=16, disk=32)`.
 
-    by_tier   number of tokens by name of the tier; tiers without tokens are left out
+    by_tier   number of tokens by the tier's name; tiers with no tokens are left out
     """
 
     by_tier: Mapping[str, int]
@@ -288,17 +298,17 @@ class CachedTokens:
 
     @property
     def device(self) -> int:
-        """Tokens of blocks that the device still held."""
+        """Tokens whose blocks the device still held."""
         return self.by_tier.get(DEVICE, 0)
 
     @property
     def host(self) -> int:
-        """Tokens of blocks from host memory."""
+        """Tokens whose blocks came from host memory."""
         return self.by_tier.get(HOST, 0)
 
     @property
     def disk(self) -> int:
-        """Tokens of blocks from disk."""
+        """Tokens whose blocks came from disk."""
         return self.by_tier.get("disk", 0)
 
     @property
@@ -309,15 +319,15 @@ class CachedTokens:
 
 @dataclass(slots=True)
 class Delta:
-    """Output of one request at one commit: tokens since the previous delta; the final one has the finish reason.
+    """New output of one sample: the tokens since its previous delta. The final delta has the finish reason.
 
-    Immutable by convention. Not frozen: the engine thread makes one for each token, and a frozen dataclass takes four
-    times as long to make.
+    Immutable by convention, but not frozen: the engine thread makes a delta for each token, and making a frozen
+    dataclass takes four times as long.
 
     finish_reason   None while running; then `"stop"`, `"length"`, `"abort"` or `"error"`
-    index           number of the sample among the request's `n`, from 0
-    text            empty in the engine, which has tokens only; an `OutputProcessor` adds the text. It may lag behind
-                    the tokens while a stop string or a UTF-8 sequence is incomplete
+    index           number of the sample among the request's `n` samples, from 0
+    text            empty in the engine, which knows only tokens; an `OutputProcessor` adds the text. The text may lag
+                    behind the tokens while a stop string or a UTF-8 sequence is incomplete
     """
 
     index: int
@@ -334,9 +344,10 @@ class Delta:
 class StorePlan:
     """Copy complete device blocks to the host tier (and from there to disk), after the step that filled them.
 
+    keys     the blocks' keys (block hashes)
     after    fences of that step
     prefix   for each stored sequence, the keys of all blocks up to its last stored block. A block is useless without
-             the blocks before it, so the store marks the whole prefix as just used
+             the blocks before it, so the store marks the whole prefix as recently used (LRU)
     """
 
     keys: tuple[Key, ...]
@@ -349,11 +360,12 @@ class StorePlan:
 class LoadPlan:
     """Copy blocks from the host tier into fresh device blocks.
 
-    after      fences of the device blocks' earlier uses: the copy waits for them
-    prefetch   no step waits for this load yet; other loads go first
-    num_whole  number of leading blocks that hold recurrent state. State is not split by layer: these blocks are copied
-               whole, before all KV blocks
-    covers     number of tokens that this state covers; a state with another number is a miss
+    after      fences of the device blocks' earlier uses; the copy waits for them
+    prefetch   no step waits for this load yet, so other loads go first
+    num_whole  number of leading blocks that hold recurrent state. State is not split by layer, so these blocks are
+               copied whole, before all KV blocks
+    covers     number of tokens that this recurrent state must cover; a state of another number of tokens is a cache
+               miss
     """
 
     request_id: RequestId
@@ -383,12 +395,14 @@ TransferPlan = StorePlan | LoadPlan | PromotePlan
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Output of one scheduling turn: transfers to submit, and the batch of one step (without rows: no step).
+    """The scheduler's output for one step.
 
-    after       fences that the compute stream waits for before the step: earlier uses of the blocks that it writes
-    undrafted   decode rows of speculative requests without drafts in this step, counted by reason: the answer ends
-                here (`end`), no free blocks (`blocks`), expected accept length too low for the cost (`chance`), drafts
-                would slow other requests too much (`others`), a step without drafts to measure its cost (`measuring`)
+    transfers   copies between tiers, to be submitted before the step
+    batch       the batch of the step; without rows, no step is launched
+    after       fences of earlier uses of the blocks that the step writes; the compute stream waits for them
+    undrafted   number of decode rows that get no drafts although speculative decoding is on, by reason: the answer ends
+                with this step (`end`), no free blocks (`blocks`), too few drafts would be accepted (`chance`), drafts
+                would slow other requests too much (`others`), a step without drafts is timed (`measuring`)
     """
 
     transfers: tuple[TransferPlan, ...]
@@ -399,7 +413,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """State of an engine: status `"ok"`, `"draining"` or `"failed"`, and a reason."""
+    """State of an engine.
+
+    status   `"ok"`, `"draining"` or `"failed"`
+    detail   the reason
+    """
 
     status: str
     detail: str
@@ -416,19 +434,21 @@ class LayerGates:
 
 
 class Tracer(Protocol):
-    """Records all events that ordering depends on, for the order checker. It changes nothing.
+    """Records all events from which the order checker derives the happens-before order. It changes nothing.
 
-    Devices, channels and pools call it, from any thread. For each stream, a device calls `submitted`, `waited`,
-    `started`, `touched` and `finished` in the stream's own order. "The host" is one timeline that all submitting
-    threads share, except those that called `apart`: each of them is a timeline of its own.
+    Devices, channels (queues between threads) and pools call it, from any thread. For each stream, a device calls
+    `submitted`, `waited`, `started`, `touched` and `finished` in the stream's order. All host threads share one
+    timeline, as if they were one thread, except for threads that called `apart`: each of these has its own timeline.
     """
 
     def apart(self, name: str) -> None:
-        """From now on the calling thread is its own timeline, `name`: only messages and fences order it."""
+        """From now on, the calling thread has its own timeline, `name`. Only messages and fences order it with other
+        timelines.
+        """
         ...
 
     def joined(self, name: str) -> None:
-        """The caller has joined thread `name`: everything that the thread did happened before."""
+        """The caller has joined thread `name`: all actions of that thread happened before this call."""
         ...
 
     def sent(self, channel: str, number: int) -> None:
@@ -436,8 +456,8 @@ class Tracer(Protocol):
         ...
 
     def received(self, channel: str, number: int) -> None:
-        """The calling thread took message `number`: everything that the sender did before sending it happened before.
-        Earlier messages that were not taken are lost.
+        """The calling thread took message `number` from a channel. All actions of the sender before it sent the message
+        happened before this call. Earlier messages that were not taken are lost.
         """
         ...
 
@@ -446,11 +466,11 @@ class Tracer(Protocol):
         ...
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """`stream` passed a wait for `fence`, between two pieces of work or inside one."""
+        """`stream` has waited for `fence`, between two pieces of work or inside a piece of work."""
         ...
 
     def started(self, fence: Fence) -> None:
-        """The work of `fence` began: from here on it makes the accesses that its submission declared."""
+        """The work of `fence` began. From here on, it makes the accesses that `submitted` declared."""
         ...
 
     def touched(self, stream: str, accesses: Accesses) -> None:
@@ -466,12 +486,12 @@ class Tracer(Protocol):
         ...
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
-        """The calling thread itself reads or writes memory that streams use, now."""
+        """The calling thread itself now reads or writes memory that streams use."""
         ...
 
     def stalled(self, reason: str) -> None:
-        """A call blocked the calling thread. `reason` is `"step"` when the engine waits for its own step; any other
-        reason is a fault.
+        """A call blocked the calling thread. `reason` is `"step"` if the engine waits for its own step. By default, the
+        checker reports every other reason as a fault.
         """
         ...
 
@@ -480,14 +500,16 @@ class Tracer(Protocol):
         ...
 
     def backed(self, pool: str, memory: str, block_bytes: int, first: int = 0) -> None:
-        """Block `i` of the pool is `block_bytes` bytes of `memory` from byte `first + i * block_bytes` on. Called
-        before the pool's first lease, for the pools of one memory in the order of `first`. block_bytes 0: the bytes
-        from `first` on belong to no pool.
+        """Block `i` of the pool lies in `memory` at `first + i * block_bytes` and has `block_bytes` bytes. If
+        `block_bytes` is 0, the bytes from `first` on belong to no pool.
+
+        Called before the pool's first lease (the right to use a block). If a memory has several pools, they call it in
+        the order of `first`.
         """
         ...
 
     def took(self, pool: str, block_ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """A lease for writing began; the blocks' contents are gone. `after`: unfinished fences of earlier uses."""
+        """A lease for writing began: the old contents are invalid. `after`: unfinished fences of earlier uses."""
         ...
 
     def shared(self, pool: str, block_ids: Sequence[int]) -> None:
@@ -495,13 +517,15 @@ class Tracer(Protocol):
         ...
 
     def released(self, pool: str, block_ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """A lease ended; `after` covers all of its uses that were not observed yet."""
+        """A lease ended. `after`: fences of all its uses, except for uses that the host has seen done."""
         ...
 
     def published(self, pool: str, block_id: int, key: Key) -> None:
-        """The block became findable under `key`: its bytes are complete, and stay until it is taken again."""
+        """The prefix cache can now find the block under `key`. Its bytes are complete, and do not change until the next
+        `took`.
+        """
         ...
 
     def forgot(self, pool: str, block_ids: Sequence[int]) -> None:
-        """The blocks lost their keys."""
+        """The blocks lost their keys: the prefix cache cannot find them any more."""
         ...

@@ -177,7 +177,7 @@ def test_a_sentencepiece_tokenizer_asks_for_the_packages_that_read_it(
     monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
     with pytest.raises(ModelError) as caught:
         Tokenizer.load(str(llama))
-    assert "a SentencePiece model alone (tokenizer.model, no tokenizer.json)" in str(caught.value)
+    assert "a SentencePiece model (tokenizer.model) without a tokenizer.json" in str(caught.value)
     assert "cannot be loaded" in str(caught.value)
     assert "pip install 'sidestream[sentencepiece]'" in str(caught.value)
 
