@@ -1,4 +1,4 @@
-"""The command line. Each command imports its modules when it runs, so the import of this package is cheap."""
+"""The command line. Each command imports its modules when it runs, so importing this package takes little time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command in `sys.argv`; ends the process."""
+    """Run the command in `sys.argv` and end the process."""
     try:
         from sidestream.cli.app import app
 
         app(prog_name="sidestream")
-    except KeyboardInterrupt:  # during the import; a running command handles it itself
+    except KeyboardInterrupt:  # raised during the import; a running command handles Ctrl-C itself
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Streams one answer to the terminal, and collects and times it. Used by `chat` and `generate`."""
+"""Streams one answer to the terminal, and records its tokens and times. Used by `sidestream chat` and `generate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HIDDEN = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code
 
 
 class Answer:
-    """One answer so far; complete when `finish_reason` is set. Single writer: `follow`."""
+    """The output of one request so far; complete when `finish_reason` is set. Only `follow` changes it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -31,9 +31,9 @@ class Answer:
         self.seconds = 0.0
 
     def follow(self, llm: LLM, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None]) -> None:
-        """Generate, and pass each piece of text to `show`; blocks until the end.
+        """Generate the answer and pass each piece of text to `show`; blocks until the answer ends.
 
-        An exception of `show`, or KeyboardInterrupt, aborts the request; the answer keeps the text so far. Raises
+        An exception from `show`, or KeyboardInterrupt, aborts the request; the answer keeps the text so far. Raises
         RequestError or EngineStopped.
         """
         started_s = time.monotonic()
@@ -52,7 +52,7 @@ class Answer:
             self.ttft_s = seconds
 
     def summary(self) -> str:
-        """One line: tokens, tiers of the prompt's KV, time to the first token, speed."""
+        """One line: number of tokens, the tiers that the prompt's KV came from, TTFT, tokens per second."""
         parts = [f"{len(self.token_ids)} tokens", f"prompt {self.prompt_tokens}, {_sources(self.cached)}"]
         if self.ttft_s is not None:
             parts.append(f"first token {self.ttft_s * 1000:.0f} ms")

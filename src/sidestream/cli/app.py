@@ -45,7 +45,7 @@ def _global_options(
         bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Declares the global options: `Commands` reads `debug`, and a callback handles `version`."""
+    """Declare the global options. `Commands` reads `debug`, and `_print_version` handles `version`."""
 
 
 app.command(cls=Command)(serve)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sidestream.llm import LLM
 
 _COMMANDS = {
-    "/help": "list these",
+    "/help": "list the commands",
     "/reset": "clear the conversation",
     "/stats": "show the engine's counters",
     "/quit": "end",
@@ -51,7 +51,7 @@ def chat(
     watch: Watching,
     params: SamplingParams,
 ) -> None:
-    """Talk with MODEL. From a pipe, each line is a question, and only the answers are printed.
+    """Talk with MODEL. If the input is a pipe, each line is a question, and only the answers are printed.
 
     Ctrl-C interrupts an answer, Ctrl-D ends the conversation; /help lists commands.
     """
@@ -80,8 +80,8 @@ class _Conversation:
         self._messages = list(self._opening)
 
     def ask(self, question: str) -> Answer:
-        """Print the answer as it arrives. Ctrl-C keeps a partial answer; if the answer is empty, the question is
-        removed.
+        """Print the answer as it arrives. After Ctrl-C, the conversation keeps the partial answer; if the answer is
+        empty, the conversation keeps neither the question nor the answer.
         """
         answer = Answer()
         messages = [*self._messages, {"role": "user", "content": question}]
@@ -132,7 +132,7 @@ def _answer(conversation: _Conversation, question: str, console: Console) -> Non
 
 
 def _questions(console: Console) -> Iterator[str]:
-    """The typed lines, until Ctrl-D. Ctrl-C drops a line."""
+    """Yield the lines that the user types, until Ctrl-D. Ctrl-C discards the current line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` line editing and history
     while True:

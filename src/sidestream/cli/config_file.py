@@ -1,6 +1,6 @@
 """`--config FILE.yaml`: reads a command's options from a file; the command line and environment variables override it.
 
-Contains no option names: keys and the types of their values come from the command's declarations.
+This module contains no option names. The allowed keys and the types of their values come from the command's options.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sidestream.cli.declare import option
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
-# Values that error messages never show.
+# Options whose values error messages never show.
 _SECRETS = ("api_key",)
 
 
 def _apply(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the options' defaults. Raises ConfigError."""
+    """Use the file's values as the options' defaults. Raises ConfigError."""
     if path is not None:
         command = context.command.callback
         assert command is not None
@@ -52,13 +52,13 @@ ConfigFile = Annotated[
 
 
 def _read(path: Path) -> list[tuple[Any, Any]]:
-    """The keys and values of the file's mapping, in order, repeated keys included."""
+    """The keys and values of the file's mapping, in the file's order. A repeated key is returned each time."""
     try:
         import yaml
     except ModuleNotFoundError:
         raise ConfigError("--config needs the package PyYAML: pip install 'sidestream[server]'") from None
     try:
-        # Parsed from a stream: errors of a parsed string would quote lines, which may contain the API key.
+        # Parse a stream, not a string: for a string, the parser's errors quote lines, which may contain the API key.
         loader = yaml.SafeLoader(io.StringIO(path.read_bytes().decode("utf-8")))
         loader.name = "the file"
         try:
@@ -79,12 +79,12 @@ def _read(path: Path) -> list[tuple[Any, Any]]:
         ) from None
     except UnicodeDecodeError as failure:
         raise ConfigError(f"{path} is not UTF-8: invalid byte at position {failure.start}; save it as UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as failure:  # an impossible date is a ValueError
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:  # PyYAML raises ValueError for an impossible date
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(failure).split())}") from None
 
 
 def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict[str, tuple[str, Any]]:
-    """Keys and values by the option's name. Raises ConfigError for unknown and repeated keys."""
+    """Each key and its value, by the option's name. Raises ConfigError for unknown and repeated keys."""
     found: dict[str, tuple[str, Any]] = {}
     for key, value in pairs:
         name = key.replace("-", "_") if isinstance(key, str) else ""
@@ -102,7 +102,8 @@ def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict
 def _type_error(value: Any, annotation: Any) -> str | None:
     """An error message with the type that the option needs; None if the value has that type.
 
-    YAML guesses types (`off` is false, 010 is 8), so numbers and booleans are not converted to strings.
+    YAML guesses types (`off` is false, 010 is 8). So if an option needs a text, a number or boolean is an error and is
+    not converted.
     """
     kind, *_ = get_args(annotation)
     kinds = set(get_args(kind)) - {type(None)} or {kind}

@@ -1,7 +1,7 @@
 """Declares command options: their full name, the placeholder of the value in `--help`, and the parser of the value.
 
-typer can derive all three, but its versions differ: one version used an option's metavar as its name, and the messages
-for an invalid number differ as well.
+typer can derive all three, but the results depend on its version: one version used an option's metavar as the option's
+name, and the messages for an invalid number differ as well.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def option(
     short: tuple[str, ...] = (),
     **settings: Any,
 ) -> Any:
-    """An option with a value.
+    """Declare an option with a value.
 
-    show_default   a string: the meaning of an absent value (None), shown in `--help`
+    show_default   True: show the parameter's default in `--help`; a string: show this text, for a default of None
     parse          `whole` or `number` for numeric values
-    settings       further arguments of typer.Option
+    settings       further arguments of typer.Option; `panel` is the group of options in `--help`
     """
     return typer.Option(
         name,
@@ -49,12 +49,12 @@ def flag(
     show_default: bool | str = True,
     **settings: Any,
 ) -> Any:
-    """An option without a value: "--name", or "--name/--no-name" if it can be switched off."""
-    return option(name, "", help, show_default, **settings)  # without a metavar, help would show the type
+    """Declare an option without a value: "--name", or "--name/--no-name" if it can be switched off."""
+    return option(name, "", help, show_default, **settings)  # with metavar None, `--help` would show the type
 
 
 def _with_default(text: str, default: bool | str) -> str:
-    """Append the default as a sentence, because typer would put a string default into two pairs of brackets."""
+    """Append the default as a sentence, because typer would print a string default in two pairs of brackets."""
     return f"{text} Default: {default}." if isinstance(default, str) else text
 
 
@@ -76,7 +76,7 @@ def _read(kind: Callable[[Any], Number], value: Any, expected: str) -> Number:
 
 
 class _FlagHelp:
-    """Declares `--help` as `flag` does: without a type."""
+    """Shows the option `--help` without a type, like the options that `flag` declares."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
@@ -86,8 +86,8 @@ class _FlagHelp:
 
 
 class Command(_FlagHelp, TyperCommand):
-    """The class of every command."""
+    """The class of all commands."""
 
 
 class Group(_FlagHelp, TyperGroup):
-    """The class of every group of commands."""
+    """The class of all groups of commands."""

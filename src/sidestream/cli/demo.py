@@ -1,5 +1,5 @@
-"""`sidestream demo`: asks one question three times: cold, with KV from host memory, and with KV from disk after a
-restart.
+"""`sidestream demo`: asks the same question three times: without cached KV (cold), with KV from host memory, and with
+KV from disk after a restart.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def demo(
         Path, option("--out", metavar="DIR", help="Directory for the timelines and the stored KV; emptied first.")
     ] = Path("runs/demo"),
 ) -> None:
-    """Ask the same question three times: cold, with KV from host memory, and with KV from disk after a restart.
+    """Ask the same question three times: without cached KV, with KV from host memory, and from disk after a restart.
 
-    The answers are equal, and the first token comes sooner.
+    The three answers are equal. With cached KV, the first token comes sooner.
     """
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
@@ -79,7 +79,7 @@ def _run_visits(
     timelines: tuple[Path, Path],
     steps: Steps,
 ) -> list[PromptRun]:
-    """Run the prompt three times: cold, after `others` have filled the pool, and in a second process."""
+    """Run the prompt three times: without cached KV, after `others` have filled the pool, and in a second process."""
     runs: list[PromptRun] = []
 
     def run(engine: ChildEngine, visit: str) -> None:
@@ -130,7 +130,9 @@ def _show(runs: list[PromptRun], console: Console) -> None:
 
 
 def _program() -> str:
-    """The command that starts this program: its name if the shell finds it, else its path from the command line."""
+    """The command that starts this program, for the user to copy: its name if the shell finds the program by name, else
+    the path that the user typed.
+    """
     typed = sys.argv[0]
     if Path(typed).name != "sidestream":
         return "python -m sidestream"

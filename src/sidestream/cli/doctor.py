@@ -28,11 +28,11 @@ def doctor(
     ] = None,
     model: Annotated[
         str | None,
-        option("--model", metavar="MODEL", help="Report what this model's KV and recurrent states take."),
+        option("--model", metavar="MODEL", help="Report the memory that KV and recurrent states of this model take."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: versions, cores, memory, GPUs, speeds of copies and of the disk.
+    """Check this machine: versions of packages, cores, memory, GPUs, speed of copies and of the disk.
 
     The exit status is 1 if serving is impossible, else 0.
     """

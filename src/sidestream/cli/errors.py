@@ -1,8 +1,8 @@
-"""Error messages of the commands, one red line on standard error, and their exit statuses.
+"""Prints a command's error as one red line on standard error, and sets the exit status.
 
 2    an invalid option, model, prompt or directory (SidestreamError, and typer's usage errors)
-1    a bug (shown with its traceback), or the unexpected end of a child process (shown in one line)
-130  interrupted
+1    a bug (any other exception, shown with its traceback), or a child process that ended unexpectedly
+130  interrupted by Ctrl-C
 141  the reader of the output has closed the pipe
 """
 
@@ -26,17 +26,17 @@ _BUGS = (InvariantError, RaceError)
 
 
 class Commands(Group):
-    """A group whose commands exit with this module's statuses."""
+    """A group of commands that exit with the statuses above."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; the group's option `--debug` shows tracebacks."""
+        """Run the command. With the group's option `--debug`, errors are shown with their traceback."""
         with reported(debug=ctx.params.get("debug", False)):
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
 def reported(*, debug: bool = False) -> Iterator[None]:
-    """Turn exceptions in the block into a message and `typer.Exit`."""
+    """Turn expected exceptions of the block into a message and `typer.Exit`."""
     try:
         yield
         sys.stdout.flush()  # otherwise a closed pipe would print a traceback at the interpreter's exit
@@ -65,6 +65,6 @@ def show_error(error: SidestreamError) -> None:
 
 
 def _discard_stdout() -> None:
-    """Redirect standard output, so that the interpreter's last flush succeeds."""
+    """Redirect standard output to /dev/null, so that the interpreter can flush it at its exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`sidestream generate`: one prompt, one answer, for scripts."""
+"""`sidestream generate`: answers one prompt, for scripts."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def generate(
 ) -> None:
     """Continue a prompt (or, with --chat, answer it) and print the text as it arrives.
 
-    --json prints one object instead: text, tokens, the tiers that held the prompt, times, and the numbers of drafted
-    and accepted tokens. A single newline at the end of a file or of stdin is not part of the prompt.
+    With --json, print one object instead: text, tokens, the tiers that the prompt's KV came from, times, and the
+    numbers of drafted and accepted tokens. One newline at the end of a file or of stdin is not part of the prompt.
     """
     if system is not None and not chat:
         raise ConfigError(

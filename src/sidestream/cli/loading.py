@@ -26,13 +26,13 @@ LOG_FORMAT = ("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 def start_logging(level: LogLevel) -> None:
-    """Log to standard error, one plain line per event."""
+    """Send the log to standard error, with one line for each event."""
     logging.basicConfig(level=level.value.upper(), format=LOG_FORMAT[0], datefmt=LOG_FORMAT[1])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request to the hub
 
 
 def prepare_model(model: str) -> None:
-    """Fetch and convert `model`, if it is in the catalogue and not prepared yet. Raises ModelError."""
+    """Download and convert `model`, if it is a name of the catalogue and not prepared yet. Raises ModelError."""
     from sidestream.models.catalog import CATALOG, prepare, prepared
 
     if model not in CATALOG or prepared(model) is not None:
@@ -46,10 +46,14 @@ def prepare_model(model: str) -> None:
 
 
 def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watch: Watching, **options: Any) -> Served:
-    """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
+    """Prepare and load `model` and start its engine; the caller closes the result. Raises ConfigError.
+
+    kind      LLM, AsyncLLM or EngineProcess
+    options   further arguments of `kind`
+    """
     prepare_model(model)
     log.info("loading %s", model)
-    logged = log.isEnabledFor(logging.INFO)  # the log then shows the progress, and no bar is drawn
+    logged = log.isEnabledFor(logging.INFO)  # then the progress goes to the log instead of a bar
     with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
         return kind(
             model,
@@ -64,7 +68,7 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
 
 @contextlib.contextmanager
 def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LLM]:
-    """An LLM for one command; on exit, complete blocks are stored. Raises ConfigError."""
+    """Context manager: an LLM for one command. At its end, complete KV blocks are stored. Raises ConfigError."""
     from sidestream.llm import LLM
 
     llm = start(LLM, model, config=config, watch=watch)
@@ -72,5 +76,5 @@ def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LL
         yield llm
     finally:
         with Steps() as steps:
-            steps.update("closing, and storing complete blocks")
+            steps.update("storing KV, and closing the engine")
             llm.close()

@@ -23,7 +23,7 @@ app = typer.Typer(
 def list_models(ctx: typer.Context, as_json: AsJson = False) -> None:
     """List the models that can be fetched by name, and where they are stored.
 
-    A directory in transformers' format works in place of a name.
+    Commands also take a directory in transformers' format in place of a name.
     """
     if ctx.invoked_subcommand is not None:
         return

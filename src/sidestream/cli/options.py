@@ -1,6 +1,6 @@
-"""Options that several commands share. The defaults come from the frozen configs.
+"""Options that several commands share. The defaults come from the classes in config.py.
 
-A command declares a whole config as a parameter, and gets the options of that config:
+A command declares a whole config as a parameter. The decorator `options_of` replaces it by the options of that config:
 
     @options_of(config=engine_config, params=sampling_params)
     def generate(model: Model = DEMO_MODEL, *, config: EngineConfig, params: SamplingParams) -> None: ...
@@ -32,7 +32,7 @@ from sidestream.config import (
 from sidestream.errors import ConfigError
 
 DEMO_MODEL = "smollm2-135m-instruct"
-"""The default model of all commands, from the catalogue."""
+"""The default model of all commands: a name that `sidestream models` lists."""
 
 _ENGINE, _OFFLOAD, _SAMPLING, _SPECULATIVE = EngineConfig(), OffloadConfig(), SamplingParams(), SpeculativeConfig()
 
@@ -46,7 +46,7 @@ AsJson = Annotated[bool, flag("--json", help="Print one JSON object.")]
 
 
 class LogLevel(StrEnum):
-    """Log level of standard error."""
+    """Level of the log on standard error."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -65,7 +65,7 @@ def _option(
     default: str | bool = True,
     parse: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """`default`: the meaning of an absent value (None), shown in `--help`."""
+    """Declare an option. `panel`: group of options in `--help`. `default`: text in `--help` for a default of None."""
     return option(name, panel=panel, help=help_text, metavar=metavar, show_default=default, parse=parse)
 
 
@@ -108,9 +108,7 @@ _TensorParallel = Annotated[
 _BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens per KV block.", "N", parse=whole)]
 _ChunkTokens = Annotated[
     int | None,
-    _engine(
-        "--chunk-tokens", "Prefill is split at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole
-    ),
+    _engine("--chunk-tokens", "Chunked prefill: tokens per chunk.", "N", "256 on a CPU, 2048 on a GPU", parse=whole),
 ]
 _TokenBudget = Annotated[
     int | None,
@@ -137,7 +135,7 @@ _TailApart = Annotated[
     bool | None,
     _engine(
         "--tail-apart/--no-tail-apart",
-        "Compute a prompt's last tokens separately, so that outputs are equal with KV from every tier.",
+        "Compute the tokens after a prompt's last full block separately: then outputs with KV from any tier are equal.",
         "",
         "on a CPU, not on a GPU",
     ),
@@ -150,8 +148,7 @@ _Speculative = Annotated[
     str | None,
     _engine(
         "--speculative",
-        "Draft tokens and verify several per step: "
-        "ngram matches earlier text, mtp uses an MTP head, draft a smaller model.",
+        "Speculative decoding; drafts come from earlier text (ngram), an MTP head (mtp) or a smaller model (draft).",
         "PROPOSER",
         "off",
     ),
@@ -160,7 +157,7 @@ _DraftHead = Annotated[
     Path | None,
     _engine(
         "--draft-head",
-        "File of the head, or a checkpoint that contains it.",
+        "With mtp: file of the head, or a checkpoint that contains it.",
         "PATH",
         "the model's own, or the shipped one of the demo model",
     ),
@@ -169,7 +166,7 @@ _DraftModel = Annotated[
     str | None,
     _engine(
         "--draft-model",
-        "Smaller draft model with the same tokenizer.",
+        "With draft: a smaller model with the same tokenizer.",
         "MODEL",
         "none; needed with --speculative draft",
     ),
@@ -188,7 +185,7 @@ _MaxSlowdown = Annotated[
     float | None,
     _engine(
         "--max-slowdown",
-        "Largest share by which drafts may slow a request down.",
+        "Largest share by which drafts may slow a request down; 0.01 is 1 %.",
         "SHARE",
         f"{_SPECULATIVE.max_slowdown} with --speculative",
         parse=number,
@@ -198,7 +195,7 @@ _GenerationConfig = Annotated[
     str,
     _engine(
         "--generation-config",
-        "Defaults of sampling options: auto uses the model's generation_config.json, none neutral values.",
+        "Defaults of sampling options: auto uses the model's generation_config.json, none uses neutral values.",
         "auto|none",
     ),
 ]
@@ -213,17 +210,17 @@ _OffloadHost = Annotated[
     ),
 ]
 _OffloadDisk = Annotated[
-    Path | None, _offload("--offload-disk", "Directory for offloaded KV, which later processes can use.", "DIR", "off")
+    Path | None, _offload("--offload-disk", "Directory for offloaded KV; later processes reuse this KV.", "DIR", "off")
 ]
 _OffloadDiskCapacity = Annotated[
     str | None,
-    _offload("--offload-disk-capacity", "Capacity of the directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
+    _offload("--offload-disk-capacity", "Maximum size of the directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
 ]
 _LoadDeadline = Annotated[
     float | None,
     _offload(
         "--load-deadline",
-        "Maximum seconds that a request waits for a tier; then it recomputes.",
+        "Maximum seconds that a request waits for KV from a tier; then it recomputes the KV.",
         "SECONDS",
         f"{_OFFLOAD.load_deadline_s:g}",
         parse=number,
@@ -354,7 +351,10 @@ def sampling_params(
     ] = _SAMPLING.ignore_eos,
     **options: Any,
 ) -> SamplingParams:
-    """The sampling parameters; `options` are the rows of the table in config.py. Raises RequestRejected."""
+    """The sampling parameters. `options`: the options of `SAMPLING_OPTIONS`, the table in config.py.
+
+    Raises RequestRejected.
+    """
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -384,7 +384,9 @@ def _table_parameter(name: str, row: SamplingOption) -> inspect.Parameter:
 
 
 def _with_table(function: Callable[..., SamplingParams]) -> inspect.Signature:
-    """The signature with the options of the table in place of `**options`; they follow the limits on the length."""
+    """The signature of `function`, with the options of the table in place of `**options`. The table follows the first
+    two options, the limits on the length.
+    """
     own = [parameter for name, parameter in _parameters(function).items() if name != "options"]
     table = [_table_parameter(name, row) for name, row in SAMPLING_OPTIONS.items()]
     return inspect.Signature([*own[:2], *table, *own[2:]])
@@ -395,7 +397,7 @@ sampling_params.__signature__ = _with_table(sampling_params)  # type: ignore[att
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """Timeline and ordering checker of an engine; see `LLM`."""
+    """Debugging options of an engine: its timeline and its order checker; see `LLM`."""
 
     timeline: Path | None
     check_order: bool
@@ -412,12 +414,14 @@ def watching(
         flag(
             "--check-order",
             panel="Watching",
-            help="Check the order of all copies and forward passes with vector clocks; "
-            "slower, ends with an error on a race.",
+            help="Check with vector clocks that copies and forward passes do not race. Slower; a race is an error at "
+            "the end.",
         ),
     ] = False,
 ) -> Watching:
-    """Raises ConfigError for a timeline file that cannot be written, before the command does any work."""
+    """The options as `Watching`. Raises ConfigError for a timeline file that cannot be written, before the command does
+    any work.
+    """
     if timeline is not None:
         if timeline.is_dir():
             raise ConfigError(
@@ -431,10 +435,10 @@ def watching(
 
 
 def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator for a command: each parameter named in `makers` is replaced by the options of its maker, which builds
-    the parameter's value.
+    """Decorator for a command. `makers` gives a function for some parameters of the command; the command line shows the
+    function's own parameters as options, and the function's result becomes the value of the command's parameter.
 
-    Raises TypeError, when the command is defined, if the command and its makers declare an option twice.
+    Raises TypeError, when the command is defined, if an option is declared twice.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""The checks of `sidestream doctor`, one function each. A finding has a status and a remedy."""
+"""The checks of `sidestream doctor`, one function for each check. The results are findings."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sidestream.errors import ConfigError, TierError
 from sidestream.kv.state_layout import blocks_per_state
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_SLOW_DISK = 100 * _MIB  # bytes per second; a slower disk reads a prefix no faster than a small model recomputes it
+_SLOW_DISK = 100 * _MIB  # bytes per second; with a slower disk, a small model recomputes a prefix as fast as it is read
 _STORED = "bfloat16"  # dtype of the demo model and of most checkpoints
 _MODEL_BYTES = _GIB  # memory of the demo model while it runs, plus some for other processes
 
 
 class Status(StrEnum):
-    """A finding's status. Only FAIL makes serving impossible."""
+    """Status of a finding. FAIL: the machine cannot serve; WARN: it can."""
 
     OK = "ok"
     WARN = "warn"
@@ -40,7 +40,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result: `text` for people, `data` for programs; a remedy if the status is not OK."""
+    """Result of one check.
+
+    text     the result as a sentence
+    remedy   advice if the status is not OK
+    data     the result for programs (`--json`)
+    """
 
     name: str
     status: Status
@@ -50,10 +55,10 @@ class Finding:
 
 
 def findings(disk: Path | None, model: str | None = None) -> Iterator[Finding]:
-    """Yields each finding as soon as it is known.
+    """Yield each finding as soon as it is known.
 
     disk   directory of the disk tier; None: the cache directory
-    model  model whose cache sizes are reported; None: of none
+    model  model whose KV and state sizes are reported; None: no such finding
     """
     packages = list(_packages())
     yield from packages
@@ -99,7 +104,9 @@ def _packages() -> Iterator[Finding]:
 
 
 def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
-    """A finding for torch and transformers always; for any other package, only if it is missing or too old."""
+    """Check the version of a package. A package that is installed and new enough makes a finding only if it is torch or
+    transformers.
+    """
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -129,7 +136,7 @@ def _import_fault(name: str) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """`2.13.0+cpu` as [2, 13, 0]."""
+    """The numbers of a version: [2, 13, 0] for `2.13.0+cpu`."""
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
@@ -200,7 +207,9 @@ def _memory() -> Iterator[Finding]:
     text = f"{_size(available)} of {_size(total)} available"
     data: dict[str, object] = {"total_bytes": total, "available_bytes": available}
     if available < wanted:
-        remedy = f"the demo model with the default KV pool takes up to {_size(wanted)}: free some, or lower --kv-memory"
+        remedy = (
+            f"the demo model with the default KV pool takes up to {_size(wanted)}: free memory, or lower --kv-memory"
+        )
         yield Finding("memory", Status.WARN, text, remedy, data)
     else:
         yield Finding("memory", Status.OK, text, data=data)
@@ -230,9 +239,9 @@ def _gpus() -> Finding:
 def _memory_lock(on_gpu: bool) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     wanted = OffloadConfig().host_bytes
-    text = f"limit of pinned memory {_limit(soft)} (hard limit {_limit(hard)}); the cpu device pins none"
+    text = f"limit of pinned memory {_limit(soft)} (hard limit {_limit(hard)}); the cpu device pins no memory"
     if on_gpu:
-        text += ", the cuda device all of its host tier (the driver's pins may not count)"
+        text += ", the cuda device pins all of its host tier (memory that the driver pins may not count)"
     remedy = (
         f"if pinning fails: ulimit -l {wanted >> 10}, or more for a larger --offload-host"
         if on_gpu and 0 <= soft < wanted
@@ -269,7 +278,7 @@ def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
             ""
             if enough
             else f"the disk tier takes up to {_size(wanted)}: "
-            "lower --offload-disk-capacity, free some, or choose another --disk"
+            "lower --offload-disk-capacity, free disk space, or choose another --disk"
         )
         yield Finding(
             "disk space",
@@ -282,8 +291,8 @@ def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
             yield Finding(
                 "disk speed",
                 Status.WARN,
-                f"not measured: that takes {_size(2 * DISK_BYTES)}",
-                "free some, or choose another --disk",
+                f"not measured: that needs {_size(2 * DISK_BYTES)} of free space",
+                "free disk space, or choose another --disk",
             )
         else:
             yield _disk_speed(directory, dtype)
@@ -335,14 +344,14 @@ def _cache() -> Iterator[Finding]:
         )
     path = prepared(DEMO_MODEL)
     text = f"{DEMO_MODEL} is prepared" if path is not None else f"{DEMO_MODEL} is not prepared"
-    remedy = "" if path is not None else f"sidestream models prepare {DEMO_MODEL} (or it happens at the first use)"
+    remedy = "" if path is not None else f"sidestream models prepare {DEMO_MODEL} (the first use prepares it, too)"
     yield Finding(
         "demo model", Status.OK if path is not None else Status.WARN, text, remedy, {"prepared": path is not None}
     )
 
 
 def _model(model: str, device: str) -> Finding:
-    """What the parts of a model's cache take on the device. Reads no weights."""
+    """Bytes of a model's KV and recurrent states on the device. Reads no weights."""
     import torch
 
     from sidestream.models import cache_parts
@@ -354,7 +363,7 @@ def _model(model: str, device: str) -> Finding:
     try:
         parts = cache_parts(str(path), block_tokens=EngineConfig().block_tokens, device=torch.device(device))
     except (ConfigError, OSError) as error:
-        remedy = "give the name of a model in `sidestream models`, a directory or a hub id, of a model that is served"
+        remedy = "give a name that `sidestream models` lists, a directory or a hub id, of a supported model"
         return Finding("model", Status.WARN, str(error), remedy)
     kv, state = parts.kv, parts.state
     text = f"{model} in {kv.dtype}: {_size(kv.token_bytes)} of KV a token"

@@ -1,7 +1,7 @@
-"""Progress of long commands: bars in a terminal; elsewhere a line every ten seconds.
+"""Progress of long commands: bars in a terminal; elsewhere, a line every ten seconds.
 
-A step shorter than two seconds prints no line. The working thread reports its progress, and a second thread prints it
-at regular times, because some steps (a forward pass, a child process) report nothing until they end.
+A step shorter than two seconds prints no line. The command's thread reports its progress, and a second thread prints
+the lines, because some steps (a forward pass, a child process) report nothing until they end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-_FIRST_AFTER_S = 2.0  # age of a step at its first line
+_FIRST_AFTER_S = 2.0  # from the start of a step to its first line
 _EVERY_S = 10.0  # between lines
 _POLL_S = 0.5
 
 
 class Lines:
-    """Prints a line when it is due. The caller calls `poll` every half second.
+    """Prints progress as lines. The caller calls `poll` every half second, and `poll` prints a line if it is due.
 
-    first_after_s   age of a step at its first line; 0: print each step at its start
+    first_after_s   seconds from the start of a step to its first line; 0: print a line when a step starts
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Lines:
 class Steps:
     """The progress of the steps of one command. A context manager, used by one thread.
 
-    console   bars are drawn here if it is a terminal, else lines are printed; default: standard error
-    say       function that gets each line in place of the console, for example a logger's method. It also gets a line
+    console   shows bars if it is a terminal, else lines; default: standard error
+    say       function that gets the lines instead of the console, for example a logger's method. It also gets a line
               at the start of each step
     keep      keep the bars of finished steps; False: show one bar and remove it at the end
     title     prefix of each step's name
@@ -135,7 +135,9 @@ class Steps:
         self._show(self._step, done_bytes, self._total_bytes or 0, _megabytes(done_bytes, self._total_bytes))
 
     def update(self, step: str, done: float = 0, total: float = 0, note: str | None = None) -> None:
-        """Set the current step and its progress; 0 of 0: no known progress. `note` replaces the numbers in the text."""
+        """Set the current step and its progress. A `total` of 0 means that the progress is unknown. `note`: text to
+        show instead of the numbers.
+        """
         amount = note if note is not None else f"{done:g} of {total:g}" if total else ""
         self._show(step, done, total, amount)
 

@@ -1,4 +1,6 @@
-"""`sidestream serve`: an OpenAI-compatible server. Owns the log, the signal handlers and the exit of the process."""
+"""`sidestream serve`: an OpenAI-compatible server. This module sets up the log and the signal handlers, and ends the
+process.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,9 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's API.
 
-    --config reads options from a file with one line "name: value" for each option, without the dashes, and with
-    "model: MODEL". In the file, an option that may be given several times takes a list, and an option without a value
-    takes true or false.
+    --config reads options from a file with a line "name: value" for each option, without the dashes; the line
+    "model: MODEL" sets the model. In the file, an option that may be given several times takes a list, and an option
+    without a value takes true or false.
 
     After the first interrupt (or SIGTERM), the server accepts no more requests, lets running requests finish, stores
     the KV and exits. Each further interrupt skips the current wait.
@@ -101,7 +103,7 @@ def _check_packages() -> None:
 
 
 def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watching, api_processes: int) -> None:
-    """Run supervisor, engine and API processes to their end; the supervisor is this process."""
+    """Run the engine's process and the API processes until they end. This process is their supervisor."""
     from sidestream.client.process import EngineProcess
     from sidestream.server import Supervisor, bind, bind_shared
 
@@ -153,13 +155,13 @@ def _close(close: Callable[[], None], config: EngineConfig) -> None:
 
 
 def _default_api_processes() -> int:
-    """One per four cores, at most eight: the engine and other processes of the machine need the other cores."""
+    """One API process per four cores, at most eight, because the engine and other processes need the other cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores // 4))
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files: each connection needs one, and shells often allow only 1,024."""
+    """Raise the limit of open files: each connection needs an open file, and shells often allow only 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -181,7 +183,7 @@ def _print_ready(running: RunningServer, name: str, *, keyed: bool) -> None:
 
 @contextlib.contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that the stack unwinds and the started processes end."""
+    """During the block, SIGTERM raises SystemExit, so that the stack unwinds and the started processes end."""
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -191,8 +193,8 @@ def _sigterm_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_quit_at_once(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Exit at once on a signal. The disk tier is consistent at any moment: only blocks that are not stored yet are
-    lost.
+    """During the block, SIGINT and SIGTERM end the process at once. The disk tier is consistent at any moment, so only
+    blocks that are not stored yet are lost.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,7 @@
-"""The options of `sidestream serve` that are fields of ServerOptions, one row each; their types and defaults apply."""
+"""The options of `sidestream serve` for the HTTP server and for KV events.
+
+The table `_ROWS` has a row for each field of ServerOptions; types and defaults come from the field.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from sidestream.server.options import ServerOptions
 class _Row:
     """One option.
 
-    absent   text for `--help`: the meaning of an absent value; False: no text; True: the default
-    name     name of the parameter, if it differs from the name of the field (which may have a unit or a plural)
+    absent   text in `--help` about the default; False: no text; True: the default itself
+    name     name of the option, if it differs from the field's name (which may contain a unit or be a plural)
     """
 
     field: str
@@ -31,8 +34,8 @@ class _Row:
 
 _ROWS = (
     _Row("host", "ADDRESS", "Address to listen on; 0.0.0.0 for all addresses.", "127.0.0.1"),
-    _Row("port", "N", "Port to listen on; 0 for any free one.", "8000"),
-    _Row("uds", "PATH", "Listen on a Unix socket at this path, in place of an address.", False),
+    _Row("port", "N", "Port to listen on; 0 for any free port.", "8000"),
+    _Row("uds", "PATH", "Listen on a Unix socket at this path instead of an address.", False),
     _Row("root_path", "PATH", "Path prefix of the API behind a proxy, such as /llm.", False),
     _Row("ssl_certfile", "FILE", "Use TLS with this certificate (PEM, with its chain).", False),
     _Row(
@@ -52,7 +55,7 @@ _ROWS = (
         envvar="SIDESTREAM_API_KEY",
     ),
     _Row("served_model_name", "NAME", "Model name in the API.", "the model's own"),
-    _Row("replica", "NAME", "Name among several servers: a label of all metrics, and a header of all replies.", False),
+    _Row("replica", "NAME", "Name of this server among several: a label of all metrics, and a reply header.", False),
     _Row("max_body_bytes", "SIZE", "Longer request bodies are rejected.", name="max_body"),
     _Row("head_timeout_s", "SECONDS", "Slower request heads are rejected.", name="head_timeout"),
     _Row("body_timeout_s", "SECONDS", "Slower request bodies are rejected.", name="body_timeout"),
@@ -128,7 +131,7 @@ def kv_events_config(
         option("--kv-events-encoding", "map|array", "Encoding of KV events: array is for older routers.", "map"),
     ] = None,
 ) -> KVEventsConfig | None:
-    """The engine's KV events; None: no `kv_events`. Raises ConfigError."""
+    """The engine's KV events; None if `kv_events` is not given. Raises ConfigError."""
     if kv_events is None:
         for name, value in (
             ("--kv-events-replay", kv_events_replay),

@@ -1,4 +1,6 @@
-"""`sidestream train-mtp`: distils a draft head (MTP) from a model, on the model's own answers and on texts."""
+"""`sidestream train-mtp`: trains a draft head (MTP) for a model by distillation, on the model's own answers and on
+texts.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ if TYPE_CHECKING:
 
     from sidestream.models.distil import Lesson
 
-_PROMPT_SHARE = 0.5  # largest share of a sequence
-_MAX_RUNNING = {CPU: 8, CUDA: 256}  # requests while the model answers tasks
+_PROMPT_SHARE = 0.5  # largest share of a training sequence that a task's prompt may fill
+_MAX_RUNNING = {CPU: 8, CUDA: 256}  # requests that run at once while the model answers tasks
 _TEMPERATURES = (0.5, 1.0, 0.7)  # of the third and later answers to one task
 _SAVE_EVERY = 200  # steps
-# Options that the answers depend on. A head depends on all options in its record.
+# Options that the model's answers depend on. The trained head depends on all options.
 _ANSWER_OPTIONS = ("model", "weights", "length", "answers", "seed", "texts")
 
 
@@ -44,7 +46,7 @@ def train_mtp(
             "--out",
             short=("-o",),
             metavar="FILE",
-            help="File of the head; files to resume the run are stored in its directory.",
+            help="File of the trained head; files to resume the run are stored in the same directory.",
         ),
     ] = Path("head.safetensors"),
     steps: Annotated[int, option("--steps", metavar="N", help="Training steps.", parse=whole)] = 3000,
@@ -58,22 +60,22 @@ def train_mtp(
     ] = 3_000_000,
     text: Annotated[
         list[Path] | None,
-        option("--text", metavar="FILE", help="Text file for the training data, in UTF-8; may be given several times."),
+        option("--text", metavar="FILE", help="Text file to train on, in UTF-8; may be given several times."),
     ] = None,
     learning_rate: Annotated[
         float, option("--learning-rate", metavar="R", help="Peak learning rate.", parse=number)
     ] = 1e-3,
     seed: Annotated[
         int,
-        option("--seed", metavar="N", help="Random seed; it gives equal heads on the same machine only.", parse=whole),
+        option("--seed", metavar="N", help="Random seed; equal seeds give equal heads on one machine.", parse=whole),
     ] = 0,
     device: Annotated[str, option("--device", metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Train a draft head for a model (speculative decoding) on the model's own answers to tasks, and on texts.
 
     For the demo model this takes some minutes on a GPU; on a CPU, choose fewer steps and answers. The training data
-    (.tokens) stay in the head's directory; the training state (.training) stays there until the head is ready. An
-    interrupted run resumes from these files if the options are the same, and is refused if they differ.
+    (.tokens) stay in the head's directory; the training state (.training) stays there until the head is ready. A new
+    run with the same options resumes from these files. A run with other options ends with an error.
     """
     from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
@@ -114,10 +116,10 @@ def train_mtp(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of the command.
+    """The inputs of one run of the command.
 
     out      the head's file
-    record   the options, as JSON values
+    record   the options of the run, as JSON values
     kind     the device: "cpu" or "cuda"
     """
 
@@ -152,7 +154,7 @@ def _read(path: Path) -> str:
 
 
 def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with both values, if the file `path` was made with other options."""
+    """Raise ConfigError if the file `path` was made with other options. The message gives both values."""
     for name, value in now.items():
         if before.get(name) != value:
             raise ConfigError(
@@ -169,8 +171,8 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` at the end of the block. If the process is killed before, the old file
-    remains.
+    """Context manager: yields a temporary file, which replaces `path` at the end of the block. If the process is killed
+    during the block, the old file remains.
     """
     partial = path.with_name(path.name + ".partial")
     yield partial
@@ -184,9 +186,9 @@ def _replaced(path: Path) -> Iterator[Path]:
 class _Answers:
     """The training data so far.
 
-    stream        token ids: the texts, then tasks with the model's answers
-    num_tasks     answered tasks
-    num_tokens    tokens of the answers
+    stream        token ids: first the texts, then the tasks, each with the model's answer
+    num_tasks     number of tasks that the model has answered
+    num_tokens    number of tokens in the model's answers
     """
 
     stream: list[int]
@@ -195,7 +197,9 @@ class _Answers:
 
 
 def _load_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
-    """The answers of an earlier run. Raises ConfigError if that run had other options."""
+    """The answers that an earlier run saved in `path`; None: no such file. Raises ConfigError if that run had other
+    options.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -212,7 +216,10 @@ def _load_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
 
 
 def _training_data(run: _Run, answers: _Answers | None) -> Tensor:
-    """Sequences of equal length, int32 `[N, length]`. Answers are slow, so they are saved after each batch of tasks."""
+    """The training data as sequences of equal length, int32 `[N, length]`.
+
+    Generating answers is slow, so they are saved after each batch of tasks.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -233,7 +240,7 @@ def _training_data(run: _Run, answers: _Answers | None) -> Tensor:
 
 
 def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers], None]) -> _Answers:
-    """Append the model's answers to tasks until there are enough. Calls `save` after each batch of tasks."""
+    """Let the model answer tasks until there are enough answer tokens. Calls `save` after each batch of tasks."""
     from sidestream.config import SamplingParams
     from sidestream.llm import LLM
     from sidestream.text import sample_tasks, sample_text
@@ -286,8 +293,8 @@ def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers]
 
 
 def _temperature(time: int, task: int) -> float:
-    """Temperature of a task's answer number `time`. Only one of the first two answers is greedy, because two greedy
-    answers would be equal.
+    """Sampling temperature of answer number `time` to task number `task`. Only one of a task's first two answers is
+    greedy, because two greedy answers would be equal.
     """
     if time < 2:
         return 0.0 if (time + task) % 2 == 0 else 1.0
@@ -298,7 +305,9 @@ def _temperature(time: int, task: int) -> float:
 
 
 def _load_training(path: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The training state of an earlier run. Raises ConfigError if that run had other options."""
+    """The training state that an earlier run saved in `path`; None: no such file. Raises ConfigError if that run had
+    other options.
+    """
     import torch
 
     if not path.exists():
@@ -313,7 +322,7 @@ def _load_training(path: Path, record: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | None) -> None:
-    """Train the head, from the saved state if there is one, and write it to `run.out`."""
+    """Train the head and write it to `run.out`. `saved`: training state to continue from; None: start from step 0."""
     import torch
 
     from sidestream.models.catalog import resolve
@@ -365,8 +374,8 @@ def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | No
 
 @contextlib.contextmanager
 def _interrupts(on_first: Callable[[], object]) -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that the current step can end: half a step cannot be resumed. A second Ctrl-C raises
-    KeyboardInterrupt.
+    """Context manager: yields an event that the first Ctrl-C sets. So the current training step can end, because a run
+    can resume only between steps. A second Ctrl-C raises KeyboardInterrupt.
     """
     interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
