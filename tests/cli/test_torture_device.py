@@ -35,7 +35,7 @@ from .conftest import Run
         (("--requests", "5"), "--requests is given without --device"),
         (
             ("--device", "cpu", "--requests", "5", "--blocks", "5"),
-            "--requests tortures a whole engine, --blocks only transfers",
+            "--requests tests a whole engine, --blocks only transfers",
         ),
         (
             ("--device", "cpu", "--requests", "5", "--mutations", "store-waits-for-step"),

@@ -1,5 +1,5 @@
-"""`sidestream bench`: figures with bounds. Most figures are ratios to a baseline that users could run themselves; the
-baseline is measured in the same run.
+"""`sidestream bench`: measures figures and checks their bounds. Most figures are ratios to a baseline that users could
+run themselves, such as transformers' `generate`. The baseline is measured in the same run.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from sidestream.cli.bench.child_process import ChildProcess, answer_requests
 
 
 class Generate:
-    """`generate` for one prompt after another. A context manager."""
+    """Calls `generate` for one prompt after another, in the separate process. A context manager."""
 
     def __init__(self, path: str, dtype: str) -> None:
         self._child = ChildProcess(__name__, {"path": path, "dtype": dtype})
@@ -22,7 +22,7 @@ class Generate:
         self._child.close()
 
     def seconds(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
-        """Wall time of answering the prompts greedily, one after another, with exactly `output_tokens` each."""
+        """Wall time to generate exactly `output_tokens` tokens for each prompt, greedily, one prompt after another."""
         return float(
             self._child.request({"prompts": [list(prompt) for prompt in prompts], "output_tokens": output_tokens})
         )

@@ -1,11 +1,12 @@
-"""The time until the plan of a decode step has reached processes of other ranks, in three ways, one after another.
+"""Measures how long rank 0 needs to send the plan of a decode step to the processes of the other ranks (tensor
+parallelism). Three transports are measured, one after another:
 
-    socket   the product's: `SocketTransport` to a `Follower` whose executor runs nothing
-    ring     shared memory with one writer, whose readers spin on a counter and yield the core in between
-    gloo     two broadcasts of the ranks' group: the length, and the bytes
+    socket   Sidestream's own transport: `SocketTransport` to a `Follower` whose executor runs nothing
+    ring     a ring buffer in shared memory; readers spin on a counter, and yield the core between two reads of it
+    gloo     two Gloo broadcasts: the length of the plan, and its bytes
 
-Each way first rests, for the CPU time of an idle rank, and then takes steps at a steady rate.
-`broadcast_rank.py` is the other ranks' side.
+Each transport is first idle for a while, to measure the CPU time of an idle rank, and then sends steps at a steady
+rate. `broadcast_rank.py` is the program of the other ranks.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ from sidestream.version import VERSION
 WAYS = ("socket", "ring", "gloo")
 _ROWS = 32
 _BLOCK_TOKENS = 16
-_CONTEXT = 1000  # tokens of the first row; each row has some more than the one before
+_CONTEXT = 1000  # tokens of the first row; each further row has one token more
 _WARM_UP = 20  # steps that are not counted
-_BUSY_SHARE = 0.9  # of the time between two steps, in which a rank's device works
+_BUSY_SHARE = 0.9  # share of the time between two steps in which a rank's device is busy
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """One way, at one number of ranks.
+    """The results of one transport, at one number of ranks.
 
-    us               for each step, from before it is encoded until the slowest rank has decoded it
-    idle_cpu, cpu    CPU seconds per second of the rank that takes most: without steps, and with them
+    us         for each step: microseconds from before it is encoded until the slowest rank has decoded it
+    idle_cpu   CPU seconds per second of a rank without steps; the maximum over the ranks
+    cpu        CPU seconds per second of a rank with steps; the maximum over the ranks
     """
 
     us: list[float]
@@ -65,9 +67,9 @@ class Arrivals:
 class Broadcast:
     """The results at one number of ranks.
 
-    ways              by name
-    step_overhead_us  time of the engine's thread for the launch of a step and the question whether the step before is
-                      done: with the other ranks, minus without
+    ways              results of each transport, by name
+    step_overhead_us  engine-thread time that the other ranks add to a step: launching the step, and polling the fence
+                      of the previous step
     """
 
     ways: dict[str, Arrivals] = field(default_factory=dict)
@@ -75,7 +77,10 @@ class Broadcast:
 
 
 def measure_broadcast(size: int, *, steps: int, rate: float, idle_s: float) -> Broadcast:
-    """Send `steps` plans, `rate` a second, to `size` - 1 processes, in each way."""
+    """Send `steps` plans to `size - 1` processes with each transport, `rate` plans per second.
+
+    idle_s   seconds without steps before each transport is used
+    """
     result = Broadcast()
     with _Ranks(size, rate) as ranks:
         sent = {}
@@ -97,7 +102,7 @@ def measure_broadcast(size: int, *, steps: int, rate: float, idle_s: float) -> B
 
 
 def decode_steps() -> Iterator[BatchPlan]:
-    """Endless plans of decode steps: each row grows by a token, and by a block at times."""
+    """Yield plans of decode steps, without end. In each step, a row grows by a token and, if needed, by a block."""
     blocks = [tuple(range(200 * row, 200 * row + _CONTEXT // _BLOCK_TOKENS + 1)) for row in range(_ROWS)]
     number = 0
     while True:
@@ -112,7 +117,7 @@ def decode_steps() -> Iterator[BatchPlan]:
 
 
 class _Ranks:
-    """Rank 0, and the processes of the others. A context manager."""
+    """Rank 0, and the processes of the other ranks. A context manager."""
 
     def __init__(self, size: int, rate: float) -> None:
         self.notes: list[dict[str, Any]] = []
@@ -127,7 +132,7 @@ class _Ranks:
         try:
             for rank in range(1, self._size):
                 self._start(rank)
-            self._group = join_group(self._directory, 0, self._size)  # returns when all have come
+            self._group = join_group(self._directory, 0, self._size)  # returns when all ranks have joined
         except BaseException:
             self.__exit__()
             raise
@@ -147,7 +152,7 @@ class _Ranks:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def by_socket(self, steps: int) -> list[int]:
-        """Send steps over the sockets; returns when each was begun, by the monotonic clock, in ns."""
+        """Send steps over the sockets; returns the start time of each step in ns, by the monotonic clock."""
         alone = cast(Executor, NoExecutor(0.0))
         joint, before = joint_executor(alone, self._transport.ranks), None
         alone_ns, joint_ns = list[int](), list[int]()
@@ -173,15 +178,15 @@ class _Ranks:
         return begun
 
     def by_ring(self, steps: int) -> list[int]:
-        """As `by_socket`, through shared memory."""
+        """Like `by_socket`, but through shared memory."""
         return self._by_bytes(steps, Ring(self._directory / "ring", self._size - 1).put)
 
     def by_gloo(self, steps: int) -> list[int]:
-        """As `by_socket`, through the group."""
+        """Like `by_socket`, but through Gloo."""
         return self._by_bytes(steps, lambda message: send_by_group(self._group, message))
 
     def end(self) -> None:
-        """Wait until the other ranks have ended, and read their notes."""
+        """Wait until the other ranks have ended, and read the measurements that they wrote."""
         self._transport.close()
         self._group.close()
         for rank in range(1, self._size):

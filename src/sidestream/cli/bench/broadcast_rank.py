@@ -1,4 +1,4 @@
-"""The processes to which `broadcast.py` sends plans, and what both sides of a way share."""
+"""The processes to which `broadcast.py` sends plans, and the ring and Gloo transports, which both sides use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _RING_HEAD, _RING_SLOTS, _RING_SLOT = 4096, 16, 1 << 16
 
 
 class Ring:
-    """Messages in shared memory: how many were written, how many each reader has read, and some slots."""
+    """A ring buffer in shared memory, with one writer. Its head holds counts: the number of messages written, and for
+    each reader the number of messages read. The slots hold the messages.
+    """
 
     def __init__(self, path: Path, readers: int) -> None:
         size = _RING_HEAD + _RING_SLOTS * _RING_SLOT
@@ -41,7 +43,7 @@ class Ring:
         self._done = 0
 
     def put(self, message: bytes) -> None:
-        """Write a message. Spins while no slot is free. Raises ProcessFailed if none becomes free."""
+        """Write a message. Spins while no slot is free. Raises ProcessFailed if no slot becomes free in time."""
         ends_s = time.monotonic() + TIMEOUT_S
         while min(self._counts[1 : 1 + self._readers]) <= self._done - _RING_SLOTS:
             if time.monotonic() > ends_s:
@@ -54,7 +56,7 @@ class Ring:
         self._counts[0] = self._done
 
     def take(self, reader: int) -> bytes:
-        """The next message. Spins until it comes."""
+        """The next message. Spins until the message arrives."""
         while self._counts[0] == self._done:
             os.sched_yield()
         start = _RING_HEAD + self._done % _RING_SLOTS * _RING_SLOT
@@ -66,13 +68,13 @@ class Ring:
 
 
 def send_by_group(group: Group, message: bytes) -> None:
-    """Send a message of rank 0 by two broadcasts: its length, and its bytes."""
+    """Called by rank 0: send a message by two broadcasts, its length and its bytes."""
     group.broadcast(torch.tensor([len(message)]))
     group.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
 
 def take_by_group(group: Group) -> bytes:
-    """The next message of rank 0. Blocks."""
+    """Called by the other ranks: the next message of rank 0. Blocks."""
     length = torch.zeros(1, dtype=torch.int64)
     group.broadcast(length)
     message = torch.empty(int(length), dtype=torch.uint8)
@@ -81,25 +83,27 @@ def take_by_group(group: Group) -> bytes:
 
 
 def join_group(directory: str | Path, rank: int, size: int) -> Group:
-    """Join the ranks that meet in `directory`; returns when all have come."""
+    """Join the Gloo group of the ranks. `directory`: holds the group's rendezvous file. Returns when all ranks have
+    joined.
+    """
     return open_group(Path(directory), rank=rank, size=size, device=torch.device(CPU), timeout_s=TIMEOUT_S)
 
 
 class _Notes:
-    """The times at which one way has brought steps, and the CPU time that it has taken."""
+    """Measurements of one transport in this process: the arrival time of each step, and the CPU time."""
 
     def __init__(self) -> None:
         self._received_ns: list[int] = []
         self._marks = [self._mark()]
 
     def step(self) -> None:
-        """A step has been decoded."""
+        """Record that a step has been decoded."""
         self._received_ns.append(time.monotonic_ns())
         if len(self._received_ns) == 1:
             self._marks.append(self._mark())
 
     def plain(self) -> dict[str, Any]:
-        """All notes, after the last step."""
+        """The measurements as JSON values. Called after the last step."""
         self._marks.append(self._mark())
         idle, busy = (
             (after[1] - before[1]) / (after[0] - before[0])
@@ -112,7 +116,7 @@ class _Notes:
 
 
 class _Later:
-    """A fence that is done after a time."""
+    """A fence that is done after `seconds`."""
 
     stream, tick, failure = "compute", 0, None
 
@@ -120,12 +124,12 @@ class _Later:
         self._done_s = time.monotonic() + seconds
 
     def poll(self) -> bool:
-        """Whether the time has come."""
+        """Whether the fence is done."""
         return time.monotonic() >= self._done_s
 
 
 class NoExecutor:
-    """An executor whose steps do nothing, and take `step_s`."""
+    """An executor whose steps do nothing and are done after `step_s`. It calls `launched` for each step."""
 
     def __init__(self, step_s: float, launched: Callable[[], None] = lambda: None) -> None:
         self._step_s = step_s
@@ -139,7 +143,7 @@ class NoExecutor:
 
 
 def main(descriptor: int) -> None:
-    """Receive the steps of every way, and write the notes of them to the ranks' directory."""
+    """Receive the steps of each transport in turn, and write the measurements to a file in the ranks' directory."""
     connection = socket.socket(fileno=descriptor)
     link = RankConnection(connection)
     begin = link.wait_for_begin()

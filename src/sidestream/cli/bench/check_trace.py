@@ -1,4 +1,4 @@
-"""`sidestream check-trace`: runs a PyTorch script, and judges its use of CUDA streams."""
+"""`sidestream check-trace`: runs a PyTorch script and reports races between its CUDA streams."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import typer
 from sidestream.cli.declare import option
 
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-"""Settings of the command: everything after the script's name belongs to the script."""
+"""Settings of the command: all arguments after the script's name belong to the script."""
 
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT", help="Python file, followed by its own arguments.")]
 OnDevice = Annotated[
     str,
-    option("--device", "D", "cuda, or cpu for a fake GPU on the processor.", "cuda if there is a GPU"),
+    option("--device", "D", "cuda, or cpu to simulate the GPU on the processor.", "cuda if there is a GPU"),
 ]
 
 
 def check_trace(context: typer.Context, script: Script, device: OnDevice = "") -> None:
-    """Run a PyTorch script, and report races between its CUDA streams, and memory that is reused too early.
+    """Run a PyTorch script and report races between its CUDA streams, and memory that is reused too early.
 
     The report goes to standard error. Status 0: no finding; 1: findings; 2: no such script or device; 3: the script
     failed.

@@ -1,7 +1,7 @@
-"""A fresh Python process that answers requests as JSON lines, for measurements that need a separate process.
+"""A new Python process that answers requests as JSON lines, for measurements that need a separate process.
 
-Two OpenMP runtimes in one process slow each other down (see `device/cpu.py`). And only a second process can show that
-KV survives the end of the first process.
+There are two reasons for a separate process: two OpenMP runtimes in one process slow each other down (see
+`device/cpu.py`), and only a second process can show that KV survives the end of the first process.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def answer_requests(set_up: Callable[[dict[str, Any]], tuple[Answer, Close]]) ->
     message, the second cleans up.
     """
     out = sys.stdout
-    sys.stdout = sys.stderr  # output that libraries print must not get between the answers
+    sys.stdout = sys.stderr  # output that libraries print must not mix with the answers
     answer, close = set_up(json.loads(sys.stdin.readline()))
     try:
         print(json.dumps("ready"), file=out, flush=True)

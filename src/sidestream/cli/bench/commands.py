@@ -1,5 +1,5 @@
-"""The bench commands: each reads its options, measures and prints one report. The measurements are in the sibling
-modules.
+"""The commands of `sidestream bench`. Each command reads its options, measures and prints one report. The measurements
+are in the other modules of this package.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from sidestream.errors import ConfigError
 
 _PARTS = {
     "prefill": "Prefill time of a prompt on a GPU, divided by the time of its matrix products alone.",
-    "ttft": "TTFT without cached KV; and TTFT with KV in host memory, divided by the time to load that KV.",
+    "ttft": "TTFT without cached KV; TTFT with KV in host memory, divided by the time to load that KV.",
     "resume": "Slowdown of decoding requests while the KV of a long request is loaded.",
-    "async": "Tokens per second of asynchronous over synchronous execution, and whether the tokens are equal.",
+    "async": "Tokens per second of asynchronous execution, divided by those of synchronous execution; equal tokens.",
 }
 _BLOCKS = "blocks of Qwen3-8B"
 
@@ -78,7 +78,7 @@ def prefix(
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """TTFT of a long prompt from host memory, and from disk in a fresh process, divided by its cold TTFT."""
+    """TTFT of a long prompt with KV from host memory, or from disk in a new process, divided by TTFT without any KV."""
     from sidestream.cli.bench.prefix import measure
 
     _report(
@@ -103,7 +103,7 @@ def decode(
         option(
             "--device",
             metavar="DEVICE",
-            help="`cpu`; or `cuda`: step time of a model with random weights, over the time to read the weights.",
+            help="`cpu`; or `cuda`: step time with random weights, divided by the time to read the weights.",
         ),
     ] = CPU,
     shape: Annotated[
@@ -149,8 +149,8 @@ def overhead(
     ] = 9,
     as_json: AsJson = False,
 ) -> None:
-    """Step time with idle offload and with offload that stores, each divided by the step time without offload; and the
-    number of host waits for transfers.
+    """Step time with offload, with and without blocks to store, divided by step time without offload; and the number of
+    times that the host waits for a transfer.
     """
     from sidestream.cli.bench.overhead import measure
 
@@ -196,8 +196,8 @@ def replicas(
     turns: Annotated[int, option("--turns", metavar="N", help="Turns of each conversation.", parse=whole)] = 6,
     as_json: AsJson = False,
 ) -> None:
-    """Replicas on Ray Serve: cached prompt tokens of conversations with two, divided by those with one; and the
-    outcomes of requests when one of two is killed.
+    """Replicas on Ray Serve: cached prompt tokens of conversations with two replicas, divided by those with one; and
+    the outcomes of requests when one of two replicas is killed.
     """
     from sidestream.cli.bench.replicas import measure
 
@@ -217,13 +217,13 @@ def scale(
         option(
             "--ranks",
             metavar="N",
-            help="Number of ranks that plans are sent to, with rank 0; may be given several times.",
+            help="Number of ranks, including rank 0, which sends the plans; may be given several times.",
             show_default="2, 4, 8",
             parse=whole,
         ),
     ] = None,
     seconds: Annotated[
-        int, option("--seconds", metavar="S", help="Seconds in which plans are sent in each way.", parse=whole)
+        int, option("--seconds", metavar="S", help="Seconds of sending plans, for each transport.", parse=whole)
     ] = 5,
     output_tokens: OutputTokens = 64,
     rounds: Annotated[
@@ -231,8 +231,8 @@ def scale(
     ] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Tensor parallelism on this CPU: time until a step's plan has reached all ranks, beside a ring in shared memory
-    and Gloo; CPU time of a rank; and tokens per second of two ranks, divided by those of one.
+    """Tensor parallelism on this CPU: time to send a step's plan to all ranks, compared with a ring buffer in shared
+    memory and with Gloo; CPU time of a rank; and tokens per second of two ranks, divided by those of one rank.
     """
     from sidestream.cli.bench.scale import SIZES, measure
 
@@ -256,7 +256,7 @@ def ranks(
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
     tensor_parallel: Annotated[
-        int, option("--tensor-parallel", metavar="N", help="Number of ranks to compare with one.", parse=whole)
+        int, option("--tensor-parallel", metavar="N", help="Number of ranks to compare with one rank.", parse=whole)
     ] = 2,
     kv_memory: Annotated[
         str | None,
@@ -264,8 +264,8 @@ def ranks(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tensor parallelism on GPUs: times of steps, first tokens and a resume with several ranks, divided by those with
-    one; and the rate of loads from host memory.
+    """Tensor parallelism on GPUs: step time, TTFT, and TTFT with KV in host memory, of several ranks, divided by those
+    of one rank; and the bandwidth of loads from host memory.
     """
     from sidestream.cli.bench.ranks import measure
 
@@ -289,11 +289,13 @@ def hybrid(
     prompts: Annotated[int, option("--prompts", metavar="N", help="Prompts for each family.", parse=whole)] = 200,
     turns: Annotated[int, option("--turns", metavar="N", help="Turns of the conversation.", parse=whole)] = 30,
     system_tokens: Annotated[
-        int, option("--system-tokens", metavar="N", help="Tokens that all turns begin with.", parse=whole)
+        int, option("--system-tokens", metavar="N", help="Tokens of the system prompt of all turns.", parse=whole)
     ] = 6000,
     as_json: AsJson = False,
 ) -> None:
-    """Models with recurrent state: equal tokens from every tier, and the share of a conversation that is reused."""
+    """Models with recurrent state: whether tokens are equal with KV from each tier, and the share of a conversation's
+    prompt tokens that come from the cache.
+    """
     from sidestream.cli.bench.hybrid import measure
     from sidestream.testing.tiny_models import HYBRIDS
 
@@ -319,7 +321,9 @@ def hybrid_engine(
     block_tokens: Annotated[int, option("--block-tokens", metavar="N", help="Tokens of a block.", parse=whole)] = 16,
     as_json: AsJson = False,
 ) -> None:
-    """Models with recurrent state: step times, TTFT from host memory and the time of drafts; random weights."""
+    """Models with recurrent state and random weights: step time without and with drafts, and TTFT with KV in host
+    memory.
+    """
     from sidestream.cli.bench.hybrid_engine import measure
 
     _report(
@@ -380,12 +384,12 @@ def interference(
 def forward_thread(
     device: GpuDevice = CUDA,
     requests: Annotated[
-        int, option("--requests", metavar="N", help="Running requests that store and load.", parse=whole)
+        int, option("--requests", metavar="N", help="Running requests that store and load KV.", parse=whole)
     ] = 1000,
     steps: Annotated[int, option("--steps", metavar="N", help="Steps of the loop.", parse=whole)] = 400,
     pending: Annotated[
         int,
-        option("--pending", metavar="N", help="Pending transfers in the second part.", parse=whole),
+        option("--pending", metavar="N", help="Pending transfers in the second measurement.", parse=whole),
     ] = 100_000,
     as_json: AsJson = False,
 ) -> None:
@@ -439,8 +443,8 @@ def identity(
     output_tokens: OutputTokens = 128,
     as_json: AsJson = False,
 ) -> None:
-    """Compare greedy tokens and log-probabilities of engines that run with and without offload, asynchronously and
-    synchronously, with CUDA graphs and eagerly.
+    """Compare greedy tokens and log-probabilities: with and without offload, with asynchronous and synchronous
+    execution, with CUDA graphs and without.
     """
     from sidestream.cli.bench.identity import measure
 
@@ -486,7 +490,7 @@ def engine(
     shape: Shape = "qwen3-8b",
     as_json: AsJson = False,
 ) -> None:
-    """Times of steps, prefill and first tokens of an engine on a GPU, divided by the times that the hardware needs."""
+    """Step time, prefill time and TTFT of an engine on a GPU, divided by the shortest time that the hardware allows."""
     _engine(parts or [], device, shape, as_json)
 
 
@@ -516,8 +520,8 @@ def throughput(
     shape: Shape = "qwen3-8b",
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second with offload, divided by tokens per second without: for requests without any reuse, and for
-    conversations whose KV is four times the size of the device's pool.
+    """Tokens per second with offload, divided by tokens per second without offload: for requests that reuse no KV, and
+    for conversations whose KV is four times the size of the device's pool.
     """
     from sidestream.cli.bench.throughput import measure
 
@@ -535,12 +539,12 @@ def host_tier(
     shape: Shape = "qwen3-8b",
     host: Annotated[str, option("--host", metavar="SIZE", help="Memory of the host tier.")] = "40GiB",
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Number of times that this memory is pinned.", parse=whole)
+        int, option("--rounds", metavar="N", help="Number of times that the host memory is pinned.", parse=whole)
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Time from the start until host memory is usable, and the cached tokens that the first conversations find
-    there.
+    """Time until all memory of the host tier is pinned, and the share of prompt tokens that the first conversations
+    find there.
     """
     from sidestream.cli.bench.host_tier import measure
 
@@ -560,7 +564,7 @@ def speculative(
         option(
             "--head",
             metavar="PATH",
-            help="MTP head for the model; also measures the proposer mtp.",
+            help="MTP head for the model; with a head, the proposer mtp is measured, too.",
             show_default="the shipped head of the demo model",
         ),
     ] = None,
@@ -569,7 +573,7 @@ def speculative(
         option(
             "--draft-model",
             metavar="MODEL",
-            help="Smaller model with the same tokenizer; also measures the proposer draft.",
+            help="Smaller model with the same tokenizer; with it, the proposer draft is measured, too.",
         ),
     ] = None,
     device: EitherDevice = CPU,
@@ -589,8 +593,8 @@ def speculative(
     ] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second with drafts, divided by tokens per second without; tokens per step; and whether tokens in
-    float32 are equal with and without drafts.
+    """Speculative decoding: tokens per second with drafts, divided by tokens per second without; tokens per step; and
+    whether tokens in float32 are equal with and without drafts.
     """
     from sidestream.cli.bench.speculative import measure
     from sidestream.device.choice import torch_device
@@ -627,9 +631,9 @@ def _report(
     bounded: bool = True,
     served: tuple[str, str, str] | None = None,
 ) -> None:
-    """Run one measurement with its progress on stderr; exit with 1 when a bound does not hold.
+    """Run one measurement and print its figures; exit with 1 if a bound does not hold. Progress goes to stderr.
 
-    bounded   whether the figures have bounds on this device
+    bounded   False: drop the bounds, because they do not apply to this device or shape
     served    the loaded model and its options `dtype` and `device`; None: no model is loaded
     """
     with Steps() as steps:

@@ -17,8 +17,8 @@ _PROMPT_TOKENS = 32
 def measure(
     model: str, *, output_tokens: int, rounds: int, dtype: str, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """In each round: one request in Sidestream, one in generate, eight at once in Sidestream, and eight one after
-    another in generate.
+    """Each round has four measurements: one request in Sidestream, one request in generate, eight requests at once in
+    Sidestream, and eight requests one after another in generate.
     """
     from sidestream.models import precision_of
     from sidestream.models.catalog import resolve

@@ -1,12 +1,12 @@
-"""Times of steps, prefill and first tokens of an engine, divided by the times that the hardware needs. The model has a
-well-known shape and random weights.
+"""Step time, prefill time and TTFT of an engine, divided by the shortest time that the hardware allows (the floor). The
+model has the shape of a well-known model and random weights. The benchmark has five parts:
 
-decode    step time over the time to read the weights and KV; idle time of the device between steps
-prefill   prefill time of a prompt over the time of its matrix products
+decode    step time divided by the time to read the weights and KV; idle time of the device between steps
+prefill   prefill time of a prompt divided by the time of its matrix products
 ttft      TTFT of prompts without cached KV, and of prompts whose KV is in host memory
 resume    ITL of decoding requests while the KV of a long request is loaded
-async     tokens per second of asynchronous execution over synchronous execution (each step is committed before the
-          next is launched)
+async     tokens per second of asynchronous execution divided by those of synchronous execution, where the host reads
+          the tokens of each step (commits it) before it launches the next step
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ from sidestream.testing.random_models import random_model, random_module
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
-_OTHERS = 31  # requests that decode while a long one resumes
-_RESUMES = 7  # repetitions; each resume starts at a random moment of a step
-# Output tokens of the long request. With only one, the first token would also be the last, and the engine sends the
+_OTHERS = 31  # requests that decode while the KV of a long request is loaded
+_RESUMES = 7  # repetitions; each load starts at a random moment of a step
+# Output tokens of the long request. With one output, the first token would also be the last, and the engine sends the
 # outputs of ending requests later than the outputs of running requests.
 _LONG_OUTPUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the measurement; small ones test the benchmark itself.
+    """The sizes of the measurement. Small sizes test the benchmark itself.
 
-    decode      rows; context tokens; upper bound of step time / (time to read weights and KV)
-    cold        prompt lengths; upper bound of TTFT in ms
-    from_host   prompt lengths; upper bound of TTFT / (time to load the KV); lower bound of cold TTFT / TTFT
-    others_context, resumed, outputs
-                tokens of the other requests, of the one that resumes, and of answers
+    decode           decode rows; context tokens; upper bound of step time / (time to read weights and KV)
+    cold             prompt tokens; upper bound of TTFT in ms without cached KV
+    from_host        prompt tokens; upper bound of TTFT / (time to load the KV); lower bound of (TTFT without cached KV)
+                     / TTFT
+    others_context   prompt tokens of the requests that decode while a long request's KV is loaded
+    resumed          prompt tokens of this long request
+    outputs          output tokens of the other requests
     """
 
     kv_memory: str
@@ -84,10 +86,11 @@ _TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.
 
 
 class Rig:
-    """An engine, a StepClock on its executor, and measurements of the hardware's limits. With ranks: those of rank 0.
+    """An engine, a StepClock that times its steps, and measurements of the hardware's limits. With tensor parallelism,
+    the clock and the measurements are those of rank 0.
 
-    vocab_size   number of token ids, of which prompts are drawn
-    end          closes the engine and what belongs to it
+    vocab_size   prompts are drawn from token ids below this number
+    end          function that closes the engine and everything that was started for it
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Rig:
         self.layout: KVLayout = self.parts.layout
         self.device = local_device(self.parts.device)
         assert self.parts.costs is not None
-        # Without cost estimates, the engine always loads from host memory and never recomputes.
+        # Without an estimate of the prefill time, the engine always loads KV from host memory and never recomputes it.
         self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
         self._vocab_size = vocab_size
         self._end = end
@@ -119,17 +122,17 @@ class Rig:
         return [int(token) for token in self._random.integers(1, self._vocab_size, num_tokens)]
 
     def moment(self, most_s: float) -> float:
-        """A random time up to `most_s`."""
+        """A random number of seconds up to `most_s`."""
         return float(self._random.uniform(0, most_s))
 
     def ask(self, prompt: Sequence[int], outputs: int) -> Answer:
-        """Submit a request for so many tokens."""
+        """Submit a request for `outputs` tokens."""
         return ask(self.engine, prompt, outputs)
 
     def ask_from_host(self, prompt: Sequence[int]) -> Answer:
-        """Ask again for a token of a prompt that was answered, when its KV is in host memory only. Waits for it.
+        """Drop the device's prefix cache, submit a prompt again that was answered before, and wait for one token.
 
-        Raises SidestreamError if any of the KV came from elsewhere.
+        Raises SidestreamError unless all KV came from host memory.
         """
         self.forget_device()
         answer, length = self.ask(prompt, 1).wait(), len(prompt) - 1
@@ -147,13 +150,13 @@ class Rig:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one recurrent state, as a tier holds it; 0: the model keeps none."""
+        """Bytes of one recurrent state in a tier; 0: the model has no recurrent state."""
         region = self.parts.state_region
         return 0 if region is None else region.state_bytes
 
     def steps(self, rows: int, context: int, outputs: int, *, drafts: int = 0) -> tuple[list[float], list[float]]:
-        """For each step in which `rows` requests decode, with so many `drafts` each: its duration, and the time in
-        which the device was idle, both in seconds.
+        """Decode `rows` requests at once. For each step in which all of them decode with `drafts` drafts each: the
+        duration of the step, and the idle time of the device, both in seconds.
         """
         first = len(self.clock.launched_steps)
         answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
@@ -164,12 +167,12 @@ class Rig:
         return self.clock.steps(full[2:-2] if len(full) > 6 else full)
 
     def host_waits(self) -> int:
-        """Waits of the host for the device, besides those for a step that is to be committed."""
+        """Number of times that the host waited for the device, except for waits for a step's results."""
         waits = self.device.host_waits()
         return sum(count for reason, count in waits.items() if reason not in ("step", "benchmark"))
 
     def busy_s(self, work: Callable[[], object]) -> float:
-        """Device time of `work`, which the host enqueues on a new stream; minimum of three runs."""
+        """Seconds that the device needs for `work`, on a new stream; minimum of three runs."""
         stream = self.device.stream(f"bench {time.perf_counter_ns()}")
         taken = []
         for _ in range(3):
@@ -185,12 +188,12 @@ class Rig:
         return min(taken)
 
     def bytes_a_second_to_device(self) -> float:
-        """Rate of copies from pinned host memory."""
+        """Bandwidth of copies from pinned host memory to the device."""
         return 8 * (64 << 20 if self._on_gpu else 1 << 20) / median(self.link.seconds()["to_device"] for _ in range(5))
 
 
 class ModelRig(Rig):
-    """A rig with a new engine of one rank, for a model of random weights."""
+    """A rig with a new engine (without tensor parallelism) for a model with random weights."""
 
     def __init__(
         self,
@@ -206,7 +209,8 @@ class ModelRig(Rig):
         self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
-        # Parameters that a step reads completely. An input embedding that is not also the output layer is only indexed.
+        # Number of parameters that each step reads. A step reads only some rows of the input embedding, so it does not
+        # count, unless it is also the output layer.
         self.num_weights_read = sum(part.numel() for part in self.model.module.parameters()) - (
             0 if tied else embedding.numel()
         )
@@ -258,7 +262,7 @@ class ModelRig(Rig):
 
 
 def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Callable[[str], None]) -> list[Figure]:
-    """The figures of the named `parts`, all from one engine. Raises ConfigError for an unknown part."""
+    """The figures of these parts of the benchmark, all from one engine. Raises ConfigError for an unknown part."""
     for part in parts:
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))
@@ -282,7 +286,9 @@ def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Calla
 
 
 def decode(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Step times over the time to read weights, KV and states; the baseline `generate`; and the device's idle time."""
+    """Step time divided by the time to read weights, KV and recurrent states; the step time of transformers'
+    `generate`; and the device's idle time.
+    """
     bandwidth = rig.bandwidth()
     figures, idle_shares = [Figure("memory_read_gb_s", bandwidth / 1e9, "GB/s")], []
     for rows, context, bound in sizes.decode:
@@ -348,7 +354,10 @@ def _prefill(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[
 
 
 def ttft(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
-    """TTFT cold, and with KV and states in host memory; `step_s` is the time of a step that decodes one request."""
+    """TTFT without cached KV, and with KV and recurrent states in host memory.
+
+    step_s   time of a step that decodes one request
+    """
     figures = []
     for length, bound in sizes.cold:
         on_progress(f"first token, {length} tokens cold")
@@ -382,7 +391,7 @@ def resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
         others = [rig.ask(rig.prompt(sizes.others_context), 3 * sizes.outputs) for _ in range(count)]
         while any(len(other.times) < sizes.outputs // 2 for other in others):
             time.sleep(0.001)
-        # Starts at a random moment of a step: a new request joins at the next step, so it waits for up to one step.
+        # A new request joins the batch at the next step, so it waits for up to one step: start at a random moment.
         time.sleep(rig.moment(2 * step_s))
         began = time.perf_counter()
         answer = rig.ask(long, _LONG_OUTPUTS).wait()
@@ -440,7 +449,7 @@ def _async(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
 
 
 def _make_asynchronous(engine: Engine, asynchronous: bool) -> None:
-    """Choose whether each step is launched before the previous step is committed, or after it."""
+    """Launch each step before the host has read the tokens of the previous step (True), or after it (False)."""
     engine.call(lambda: setattr(engine.loop, "asynchronous", asynchronous))
 
 

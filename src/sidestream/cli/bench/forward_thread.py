@@ -1,5 +1,5 @@
-"""Engine-thread time that transfers take: with a thousand requests that store and load, and with a hundred thousand
-pending transfers.
+"""Engine-thread time that KV transfers take: with a thousand requests that store and load KV, and with a hundred
+thousand pending transfers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LOOP = range(20_000)
 def measure(
     *, device: str, requests: int, steps: int, pending: int, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures. Like the engine's loop, every step submits the transfers of its requests' blocks and polls for
-    completed ones.
+    """The figures. Like the engine's loop, every step submits transfers for its requests' blocks, and polls for
+    completed transfers.
     """
     used = open_device(device)
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=6 * requests, num_slots=4 * requests)
@@ -69,7 +69,7 @@ def measure(
 
 
 class _Steps:
-    """A loop like the engine's: submit transfers, launch a step, wait for the previous step."""
+    """A loop like the engine's: submit transfers, launch a step, poll transfers, wait for the previous step."""
 
     warm_up = 40
 
@@ -77,7 +77,7 @@ class _Steps:
         self._rig = rig
         self._compute = compute
         self._requests = requests
-        self._blocks = rig.blocks.take(requests)  # the block that each request fills at present
+        self._blocks = rig.blocks.take(requests)  # for each request, the block that it fills now
         self._stored: deque[list[Key]] = deque()
         self._loading: deque[tuple[int, Lease]] = deque()
         self._previous: Fence | None = None
@@ -113,7 +113,9 @@ class _Steps:
             self._loading.popleft()[1].release()
 
     def _plans(self) -> list[TransferPlan]:
-        """Store one full block of every sixteenth request, and load the prompts of up to two requests."""
+        """Transfers of the next step: store one full block of every sixteenth request, and load the prompts of up to
+        two requests.
+        """
         rig, self._number = self._rig, self._number + 1
         full = self._blocks.ids[self._number % 16 :: 16]
         keys = rig.new_keys(len(full))
@@ -134,13 +136,13 @@ class _Steps:
 
 
 def _freeze() -> None:
-    """Freeze the heap as an engine does before it serves, because a full garbage collection stops every thread."""
+    """Freeze the heap like an engine before it serves, because a full garbage collection stops every thread."""
     gc.collect()
     gc.freeze()
 
 
 def _work() -> int:
-    """About a millisecond of Python, in place of the engine thread's other work."""
+    """Run Python for about a millisecond, in place of the engine thread's other work."""
     total = 0
     for value in _LOOP:
         total += value
@@ -148,7 +150,7 @@ def _work() -> int:
 
 
 def _python_s(rig: Rig, stream: Stream, steps: int, *, orders: Callable[[], None]) -> float:
-    """Median seconds of `_work` while only steps run."""
+    """Median seconds of `_work` while steps run, but no transfers."""
     taken = []
     for _ in range(steps):
         launched = stream.submit(lambda: busy(rig.device, _STEP_S))
@@ -183,9 +185,11 @@ class _Collector:
 
 
 def _pending(device: str, number: int) -> tuple[float, float, float, float]:
-    """Submit `number` stores that all wait for one long step. Returns the longest times of a submission and of a launch
-    on another stream (both in us, without garbage collection), the time in s until all stores have ended, and the
-    longest garbage collection in ms.
+    """Submit `number` stores that all wait for one long step.
+
+    Returns four times: the longest submission and the longest launch on another stream (in us, without garbage
+    collection), the time from the end of the long step until all stores have ended (in s), and the longest garbage
+    collection (in ms).
     """
     used = open_device(device)
     rig = Rig(used, _SMALL, num_blocks=64, num_slots=number)

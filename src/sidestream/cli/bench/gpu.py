@@ -1,4 +1,6 @@
-"""Shared by the transfer benchmarks: the device, the block of a well-known model, and the bandwidth of the link."""
+"""Shared by the transfer benchmarks: opening the device, the block layout of Qwen3-8B, and the bandwidth of the link
+(PCIe) between host and device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from sidestream.errors import ConfigError
 from sidestream.kv.layout import KVLayout
 
 QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
-"""2.25 MiB; 64 KiB a layer."""
+"""A block of 2.25 MiB, 64 KiB for each layer."""
 
 
 def open_device(kind: str) -> Device:
@@ -32,8 +34,8 @@ def open_device(kind: str) -> Device:
 
 
 class Link:
-    """Measures the link's full speed: one large copy between pinned memory and the device, in each direction and in
-    both directions at once.
+    """Measures the full bandwidth of the link between pinned host memory and the device, with large copies: in each
+    direction, and in both directions at once.
     """
 
     def __init__(self, device: Device, num_bytes: int, *, in_a_row: int = 1) -> None:
@@ -46,7 +48,7 @@ class Link:
         self._streams = [device.stream("link to host"), device.stream("link to device")]
 
     def seconds(self) -> dict[str, float]:
-        """Times of `"to_host"`, `"to_device"` and `"two_way"` in seconds, by the host's clock."""
+        """Seconds of the copies `"to_host"`, `"to_device"` and `"two_way"` (both at once), by the host's clock."""
         return {"to_host": self._run(0), "to_device": self._run(1), "two_way": self._run(0, 1)}
 
     def _run(self, *ways: int) -> float:

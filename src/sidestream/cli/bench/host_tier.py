@@ -1,8 +1,8 @@
-"""Time from the start until host memory is usable, and the cached tokens that the first conversations find there.
+"""Time until the memory of the host tier is pinned, and the cached tokens that the first conversations find there.
 
 ready       seconds per GiB from the allocation of the host tier's memory until all of it is pinned
-start       cached tokens of conversations that an engine serves from its first moment on; their KV is four times the
-            size of the device's pool
+start       cached tokens of conversations that begin as soon as the engine serves, while memory is still being pinned.
+            Their KV is four times the size of the device's pool
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Number of conversations, tokens of each prompt and answer, and rounds; each round runs all conversations."""
+    """The sizes of the measurement.
+
+    conversations   number of conversations; each round runs all of them
+    tokens          tokens of each prompt
+    outputs         tokens of each answer
+    rounds          number of rounds
+    """
 
     conversations: int
     tokens: int
@@ -93,8 +99,8 @@ def _ready_s(device: Device, num_bytes: int) -> float:
 
 
 def _start(device: str, shape: str, host: str, sizes: Sizes, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Run all conversations at once, round after round, as soon as the engine serves. Figures: the share of prompt
-    tokens that were found in a cache, and the seconds of a round.
+    """Run all conversations at once, round after round, as soon as the engine serves. Figures of each round: its
+    seconds, and the share of prompt tokens that were found in host memory.
     """
     on_progress("making the model")
     model = random_model(shape, device=torch_device(device))

@@ -1,5 +1,5 @@
-"""Engine-thread time per step with many running requests: planning, launching, committing and sending tokens to
-clients. Waits for steps are not counted.
+"""Engine-thread time per step with many running requests: scheduling, launching, processing the results, and sending
+tokens to clients. Waits for steps are not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASKED: dict[str, dict[str, Any]] = {
 def measure(
     *, device: str, shape: str, requests: int, output_tokens: int, rounds: int, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Run `requests` requests at once, with offload. Figures, over the steps in which all requests decode: the engine
+    """Run `requests` requests at once, with offload. Figures, for the steps in which all requests decode: the engine
     thread's wall time without its waits for steps, and its CPU time.
     """
     on_progress("starting the engine")
@@ -52,7 +52,7 @@ def measure(
         prompts = [[1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)] for number in range(requests)]
         clock, figures = _StepClock(engine), list[Figure]()
         steps: dict[str, list[tuple[int, float, float]]] = {name: [] for name in _ASKED}
-        for number in range(rounds + 1):  # each round measures every variant, because the machine's load drifts
+        for number in range(rounds + 1):  # each round measures every variant, because the machine's load changes
             for name, asked in _ASKED.items():
                 on_progress(f"round {number} of {rounds}, {name}")
                 clock.steps.clear()
@@ -77,8 +77,8 @@ def measure(
 
 
 def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-    """Submit all requests at once and wait for them. Clients only collect tokens, like the clients of `LLM`: their
-    other work does not run on the engine thread.
+    """Submit all requests at once and wait for them. As with `LLM`, the callbacks of clients on the engine thread only
+    collect tokens.
     """
     clients = [_Client() for _ in prompts]
 
@@ -103,7 +103,7 @@ class _Client:
         self.ended = threading.Event()
 
     def take(self, delta: Delta) -> None:
-        """The engine's sink."""
+        """Called by the engine for each delta."""
         self.tokens += delta.token_ids
         if delta.finish_reason is not None:
             self.error = delta.error
@@ -113,8 +113,8 @@ class _Client:
 class _StepClock:
     """Times the steps of an engine.
 
-    steps   for each step: the number of decoding rows (0 if the step also had prefill tokens), and wall seconds and CPU
-            seconds of the engine thread, both without its waits
+    steps   for each step: the number of decode rows (0 if the step also had prefill tokens), wall seconds of the engine
+            thread, and CPU seconds of the engine thread; both times without waits for steps
     """
 
     def __init__(self, engine: Engine) -> None:

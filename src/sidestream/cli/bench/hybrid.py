@@ -1,9 +1,11 @@
-"""Models with recurrent state on a CPU: equal tokens from every tier, and the share of a conversation that is reused.
+"""Models with recurrent state on a CPU: whether tokens are equal with KV from each tier, and the share of a
+conversation's prompt tokens that come from the cache.
 
-Tiny models with random weights, one of each kind of recurrent layer, in float32. Prompts share beginnings and are cut
-anywhere. Each is answered by an engine without a prefix cache; after it from the device, from host memory, from disk in
-a new engine, and in a pool so small that requests are preempted; all of it also with drafts. A case is one answer; a
-difference is one that has other tokens than the first.
+The models are tiny and have random weights in float32, one model for each kind of recurrent layer. The prompts share
+prefixes of random length. First, an engine without a prefix cache answers each prompt. Then engines answer it with KV
+from the device, from host memory, from disk (in a new engine), and in a pool so small that requests are preempted; each
+of these also with drafts. A case is one of these later answers; a difference is an answer whose tokens differ from the
+first answer's.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ _VOCAB = 250
 _SHARED = 64
 _OUTPUTS = 12
 _DRAFTS = 3
-_WAYS = 8  # answers to each prompt that are compared with the first
-# The conversation: a system prompt, turns of a user and answers, by two users of the same system prompt.
+_WAYS = 8  # answers to each prompt that are compared with the first answer
+# Tokens of the conversations: two users with the same system prompt take turns.
 _SYSTEM = 6000
 _TURNS = 30
 _TURN = 40
@@ -38,7 +40,9 @@ _ANSWER = 24
 def measure(
     families: Sequence[str], *, num_prompts: int, turns: int, system_tokens: int, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Cases and differences of all `families`, and the share reused by a conversation of `turns` turns."""
+    """Numbers of cases and differences of all `families`, and the share of cached prompt tokens in a conversation of
+    `turns` turns.
+    """
     from sidestream.testing.tiny_models import tiny_model_dir
 
     cases = differences = 0
@@ -107,7 +111,7 @@ def _cold(model: Path, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]
 def _again(
     model: Path, prompts: Sequence[Sequence[int]], directory: Path, drafts: int
 ) -> list[tuple[str, list[RequestOutput]]]:
-    """The answers from each tier, and with preemptions, with so many drafts in each step."""
+    """The answers with KV from each tier, and with preemptions. `drafts`: number of drafts in each step."""
     from sidestream.config import OffloadConfig, SpeculativeConfig
 
     offload = OffloadConfig(host="64MiB", disk=directory, disk_capacity="256MiB")
@@ -144,7 +148,7 @@ def _settle(llm: LLM) -> None:
 
 
 def _reused(model: Path, turns: int, system_tokens: int) -> float:
-    """Share of the prompts' tokens that was not computed, over a conversation of two users in turn."""
+    """Share of prompt tokens that came from the cache, in conversations of two users who take turns."""
     rng = random.Random(_SEED)
     talks = [_tokens(rng, system_tokens)] * 2
     cached = asked = 0
@@ -159,7 +163,7 @@ def _reused(model: Path, turns: int, system_tokens: int) -> float:
 
 
 def _state_bytes_error(model: Path) -> int:
-    """Difference between the memory that was allocated, and the sum of its parts in the metrics."""
+    """Bytes of KV memory that were allocated, minus the sum of its parts in the metrics."""
     with _open(model) as llm:
         allocated = llm.engine.parts.executor._kv.untyped_storage().nbytes()
         parts = ("blocks", "states", "reserved")

@@ -1,5 +1,5 @@
-"""Models with recurrent state on a GPU, with random weights: times of decoding, of a first token from host memory, and
-of drafts.
+"""Models with recurrent state and random weights on a GPU: step time without and with drafts, and TTFT with KV in host
+memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TINY = Sizes("16MiB", "16MiB", 512, 8, ((1, 32, 1.5), (8, 16, 1.5)), (), ((128,
 
 
 def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """The figures of one engine without drafts and one with. On a CPU, bounds do not hold."""
+    """The figures of an engine without drafts and of an engine with drafts. The bounds are for a GPU only."""
     sizes = replace(_FULL if device == CUDA else _TINY, block_tokens=block_tokens)
     rig = ModelRig(device, shape, sizes, on_progress)
     try:

@@ -1,5 +1,5 @@
-"""Measures whether tokens depend on how the engine runs (with or without offload, asynchronously or synchronously, with
-CUDA graphs or eagerly), and how far the log-probabilities of two such engines differ.
+"""Compares the tokens of engines that run in different ways: with and without offload, with asynchronous and
+synchronous execution, with CUDA graphs and without. Also measures how much their log-probabilities differ.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "offload_off": {"offload": None},
     "synchronous": {"asynchronous": False},
 }
-# Two more variants, on a GPU only. By default, an engine compiles the layers and captures CUDA graphs of them. The
-# first variant captures graphs of the uncompiled layers, so it launches the same kernels as the second, the eager
-# engine.
+# Two more variants, on a GPU only. By default, an engine compiles the layers and captures CUDA graphs of them.
+# "uncompiled" captures CUDA graphs of the layers without compiling them, so it launches the same kernels as "eager".
 _UNCOMPILED, _EAGER = "uncompiled", "eager"
 
 _Answers = tuple[list[Answer], list[Answer]]
@@ -44,11 +43,11 @@ def measure(
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
     """Run the same prompts greedily, all at once, on engines that differ in one option. Only one engine exists at a
-    time. Figures: the share of requests whose tokens are all equal; and, from a second run with log-probabilities, the
-    difference between the log-probabilities of two engines after equal tokens.
+    time. Figures: the share of requests whose tokens are all equal, and the differences between the log-probabilities
+    of two engines. A second run returns the log-probabilities.
 
-    No two prompts share a prefix, and the cache is emptied between the runs, so nothing is reused. `bench prefix`
-    covers KV that comes back from other tiers.
+    No two prompts share a prefix, and the cache is emptied between the runs, so no KV is reused. `bench prefix`
+    compares tokens with KV from other tiers.
     """
     base = EngineConfig(
         device=device,
@@ -85,8 +84,8 @@ def _compared(name: str, one: _Answers, other: _Answers, bound: Bound | None) ->
 
 
 def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> _Answers:
-    """Answers without log-probabilities, and answers with them, which use another sampling path."""
-    gc.collect()  # an engine is part of reference cycles: free the memory of the previous engine now
+    """Answers without log-probabilities, and answers with log-probabilities, which use another sampling path."""
+    gc.collect()  # an engine is part of reference cycles, so only this frees the memory of the previous engine
     model = random_model(shape, device=torch_device(config.device))
     engine = build_engine(model, config)
     try:
@@ -102,7 +101,7 @@ def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int
 
 
 def _distances(ours: Answer, theirs: Answer) -> list[float]:
-    """Differences between the log-probabilities of the tokens that are equal, and of the first token that differs."""
+    """Differences between the log-probabilities of two answers, for the equal tokens and the first different token."""
     pairs = zip(ours.tokens, theirs.tokens, strict=True)
     equal = next((at for at, (one, other) in enumerate(pairs) if one != other), len(ours.tokens))
     return [

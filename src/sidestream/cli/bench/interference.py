@@ -1,5 +1,5 @@
-"""Slowdown of a decode step and of a large matrix product: while stores and loads run at full rate, and while a kernel
-copies the blocks instead.
+"""Slowdown of a decode step and of a large matrix product by concurrent KV transfers: by stores and loads at full rate,
+and, for comparison, by a kernel that copies blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _MATMUL = 8192
 
 
 def measure(*, device: str, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """The figures. Each round measures every kind of transfer load in turn; the first, without load, is the
-    baseline.
-    """
+    """The figures. Each round measures without transfers (the baseline) and then with each kind of transfers."""
     used = open_device(device)
     blocks = 512 if device == CUDA else 16
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=3 * blocks, num_slots=3 * blocks)
@@ -108,7 +106,7 @@ def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Ca
 
 
 def _seconds(device: Device, launch: Callable[[], Fence], load: Any, repeats: int) -> float:
-    """Seconds per launch, over `repeats` launches. Each is launched before the wait for the previous launch."""
+    """Seconds per launch, over `repeats` launches. Each launch precedes the wait for the previous launch."""
     previous = launch()
     device.wait_host(previous, reason="step")
     start = time.perf_counter()
@@ -123,7 +121,7 @@ def _seconds(device: Device, launch: Callable[[], Fence], load: Any, repeats: in
 
 
 class _Nothing:
-    """No load."""
+    """No transfers."""
 
     def __enter__(self) -> _Nothing:
         return self
@@ -132,11 +130,11 @@ class _Nothing:
         return None
 
     def top_up(self) -> None:
-        """No load to renew."""
+        """Do nothing."""
 
 
 class _Transfers:
-    """Stores and loads at full rate: some are always pending."""
+    """Stores and loads at full rate: some transfers are always pending."""
 
     def __init__(self, rig: Rig, count: int, *, stores: bool = True, loads: bool = True) -> None:
         self._rig = rig
@@ -162,7 +160,7 @@ class _Transfers:
         self._there.release()
 
     def top_up(self) -> None:
-        """Submit more transfers when few are left."""
+        """Submit more transfers when few are pending."""
         rig = self._rig
         rig.poll()
         self._orders = [fence for fence in self._orders if not fence.poll()]
@@ -188,7 +186,7 @@ class _Kernel:
         self._programs = programs
         ids = (
             np.random.default_rng(0).permutation(count).tolist()
-        )  # adjacent blocks would be copied as one segment, by one program
+        )  # in random order, because adjacent blocks would be one segment, which one program copies
         host = rig.host_memory
         self._batch = layers_batch(rig.memory, ids, host, ids, range(rig.layout.num_layers))
         self._stream = rig.device.stream(f"kernel {time.perf_counter_ns()}")
@@ -204,7 +202,7 @@ class _Kernel:
             self._rig.device.wait_host(fence, reason="benchmark")
 
     def top_up(self) -> None:
-        """Launch another copy when only one is left."""
+        """Launch another copy when only one copy is pending."""
         from sidestream.device.cuda import CudaStream
 
         stream = self._stream

@@ -1,6 +1,6 @@
-"""Measures this machine's copies and disk for `sidestream doctor`: about a third of a second for each copy.
+"""Measures the bandwidth of copies and of the disk for `sidestream doctor`. Each kind of copy runs for 0.3 s.
 
-The disk is measured through the disk tier itself, with blocks of the demo model.
+The disk is measured through the disk tier itself, with blocks of the demo model's size.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ DISK_BYTES = 96 * _MIB
 
 
 def copy_speeds(kind: str) -> tuple[float, float]:
-    """Copy bandwidth in bytes per second from host memory to the device `kind` and back, on separate streams, as loads
-    and stores use.
+    """Copy bandwidth in bytes per second, from host memory to the device `kind` and back, one after another.
+
+    The two directions use separate streams, like loads and stores.
     """
     import numpy as np
 
@@ -56,13 +57,15 @@ def _copy_speed(device: Device, batch: CopyBatch) -> float:
 
 
 def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
-    """Bytes per second of the disk tier: `write`, `write_synced` (to the medium), `read` (without the page cache)."""
+    """Bytes per second of the disk tier: `write`, `write_synced` (written and synced to the disk) and `read` (without
+    the page cache).
+    """
     from sidestream.kv.layout import KVLayout
     from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 
     layout = KVLayout(
         num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype
-    )  # of the demo model
+    )  # the demo model's layout
     num_blocks = DISK_BYTES // layout.block_bytes
     with tempfile.TemporaryDirectory(prefix=".sidestream-doctor-", dir=directory) as scratch:
         tier = DiskTier.open(
@@ -79,7 +82,7 @@ def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
 def _time_blocks(tier: DiskTier, scratch: Path, num_blocks: int, block_bytes: int) -> tuple[float, float, float]:
     """Seconds to write, to sync and to read the blocks."""
     keys = [index.to_bytes(16, "big") for index in range(num_blocks)]
-    payload = memoryview(os.urandom(block_bytes))  # random, so that a disk that compresses does not look fast
+    payload = memoryview(os.urandom(block_bytes))  # random bytes, because some disks compress data
     out = memoryview(bytearray(block_bytes))
     grants = [grant for key in keys if (grant := tier.index.reserve(key)) is not None]
     started_s = time.monotonic()
@@ -100,8 +103,8 @@ def _time_blocks(tier: DiskTier, scratch: Path, num_blocks: int, block_bytes: in
 
 
 def _sync_and_drop_cache(scratch: Path) -> None:
-    """Write every file to the medium and drop it from the page cache, so that reads go to the disk as in a later
-    process.
+    """Sync every file to the disk and drop it from the page cache, so that reads go to the disk, like the reads of a
+    later process.
     """
     for path in scratch.rglob("*-*"):
         if path.is_file():

@@ -1,5 +1,7 @@
-"""Time until the host sees a sampled token while a gigabyte is being stored: through the mailbox, and through the copy
-engine's queue.
+"""Time until the host sees a sampled token while a gigabyte of KV is being stored.
+
+Two ways are compared. Mailbox: a kernel writes the tokens to pinned host memory, as in the engine. Copy engine: the
+tokens are copied to the host by a device-to-host copy, which may queue behind the stores.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ def measure(*, device: str, mib: int, tokens: int, on_progress: Callable[[str], 
         stored_gb_s = (
             (rig.metrics.value("transfer_bytes_total", "store") - before) / (time.perf_counter() - start) / 1e9
         )
-        on_progress("the copy engine's queue, paced")
+        on_progress("the copy engine, with paced stores")
         while len(paced) < tokens // 4:
             stored.top_up()
             paced.append(box.latency_ms(box.copy))
             foreign.append(box.round_trip_ms(box.copy))
         stored.end()
-        on_progress("the copy engine's queue, unpaced")
+        on_progress("the copy engine, with one unpaced store")
         unpaced = [_behind_everything(rig, box, count) for _ in range(5)]
     finally:
         rig.close()
@@ -70,7 +72,7 @@ def measure(*, device: str, mib: int, tokens: int, on_progress: Callable[[str], 
 
 
 class _Stores:
-    """Keeps the offload worker busy: at least half of `count` blocks are always pending."""
+    """Keeps the offload worker busy: stores of at least half of `count` blocks are always pending."""
 
     def __init__(self, rig: Rig, count: int) -> None:
         self._rig = rig
@@ -80,7 +82,7 @@ class _Stores:
         self._following: Fence | None = None
 
     def top_up(self) -> None:
-        """Submit another half of the blocks when the older of the two pending halves has ended."""
+        """Submit a store of half of the blocks when the older of the two pending stores has ended."""
         self._rig.poll()
         if self._last is None or self._last.poll():
             self._last, following = (
@@ -95,7 +97,7 @@ class _Stores:
 
 
 class _Box:
-    """A mailbox, the compute stream, and the offset between the device's clock and the host's."""
+    """A mailbox, the compute stream, and the offset between the device's clock and the host's clock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -115,8 +117,10 @@ class _Box:
         self._numbers[:_ROWS].copy_(self._tokens, non_blocking=True)
 
     def latency_ms(self, bring: Callable[[], None]) -> float:
-        """Time from the end of a step on the device until the host has seen the tokens. The host waits for the step's
-        fence, as in a commit.
+        """Time from the end of a step's computation on the device until the host sees the tokens. Like the engine, the
+        host waits for the step's fence.
+
+        bring   `deliver` or `copy`
         """
 
         def step() -> None:
@@ -133,7 +137,7 @@ class _Box:
         return float(now_ns - (self._seen[_ROWS] + self._apart_ns)) / 1e6
 
     def round_trip_ms(self, bring: Callable[[], None]) -> float:
-        """Time from the launch on an idle stream until the host has seen the tokens."""
+        """Time from the launch of `bring` on an idle stream until the host sees that it is done."""
         start = time.perf_counter()
         fence = self._compute.submit(bring)
         while not fence.poll():
@@ -141,8 +145,8 @@ class _Box:
         return 1e3 * (time.perf_counter() - start)
 
     def _compare_clocks(self) -> int:
-        """Host clock minus device clock, in ns. Uses the stamp with the shortest round trip of many, and assumes that
-        the device wrote the stamp in the middle of the round trip.
+        """Host clock minus device clock, in ns. Of many round trips, uses the shortest, and assumes that the device
+        read its clock in the middle of the round trip.
         """
         best = (1 << 62, 0)
         for _ in range(500):
@@ -157,7 +161,7 @@ class _Box:
 
 
 def _behind_everything(rig: Rig, box: _Box, count: int) -> float:
-    """Latency of a small copy that is queued on the device behind one unpaced copy of all blocks."""
+    """Latency of a small copy that queues on the device behind a copy of all blocks in one piece (unpaced)."""
     ids = np.random.default_rng(0).permutation(count).tolist()
     batch = layers_batch(rig.memory, ids, rig.host_memory, ids, range(rig.layout.num_layers))
     bulk = rig.device.stream(f"unpaced {time.perf_counter_ns()}")

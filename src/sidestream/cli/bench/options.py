@@ -32,7 +32,7 @@ def was_given(context: typer.Context, name: str) -> bool:
 
 
 def label(name: str) -> str:
-    """The parameter `name` as written in error messages."""
+    """The name of the parameter `name` in error messages, such as `--max-drafts`."""
     return "the model" if name == "model" else f"--{name.replace('_', '-')}"
 
 

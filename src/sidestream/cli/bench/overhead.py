@@ -1,5 +1,5 @@
-"""Step time that offload adds (without stores, and with stores in every step), and step time that the ordering checker
-adds.
+"""Step time with offload, divided by step time without offload: with blocks to store, and without. Also step time with
+the order checker, divided by step time without the checker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IDLE = {"prompt_tokens": 8, "output_tokens": 7, "repeats": 6}
 
 def measure(model: str, *, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Run the same requests on three engines in turn: without offload, with offload, and with offload and the checker.
-    One set of requests fills blocks, which are stored; the other set fills none.
+    There are two kinds of requests: long ones, whose blocks are stored, and short ones, which fill no block.
     """
     from sidestream.models.catalog import resolve
 

@@ -1,4 +1,4 @@
-"""TTFT of prompts whose KV is computed, is loaded from host memory, or is loaded from disk by a fresh process."""
+"""TTFT of prompts whose KV is computed, is loaded from host memory, or is loaded from disk by a new process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _OUTPUT_TOKENS = 8
 
 
 def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Run `rounds` different prompts cold, again after the pool has evicted them, and again in a fresh process."""
+    """Run `rounds` different prompts three times: without cached KV, after the device's pool has evicted their KV, and
+    in a new process.
+    """
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
     from sidestream.text import sample_text
@@ -26,7 +28,7 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
     ids = Tokenizer.load(path).encode(sample_text())
     ids = ids * ((prompt_tokens + rounds) // len(ids) + 1)
     prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
-    # The pool holds one and a half prompts: the answer to the next prompt evicts the start of the previous one.
+    # The pool holds one and a half prompts, so each prompt evicts the start of the previous prompt.
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         options = {
@@ -71,6 +73,6 @@ def _check(name: str, runs: list[PromptRun], expected: Callable[[PromptRun], boo
     for run in runs:
         if not expected(run):
             raise SidestreamError(
-                f"the KV of a {name} answer came from another tier ({run.source}, {run.reused} tokens): "
+                f"in the run {name}, the KV of an answer came from another tier ({run.source}, {run.reused} tokens): "
                 "the figures would be meaningless"
             )

@@ -1,7 +1,7 @@
-"""Runs prompts on an engine in a child process. Records the time of each prompt and the tiers that held its prefix.
+"""Runs prompts on an engine in a child process. Records the time of each prompt and the tiers that its KV came from.
 
-The demo and the benchmarks use it to show that KV survives eviction from the pool (in the same process) and the end of
-the process (in a second process).
+The demo and the benchmarks use this module to show that KV survives eviction from the device's pool (in the same
+process) and the end of the process (in a second process).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WARM_UP = tuple(range(100, 164))
 class PromptRun:
     """The result of one prompt.
 
-    device, host, disk   prompt tokens found in that tier
+    device, host, disk   number of prompt tokens whose KV came from this tier
     """
 
     ttft_s: float
@@ -38,24 +38,24 @@ class PromptRun:
 
     @property
     def source(self) -> str:
-        """The tiers that held the prefix, most tokens first."""
+        """The tiers that the KV came from, with their numbers of tokens; the tier with most tokens comes first."""
         counts = sorted(((self.device, "device"), (self.host, "host memory"), (self.disk, "disk")), reverse=True)
         return ", ".join(f"{name} {count}" for count, name in counts if count) or "nowhere (cold)"
 
     @property
     def reused(self) -> int:
-        """Prompt tokens that were not computed again."""
+        """Number of prompt tokens whose KV came from any tier."""
         return self.device + self.host + self.disk
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRuns:
-    """The results of one `ChildEngine.generate`.
+    """The results of one call of `ChildEngine.generate`.
 
-    steps            steps launched during the call
+    steps            number of steps launched during the call
     seconds          wall time of all prompts together
-    transfer_waits   waits of the engine thread, since its start, for anything other than a step
-    stored_bytes     bytes written to disk since the start
+    transfer_waits   number of waits of the engine thread, since its start, except for waits for a step
+    stored_bytes     bytes written to disk since the engine's start
     """
 
     runs: tuple[PromptRun, ...]

@@ -1,7 +1,7 @@
-"""Tensor parallelism on GPUs: the same model with random weights on one rank and on several, one after another.
+"""Tensor parallelism on GPUs: compares the same model, with random weights, on one rank and on several ranks.
 
-Times of decode steps, of first tokens without cached KV and from host memory, of a resume, and the rate at which all
-ranks load KV from host memory, each over its own link.
+Measures the step time of decoding, TTFT without cached KV and with KV in host memory, ITL while the KV of a long
+request is loaded (a resume), and the bandwidth at which all ranks load KV from host memory, each over its own link.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sidestream.llm import LLM
 from sidestream.testing.random_models import SHAPES, random_checkpoint
 from sidestream.testing.tiny_models import tiny_model_dir
 
-# Steps at these numbers of rows, and first tokens of this length, have bounds for two ranks.
+# Only steps with these numbers of rows, and TTFT of prompts of this length, have bounds, for two ranks.
 _BOUNDED_ROWS = (1, 32)
 _BOUNDED_LENGTH = 8192
 _ROUNDS = 5
@@ -43,10 +43,15 @@ _TINY = Sizes("8MiB", "16MiB", 512, 4, ((1, 32, 0.0), (4, 16, 0.0)), ((32, 0.0),
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Of one number of ranks. Seconds, by rows or by tokens; `resume`: the figures of `resume`.
+    """The results at one number of ranks.
 
-    idle_share     idle time of rank 0's device between decode steps, at the worst number of rows
+    step_s         seconds of a decode step, by the number of rows
+    cold_s         TTFT in seconds without cached KV, by the number of prompt tokens
+    host_s         TTFT in seconds with KV in host memory, by the number of prompt tokens
+    idle_share     share of time in which rank 0's device is idle between decode steps; the maximum over the row counts
     load_bytes_s   bytes per second of all ranks together, from the submission of a load to its end
+    host_waits     number of times that the host waited for the device, except for waits for a step's results
+    resume         figures of `engine.resume`, by name
     """
 
     step_s: dict[int, float]
@@ -61,7 +66,9 @@ class _Times:
 def measure(
     *, device: str, shape: str, ranks: int, kv_memory: str | None, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """The figures of `ranks` ranks beside one. `kv_memory`: of each rank; None: the usual size of the benchmark."""
+    """The figures of `ranks` ranks, compared with one rank. `kv_memory`: KV memory of each rank; None: the benchmark's
+    default.
+    """
     sizes = _FULL if device == CUDA else _TINY
     if kv_memory is not None:
         sizes = replace(sizes, kv_memory=kv_memory)
@@ -123,14 +130,14 @@ def _measured(rig: Rig, size: int, sizes: Sizes, tell: Callable[[str], None]) ->
             taken.append(rig.ask_from_host(prompt).ttft_s)
             rig.forget_device()  # waits for the end of the load
             num_bytes, seconds = (now - then for now, then in zip(_loaded(rig), before, strict=True))
-            rates.append(size * num_bytes / seconds)  # each rank loads its heads
+            rates.append(size * num_bytes / seconds)  # each rank loads as many bytes as rank 0: the KV of its heads
         host_s[length] = median(taken)
     figures = {figure.name: figure for figure in resume(rig, sizes, step_s[1], tell)}
     return _Times(step_s, cold_s, host_s, max(shares), max(rates), rig.host_waits(), figures)
 
 
 def _loaded(rig: Rig) -> tuple[float, float]:
-    """Bytes that rank 0 has loaded, and the seconds of its loads."""
+    """Bytes that rank 0 has loaded so far, and the total seconds of these loads."""
     metrics = rig.parts.metrics
     seconds = metrics.snapshot().histograms["transfer_seconds"].get(("load",))
     return metrics.value("transfer_bytes_total", "load"), 0.0 if seconds is None else seconds.total

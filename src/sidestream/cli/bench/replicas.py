@@ -1,6 +1,7 @@
-"""Replicas on Ray Serve: how much KV of conversations they reuse, and what becomes of requests when one is killed.
+"""Replicas on Ray Serve: the share of conversations' prompt tokens that come from a cache, and the outcomes of requests
+when a replica is killed.
 
-Conversations run through HTTP, with a header that names the session. Needs the extra `ray`.
+Requests go through HTTP; a header names the conversation (session). Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _KILL_TOKENS = 24
 _KILL_AFTER_S = 3.0
 _LOAD_S = 12.0
 _HUNG_S = 60.0
-"""A request without an end for this long counts as hung; an answer takes a few seconds."""
+"""A request that does not end within this time counts as hung. An answer takes a few seconds."""
 _LONGEST_FAILURE_S = 5.0
 
 
@@ -44,10 +45,10 @@ _LONGEST_FAILURE_S = 5.0
 class Outcome:
     """The end of one request.
 
-    kind      `answered`, `refused` (an HTTP error), `ended` (a stream with an error event at its end), `cut` (without
-              one) or `hung`
-    status    HTTP status; 0 without one
-    failed_s  seconds from the kill, or from the request if that came later, to the failure; 0 for an answer
+    kind      `answered`, `refused` (HTTP error), `ended` (the stream ended with an error event), `cut` (the connection
+              or stream ended without an error event) or `hung`
+    status    HTTP status; 0: the server sent none
+    failed_s  seconds from the kill to the failure, or from the request if it began after the kill; 0 for an answer
     """
 
     kind: str
@@ -56,10 +57,12 @@ class Outcome:
 
 
 def measure(model: str, *, conversations: int, turns: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Shares of cached prompt tokens with one replica and with two, by router; then a kill of one of two replicas."""
+    """Measure the share of cached prompt tokens with one replica, and with two replicas for each router. Then kill one
+    of two replicas and record the outcomes of requests.
+    """
     shares: dict[str, float] = {}
     outcomes: list[Outcome] = []
-    prefix = [(2, "prefix")] if find_spec("pyarrow") else []  # that router imports it
+    prefix = [(2, "prefix")] if find_spec("pyarrow") else []  # the router `prefix` imports pyarrow
     for count, router in [(1, "session"), (2, "load"), *prefix, (2, "session")]:
         name = router if count > 1 else "one"
         with _replicas(model, count, router) as url:
@@ -87,7 +90,9 @@ def _share_figures(shares: dict[str, float]) -> list[Figure]:
 
 
 def kill_figures(outcomes: Sequence[Outcome]) -> list[Figure]:
-    """The figures of a kill. A clear failure is a 503, or an error event at the end of a stream."""
+    """The figures of the requests during the kill. A failure is clear if the client gets a 503, or an error event at
+    the end of the stream.
+    """
     failures = [outcome for outcome in outcomes if outcome.kind not in ("answered", "hung")]
 
     def count(kind: str) -> int:
@@ -111,7 +116,9 @@ def kill_figures(outcomes: Sequence[Outcome]) -> list[Figure]:
 
 @contextmanager
 def _replicas(model: str, count: int, router: str) -> Iterator[str]:
-    """URL of that many replicas, one core and one thread each. Raises ConfigError without Ray."""
+    """Context manager: starts `count` replicas, each with one core and one compute thread, and yields their URL. Raises
+    ConfigError if Ray is not installed.
+    """
     if find_spec("ray") is None:
         raise ConfigError("replicas need the package ray: pip install 'sidestream[ray]'")
     from sidestream.ray import serve_locally
@@ -126,13 +133,15 @@ def _replicas(model: str, count: int, router: str) -> Iterator[str]:
         "router": router,
         "replicas": {"num_replicas": count},
     }
-    # Standard output is for the report, and Ray writes to it.
+    # Ray writes to standard output, which is for the report.
     with redirect_stdout(sys.stderr), serve_locally(application, port=port, num_cpus=count + 2) as url:
         yield url
 
 
 def _hit_share(url: str, conversations: int, turns: int, on_progress: Callable[[str], None]) -> float:
-    """Cached over all prompt tokens of all requests. All conversations take their first turn, then their second, …"""
+    """Share of cached tokens in the prompt tokens of all requests. All conversations take their first turn, then all
+    take their second turn, and so on.
+    """
     told = [
         [{"role": "system", "content": f"You are assistant {number}. Answer in a few words."}]
         for number in range(conversations)
@@ -184,7 +193,7 @@ def _post(url: str, body: bytes, session: str) -> tuple[int, bytes]:
 
 
 def _kill_one(url: str) -> list[Outcome]:
-    """The outcomes of a load of several seconds, half of it streams, during which a replica is killed."""
+    """Send requests for several seconds, half of them streamed, and kill a replica meanwhile. Returns the outcomes."""
     ends_s = time.monotonic() + _LOAD_S
     killed_s = [ends_s]
     outcomes: list[Outcome] = []
@@ -233,8 +242,8 @@ def _outcome(url: str, session: str, killed_s: Sequence[float], *, stream: bool)
 
 
 def replica_pids() -> list[int]:
-    """Process ids of the replicas of engines that this process has started."""
-    # Ray sets their titles: ray::SERVE_REPLICA::…#Engines#…, or ray::ServeReplica:…:Engines.… during a call.
+    """Process ids of the replicas of the deployment `Engines` that this process has started."""
+    # Ray sets the processes' titles: ray::SERVE_REPLICA::…#Engines#…, or ray::ServeReplica:…:Engines.… during a call.
     return [pid for pid in _descendants(os.getpid()) if re.match(rb"ray::S.*\bEngines\b", _command_of(pid))]
 
 

@@ -71,8 +71,8 @@ def at_least(value: float) -> Bound:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile `percent` of `values`, with linear interpolation between the two nearest. `values` must not be
-    empty.
+    """The percentile `percent` (0 to 100) of `values`, with linear interpolation between the two nearest values.
+    `values` must not be empty.
     """
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
@@ -82,8 +82,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def environment(model: str, dtype: str | None = None) -> dict[str, object]:
-    """The machine and the versions that the figures depend on. `dtype` is the data type of the loaded model, or None if
-    no model is loaded.
+    """The machine and the versions of packages, on which the figures depend.
+
+    dtype   data type of the loaded model; None: no model is loaded
     """
     import torch
 
@@ -121,8 +122,10 @@ def publish(
     dtype: str | None = None,
     details: Mapping[str, object] | None = None,
 ) -> bool:
-    """Print the figures as one JSON object or as a table; returns whether all bounds hold. Only the JSON object has
-    `dtype` and `details`.
+    """Print the figures as one JSON object or as a table; returns whether all bounds hold.
+
+    dtype     data type of the loaded model; only in the JSON object
+    details   further keys of the JSON object
     """
     if as_json:
         report: dict[str, object] = {

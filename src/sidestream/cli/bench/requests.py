@@ -1,6 +1,4 @@
-"""Requests for benchmarks of a whole engine: prompts of random tokens, and answers without text. An answer holds token
-ids and their arrival times by the host's clock.
-"""
+"""Requests for benchmarks of a whole engine. An answer holds token ids and their arrival times, but no text."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Answer:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def take(self, delta: Delta) -> None:
-        """The engine's sink."""
+        """Called by the engine for each delta."""
         if delta.token_ids:
             self.times.append(time.perf_counter())
             self.tokens.extend(delta.token_ids)
@@ -66,8 +64,8 @@ def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Ans
 
 
 def ask_at_once(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, **more: Any) -> list[Answer]:
-    """Submit all requests between two steps, so that one step admits them together and batches are the same in each
-    run.
+    """Submit all requests between two steps, so that the scheduler sees them together and forms the same batches in
+    each run.
     """
     answers: list[Answer] = []
     engine.call(lambda: answers.extend(ask(engine, prompt, outputs, **more) for prompt in prompts))

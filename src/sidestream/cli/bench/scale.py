@@ -1,5 +1,5 @@
-"""Tensor parallelism on one machine: how long a step's plan is on its way to the other ranks, what an idle and a busy
-rank cost, and tokens per second of two ranks over one.
+"""Tensor parallelism on the CPUs of one machine: the time to send a step's plan to the other ranks, the CPU time of an
+idle and of a busy rank, and tokens per second of two ranks, divided by those of one rank.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sidestream.version import VERSION
 
 _P50_BOUNDS_US = {2: 60.0, 4: 80.0, 8: 120.0}
 SIZES = tuple(_P50_BOUNDS_US)
-"""Numbers of ranks, with rank 0, for which plans are sent."""
+"""Numbers of ranks (including rank 0) at which the sending of plans is measured."""
 _RATE = 200.0  # steps per second
 _IDLE_S = 2.0
 _TIMEOUT_S = 120.0
 _REQUESTS = 8
 _PROMPT_TOKENS = 16
-# About 100 million parameters: a SmolLM2 with a number of KV heads that can be divided by two.
+# The shape of SmolLM2-135M, changed so that two ranks can divide the KV heads; about 100 million parameters.
 _SHAPE = {
     "hidden_size": 768,
     "intermediate_size": 2048,
@@ -61,8 +61,12 @@ def measure(
     on_progress: Callable[[str], None],
     shape: dict[str, int] | None = None,
 ) -> list[Figure]:
-    """All figures. Plans are sent for `seconds` in each way and at each of `sizes`. `shape`: fields of the model's
-    config, for tests.
+    """All figures.
+
+    sizes     numbers of ranks at which the sending of plans is measured
+    seconds   seconds of sending plans, for each transport and each of `sizes`
+    rounds    repetitions of the comparison of one rank with two ranks
+    shape     fields of the model's config; only tests set it
     """
     broadcasts: dict[int, Broadcast] = {}
     for size in sizes:
@@ -79,7 +83,9 @@ def measure(
 
 
 def _broadcast_figures(broadcasts: dict[int, Broadcast]) -> list[Figure]:
-    """Latencies by number of ranks, slowest rank; and CPU time of one rank, at the smallest number."""
+    """Latencies until the slowest rank has the plan, for each number of ranks; and the CPU time of one rank, at the
+    smallest number of ranks.
+    """
     figures = []
     for size, result in broadcasts.items():
         plan, bound = result.ways["socket"], _P50_BOUNDS_US.get(size)
@@ -109,10 +115,11 @@ def _broadcast_figures(broadcasts: dict[int, Broadcast]) -> list[Figure]:
 
 
 def waits_of_rank(model: Path, directory: Path) -> tuple[int, int]:
-    """How often rank 1 of two waited on its host for a fence of its device, for any reason, and the number of steps of
-    the engine. The requests fill blocks, which are stored and loaded again. Both ranks are threads of this process.
+    """The number of times that the host thread of rank 1 (of two ranks) blocked for a fence of its device, for any
+    reason; and the engine's number of steps. The requests fill blocks, which are stored and loaded again. Both ranks
+    are threads of this process.
 
-    directory   where the ranks meet: a new one
+    directory   new directory for the rendezvous of the ranks
     """
     config = EngineConfig(
         device=CPU, kv_memory="2MiB", compute_threads=1, max_running=4, offload=OffloadConfig(host="4MiB")
@@ -146,7 +153,7 @@ def waits_of_rank(model: Path, directory: Path) -> tuple[int, int]:
 
 
 class _OtherRank:
-    """Rank 1 of two, on a thread of its own."""
+    """Rank 1 of two ranks, on a separate thread."""
 
     def __init__(self, model: str, config: EngineConfig, directory: Path) -> None:
         self.ours, self._theirs = socket.socketpair()
@@ -159,7 +166,7 @@ class _OtherRank:
         self.thread.start()
 
     def wait_until_serving(self) -> None:
-        """Returns when the rank follows. Raises SidestreamError if it could not start."""
+        """Wait until the rank is ready to execute steps. Raises SidestreamError if it could not start."""
         if not self._serving.wait(_TIMEOUT_S) or self.failure is not None:
             raise SidestreamError(f"rank 1 of the benchmark did not start: {self.failure}")
 

@@ -1,4 +1,6 @@
-"""Memory growth of the process: many requests through small pools, with all tiers in use and some requests aborted."""
+"""Memory growth of the process over many requests. The pools are small, all tiers are in use, and some requests are
+aborted.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _WAVE = 20
 
 
 def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Growth of resident memory from request 200, when every pool has been filled, to request `num_requests`."""
+    """Growth of resident memory between request 200, when all pools are full, and request `num_requests`."""
     from sidestream.config import OffloadConfig, SamplingParams
     from sidestream.llm import LLM
 
@@ -48,7 +50,9 @@ def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]
 
 
 def _resident_bytes_at_rest() -> int:
-    """Resident memory once the engine has been idle for a moment and has returned free memory to the system."""
+    """Resident memory of this process, after the engine was idle for some seconds and could return free memory to the
+    system.
+    """
     time.sleep(_REST_S)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     import resource

@@ -1,5 +1,5 @@
-"""Tokens per second with drafts over tokens per second without; tokens per step; and a check that tokens and accept
-lengths are equal in asynchronous and synchronous engines.
+"""Speculative decoding: tokens per second with drafts, divided by tokens per second without drafts; tokens per step;
+and a check that tokens and accept lengths are equal with asynchronous and synchronous execution.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sidestream.runner.step_inputs import StepInputs
 from sidestream.types import BatchPlan, Fence, LayerGates
 
 _DRAFTS = 4
-_SEVERAL = 8  # requests in the comparison of accept lengths, and lower bound of max_running
-# Turns of each engine per round on a GPU, when all requests run at once. A turn takes only a fifth of a second, and the
-# host may be slow for longer.
+_SEVERAL = 8  # number of requests in the comparison of accept lengths, and lower bound of max_running
+# Number of turns that each engine has in a round on a GPU, if all requests run at once. A turn takes only a fifth of a
+# second, and the host may be slow for a longer time than one turn.
 _TURNS = 3
 
 
@@ -151,7 +151,9 @@ def _speedups(
 
 
 def _held_out(path: str, count: int) -> list[list[int]]:
-    """Prompts about different topics (topics repeat if there are too few), in the model's chat format if it has one."""
+    """Prompts about different topics, formatted with the model's chat template if it has one. Topics repeat if there
+    are too few.
+    """
     from sidestream.text import sample_tasks
     from sidestream.tokenizer import Tokenizer
 
@@ -165,11 +167,11 @@ def _held_out(path: str, count: int) -> list[list[int]]:
 def _equalities(
     path: str, options: dict[str, Any], name: str, config: dict[str, Any], prompts: list[list[int]], output_tokens: int
 ) -> list[Figure]:
-    """Compare tokens and accept lengths of an asynchronous and a synchronous engine, with a fixed number of drafts;
-    also count the tokens per step.
+    """Compare tokens and accept lengths of asynchronous and synchronous execution, with a fixed number of drafts. Also
+    count the tokens per step.
 
-    Runs in float32, where rounding hardly depends on the number of rows in a product. Accept lengths are compared step
-    by step, without a request's last steps: their number of drafts depends on the steps in flight.
+    Runs in float32, where rounding hardly depends on the number of rows in a matrix product. Accept lengths are
+    compared step by step, except for a request's last steps, whose number of drafts depends on the steps in flight.
     """
     fixed, params = (
         SpeculativeConfig(**config, adaptive=False),
@@ -212,14 +214,14 @@ def _steps(
     *,
     on_gpu: bool,
 ) -> list[Figure]:
-    """Figures of steps with default options, for each number of concurrent requests.
+    """Step times with default options, for each number of concurrent requests. There are two runs.
 
-    The first run measures the engine thread's time to launch a step with drafts, and the part of it after the forward
-    pass was enqueued (publishing the accept lengths and handing the step over to its reader).
+    The first run measures the engine thread's time to launch a step with drafts, and the part of this time after the
+    forward pass was enqueued (for publishing the accept lengths, and for handing the step over to its reader).
 
     The second run has a StepClock, which itself takes some engine-thread time. It measures the time from the end of one
-    step on the device to the end of the next step, and the device's idle time in it. Only steps in which all requests
-    draft are counted (without `config`: steps in which all requests decode).
+    step on the device to the end of the next step, and the device's idle time between the two. Only steps in which all
+    requests have drafts are counted; without `config` (no drafts), steps in which all requests decode.
     """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     speculative = None if config is None else SpeculativeConfig(**config)
@@ -273,8 +275,8 @@ def _steps(
 
 
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
-    """Accept lengths by request id and by the request's number of tokens before the step. From now on, each step that
-    drafts the maximum is recorded.
+    """Start to record accept lengths. The returned dictionary grows with each step: the first key is the request id,
+    the second key is the request's number of tokens before the step. Only rows with the maximum number of drafts count.
     """
     seen: dict[int, dict[int, int]] = defaultdict(dict)
     count = llm.engine.loop.spec_stats.count
@@ -294,10 +296,10 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
 class _HandedOver:
     """Times the launches of an executor on the engine thread.
 
-    launching        seconds per launch of a step with drafts
-    dispatching      the part of each launch after the forward pass was enqueued
-    launched_steps   all launched steps
-    uncaptured       steps launched without a CUDA graph
+    launching        seconds of each launch of a step with drafts
+    dispatching      seconds of each of these launches after the forward pass was enqueued
+    launched_steps   number of all launched steps
+    uncaptured       number of steps launched without a CUDA graph
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -328,13 +330,13 @@ class _HandedOver:
             executor._graphs.replay = self._behind(executor._graphs.replay)  # type: ignore[method-assign]
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all measurements."""
         self.launching.clear()
         self.dispatching.clear()
         self.launched_steps = self.uncaptured = 0
 
     def _behind(self, enqueue: Callable[..., ForwardOutput]) -> Callable[..., ForwardOutput]:
-        """Wrap a forward pass so that it records the time at which it was enqueued."""
+        """Wrap the function that enqueues a forward pass, so that the time at its return is recorded."""
 
         def enqueued(*given: Any, **more: Any) -> ForwardOutput:
             computed = enqueue(*given, **more)

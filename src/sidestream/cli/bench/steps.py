@@ -1,4 +1,4 @@
-"""Times of an engine's steps on the device, measured by events at the start and the end of each step's work."""
+"""Times an engine's steps on the device, with CUDA events at the start and the end of each step's work."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from sidestream.device.kinds import CUDA
 from sidestream.runner.executor import Executor, PreparedStep
 from sidestream.types import BatchPlan
 
-# Number of steps whose events are created in advance.
+# Number of steps whose events are created in advance, because creating an event takes time.
 _AT_HAND = 4096
 
 
 class Seen(NamedTuple):
-    """The numbers of a step that benchmarks need. Plans are not kept: with more live objects, the garbage collector
-    would stop the engine thread for longer.
+    """The sizes of a step, for benchmarks. The step's plan is not kept, because with more live objects the garbage
+    collector would stop the engine thread for longer.
 
-    given    rows whose token ids came from the host
-    drafts   draft tokens of all rows together
+    rows     number of rows
+    tokens   number of tokens that the step computes
+    given    number of prefill rows, whose token ids come from the host
+    drafts   number of draft tokens in all rows together
     """
 
     rows: int
@@ -47,7 +49,7 @@ class _Mark(Protocol):
 
 
 class _HostMark:
-    """An event on a CPU, where work runs synchronously."""
+    """An event on the CPU device, where it records the host's time."""
 
     def record(self) -> None:
         self.at_s = time.perf_counter()
@@ -60,9 +62,9 @@ class _HostMark:
 
 
 class StepClock:
-    """Records the times of an executor's steps from its construction on.
+    """Records the device times of all steps that an executor launches after the construction of this object.
 
-    launched_steps   all steps in launch order
+    launched_steps   the sizes of these steps, in launch order
     """
 
     def __init__(self, device: Device, executor: Executor) -> None:
@@ -93,8 +95,8 @@ class StepClock:
         executor._run = marked  # type: ignore[method-assign]
 
     def steps(self, launched_steps: Sequence[int]) -> tuple[list[float], list[float]]:
-        """For each of the steps: seconds from the end of the previous step to its own end, and the idle time of the
-        device in that span.
+        """Times of the steps with these indices. First list: for each step, the seconds from the end of the previous
+        step to its own end. Second list: the device's idle seconds in this time.
         """
         before, own = [self._marks[at - 1][1] for at in launched_steps], [self._marks[at] for at in launched_steps]
         for _, end in own:

@@ -1,7 +1,8 @@
-"""Tokens per second of an engine with offload, divided by tokens per second without. Two kinds of work are measured:
-requests without reuse, where offload cannot help, and a working set larger than the device's pool, where it must help.
+"""Tokens per second of an engine with offload, divided by tokens per second of an engine without offload. Two workloads
+are measured: requests that reuse no KV, where offload cannot help, and conversations whose KV is larger than the
+device's pool, where offload must help.
 
-Two engines share one model, exist at the same time and run in turn.
+Both engines use the same model object, exist at the same time and run in turn.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from sidestream.testing.random_models import random_model
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the measurement; small ones test the benchmark itself.
+    """The sizes of the measurement. Small sizes test the benchmark itself.
 
-    conversations, tokens, outputs   number of conversations, and their prompt tokens and output tokens. All run at once
-                                     in each round; the device's pool holds a quarter of their KV
-    strangers                        requests, prompt tokens and output tokens of the work without reuse
-    rounds                           rounds of each kind of work, per engine
+    conversations   number of conversations. All run at once in each round; the device's pool holds a quarter of their
+                    KV
+    tokens          prompt tokens of a conversation
+    outputs         output tokens of a conversation
+    strangers       number, prompt tokens and output tokens of the requests that reuse no KV
+    rounds          rounds of each workload, for each engine
     """
 
     conversations: int
@@ -49,7 +52,7 @@ _TINY = Sizes(8, 200, 4, (6, 32, 4), 1)
 
 
 def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Run both engines. Raises SidestreamError when KV that should come from the host did not."""
+    """Run both engines. Raises SidestreamError if fewer or more prompt tokens came from a cache than expected."""
     sizes = _FULL if device == CUDA else _TINY
     on_progress("making the model")
     model = random_model(shape, device=torch_device(device))
@@ -129,8 +132,9 @@ def _engine(model: PagedModel, device: str, sizes: Sizes, *, offload: bool) -> E
 
 
 def _rate(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, *, reused: int | None) -> tuple[float, float]:
-    """Tokens per second from the submission to the last token, and the share of the prompts' tokens that came from a
-    cache.
+    """Tokens per second from the submission to the last token, and the share of prompt tokens that came from a cache.
+
+    reused   expected number of prompt tokens from a cache, else SidestreamError; None: any number
     """
     start = time.perf_counter()
     answers = [answer.wait() for answer in ask_at_once(engine, prompts, outputs)]

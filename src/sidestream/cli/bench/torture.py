@@ -1,5 +1,8 @@
-"""`sidestream torture`: runs seeded schedules on a simulated device, hunts mutations, checks the excuses of rules
-without one, and replays failed schedules.
+"""`sidestream torture`: tests the ordering of concurrent work by running the engine on a simulated device.
+
+A schedule is one run with a seeded order of events. A mutation removes a rule from the code, and the hunt checks that
+schedules detect (kill) it. An excuse is the reason why no schedule can detect the removal of a rule. An oracle is a
+check that a run may fail. A miniature is a small model of a published bug. The command also replays saved schedules.
 """
 
 from __future__ import annotations
@@ -28,22 +31,22 @@ if TYPE_CHECKING:
 
 _SCHEDULES = 2000
 _INTERRUPTED = 130
-_MAX_FAILURES = 3  # shrunk and shown per campaign; more than one cause is rare
-_MAX_FINDINGS = 3  # shown per failure; one missing edge often breaks several rules
+_MAX_FAILURES = 3  # failures that are shrunk and shown; more than one cause is rare
+_MAX_FINDINGS = 3  # findings shown for a failure; one missing wait often breaks several rules
 
 ShowProgress = Callable[[float, str], None]
-"""Moves the progress bar to a value, and shows a text beside it."""
+"""Moves the progress bar to a value, and shows a text beside the bar."""
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="NAME", help="With --mutations or --excuses: only these.", show_default=False),
+    typer.Argument(metavar="NAME", help="With --mutations or --excuses: check only these rules.", show_default=False),
 ]
 Schedules = Annotated[
     int | None,
     option(
         "--schedules",
         "N",
-        "Schedules to run; with --excuses: for each rule.",
+        "Number of schedules (runs) to try; with --excuses, for each rule.",
         f"{_SCHEDULES}, or none with --mutations, or 200 with --excuses",
         whole,
     ),
@@ -57,7 +60,7 @@ Policies = Annotated[
     option(
         "--policy",
         "P",
-        "random, late, early, starve:STREAM or pct:DEPTH[:POINTS]; may be given several times.",
+        "Order of events: random, late, early, starve:STREAM or pct:DEPTH[:POINTS]; may be given several times.",
         "all",
     ),
 ]
@@ -68,19 +71,19 @@ ExcusesFlag = Annotated[
     bool,
     flag(
         "--excuses",
-        "Check the rules whose removal no schedule detects: none does, and the named unit test does. Needs a checkout.",
+        "Check rules whose removal no schedule detects: a unit test must detect it instead. Needs a checkout.",
     ),
 ]
 ReplayFile = Annotated[Path | None, option("--replay", "FILE", "Replay a saved schedule.", False)]
-Workers = Annotated[int, option("--workers", "N", "Processes.", parse=whole)]
+Workers = Annotated[int, option("--workers", "N", "Number of processes.", parse=whole)]
 Save = Annotated[Path, option("--save", "DIR", "Directory for failing schedules.")]
 OnDevice = Annotated[
     str | None,
     option(
         "--device",
         "D",
-        "Torture a real device, cuda or cpu: only its transfers, unless --requests is given.",
-        "a simulated one",
+        "Test a real device, cuda or cpu: only its transfers, unless --requests is given.",
+        "a simulated device",
     ),
 ]
 Blocks = Annotated[
@@ -95,10 +98,10 @@ Blocks = Annotated[
 ]
 Requests = Annotated[
     int | None,
-    option("--requests", "N", "With --device: torture a whole engine with that many requests.", False, whole),
+    option("--requests", "N", "With --device: test a whole engine with N requests.", False, whole),
 ]
 CheckOrder = Annotated[
-    bool, flag("--check-order", "With --device: run the ordering checker too, on a tenth of the blocks.")
+    bool, flag("--check-order", "With --device: also run the order checker, with a tenth of the blocks.")
 ]
 
 
@@ -120,7 +123,7 @@ def torture(
     check_order: CheckOrder = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the engine on a simulated device, in legal but unlikely orders, and check its output and its ordering."""
+    """Run the engine on a simulated device, in legal but unlikely orders of events, and check output and ordering."""
     _check_options(context, names or [])
     if device is not None:
         with _bar("mutations" if mutations else "torture", None) as show:
@@ -167,7 +170,7 @@ def torture(
 
 
 def _exit(*, good: bool, interrupted: bool) -> None:
-    """Raise the exit status; none if everything was run and is good."""
+    """Raise `typer.Exit`, unless all checks were run and passed."""
     if not good:
         raise typer.Exit(1)
     if interrupted:
@@ -175,7 +178,7 @@ def _exit(*, good: bool, interrupted: bool) -> None:
 
 
 def _check_options(context: typer.Context, names: Sequence[str]) -> None:
-    """Raise ConfigError for an option that would be ignored."""
+    """Raise ConfigError for an option that would have no effect."""
     of_device = {"device": "--device", "blocks": "--blocks", "requests": "--requests", "check_order": "--check-order"}
     of_simulation = ("schedules", "minutes", "seed", "policy", "mutations", "excuses", "workers", "save")
     flags = {name: f"--{name}" for name in of_simulation} | of_device
@@ -201,7 +204,7 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
 
 
 def _check_device_options(context: typer.Context, given: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError for an option that does not go with `--device`."""
+    """Raise ConfigError for an option that has no effect with `--device`."""
     simulated_only = [
         flag
         for flag in given
@@ -216,7 +219,7 @@ def _check_device_options(context: typer.Context, given: Sequence[str], names: S
     if names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
     if "--requests" in given and (others := [flag for flag in ("--blocks", "--check-order") if flag in given]):
-        raise ConfigError(f"--requests tortures a whole engine, {others[0]} only transfers: leave one of them out")
+        raise ConfigError(f"--requests tests a whole engine, {others[0]} only transfers: leave one of them out")
     if "--check-order" in given and "--mutations" in given:
         raise ConfigError("--check-order does not work with --mutations, which compares bytes: leave one of them out")
 
@@ -311,14 +314,14 @@ def _hunt_figures(found: Hunt) -> list[Figure]:
 
 
 def _as_json(row: Row) -> dict[str, object]:
-    """One row of the table as JSON values; `killed_after` is None for a survivor."""
+    """One mutation as JSON values; `killed_after` is None if no schedule detected the mutation."""
     killed = row.killed
     after, oracle = (killed.after, killed.oracle) if killed is not None else (None, None)
     return {"name": row.name, "hazard": row.hazard, "miniature": row.miniature, "killed_after": after, "oracle": oracle}
 
 
 def _show_rows(found: Hunt, save: Path) -> None:
-    """Print the table on standard error. A hunt for one mutation also saves the schedule that killed it."""
+    """Print the mutations on standard error. If there is only one, also save the schedule that detected it."""
     table = Table(title="mutations")
     for heading in ("mutation", "hazard", "killed after", "by"):
         table.add_column(heading, justify="right" if heading == "killed after" else "left")
@@ -369,7 +372,7 @@ def _show_failure(console: Console, failure: Failure, save: Path, mutation: str 
 
 
 def _show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
-    """Print the interleaving and the findings of `oracle`; if `oracle` has none, the findings of the other oracles."""
+    """Print the order of events and the findings of the check `oracle`; if it has none, those of all other checks."""
     from sidestream.testing.torture import explain, render
 
     found = [finding for finding in outcome.findings if finding.oracle == oracle] or list(outcome.findings)
@@ -401,7 +404,7 @@ def _make_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _bar(step: str, total: float | None) -> Iterator[ShowProgress]:
-    """Progress on standard error. If `total` is None, the caller reports fractions of one."""
+    """Context manager: a progress bar on standard error. `total` None: the caller reports fractions of one."""
     full = 1.0 if total is None else total
     with Steps() as steps:
         steps.update(step, 0, full, note="beginning")

@@ -1,4 +1,6 @@
-"""`sidestream torture --device`: tortures block transfers or a whole engine on a real device, and hunts mutations."""
+"""`sidestream torture --device`: tests block transfers, or a whole engine, on a real device under load; or checks that
+this test detects mutations (removed rules).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ ShowProgress = Callable[[float, str], None]
 def show_campaign(
     device: str, *, seed: int, blocks: int | None, check_order: bool, as_json: bool, show: ShowProgress
 ) -> bool:
-    """Run the campaign. Print the figures, and findings on standard error. True if there are no findings."""
+    """Test block transfers. Print the figures, and findings on standard error. Returns whether all bounds hold.
+
+    blocks   number of block transfers; None: the default of the device
+    """
     from sidestream.testing.torture import torture_device
 
     if blocks is None:
@@ -55,8 +60,9 @@ def show_hunt(
     as_json: bool,
     show: ShowProgress,
 ) -> bool:
-    """Hunt the mutations: those of transfers or, with `requests`, the gates of a whole engine. Print the figures, and
-    the table on standard error. True if all were killed.
+    """Check that the test detects (kills) mutations: those of transfers or, with `requests`, those of a whole engine's
+    gates (the waits of steps for loads). Print the figures, and a table on standard error. Returns whether all were
+    detected.
     """
     from sidestream.testing.torture import GATES, HUNT_BLOCKS, ON_HARDWARE, hunt_device, hunt_service
 
@@ -88,7 +94,7 @@ def show_hunt(
 
 
 def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: ShowProgress) -> bool:
-    """Run an engine. Print the figures, and findings on standard error. True if there are no findings."""
+    """Test a whole engine. Print the figures, and findings on standard error. Returns whether all bounds hold."""
     from sidestream.testing.torture import torture_service
 
     report = torture_service(

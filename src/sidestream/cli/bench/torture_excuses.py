@@ -1,4 +1,4 @@
-"""`sidestream torture --excuses`: checks the reasons of rules whose removal no schedule detects."""
+"""`sidestream torture --excuses`: checks the excuses, the reasons why no schedule detects the removal of a rule."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def show_excuses(
     as_json: bool,
     show: Callable[[float, str], None],
 ) -> tuple[bool, bool]:
-    """Check the excuses of these names, or all, and print the figures. Returns whether all that were checked are right,
-    and whether an interrupt ended the check.
+    """Check the excuses of the rules `names` (of all rules if `names` is empty), and print the figures. Returns whether
+    all checked excuses are right, and whether an interrupt ended the check.
     """
     from sidestream.testing.torture import SCHEDULES_PER_EXCUSE, check_excuses
 
@@ -56,7 +56,7 @@ def _as_json(row: ExcuseRow) -> dict[str, object]:
 
 
 def _show_wrong(rows: Sequence[ExcuseRow]) -> None:
-    """Print the wrong rows on standard error."""
+    """Print the wrong excuses on standard error."""
     if not rows:
         return
     table = Table(title="wrong excuses")

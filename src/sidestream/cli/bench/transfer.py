@@ -1,5 +1,5 @@
-"""Bandwidth of stores and loads, divided by the bandwidth of the link, which is measured with one large pinned copy.
-Also measures the bandwidth of simpler ways to copy.
+"""Bandwidth of KV stores and loads, divided by the bandwidth of the link (PCIe), which is measured with one large
+pinned copy. Also measures the bandwidth of simpler methods of copying.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
 from sidestream.types import Key
 
-# Number of consecutive submissions, each of all blocks. With only one, the latency of the submission would count as
-# transfer time.
+# Number of consecutive submissions, each of all blocks. With only one submission, its latency would count as transfer
+# time.
 _IN_A_ROW = 4
 _BASELINE_LIMIT = 2048
-"""Maximum number of segments of the slow baselines, whose rate does not depend on that number."""
+"""Maximum number of segments that the slow baselines copy. Their bandwidth does not depend on this number."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Rates:
 
 
 def measure(*, device: str, mib: int, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """The figures. Each round measures the link first and then everything else."""
+    """The figures. Each round first measures the link, then the transfers and the baselines."""
     rates = _Rates({})
     for layered in (False, True):
         used = open_device(device)
@@ -113,8 +113,8 @@ def _timed(rig: Rig, order: Callable[[], object]) -> float:
 
 
 def _baselines(rig: Rig, rates: _Rates, count: int, suffix: str) -> None:
-    """Measure simpler methods of copying on one stream without pacing: one call per segment, one call for all, a
-    kernel.
+    """Measure simpler methods of copying, on one stream and without pacing: one call for each segment, one call for all
+    segments, and a kernel.
     """
     from sidestream.device.cuda import CudaStream
 

@@ -1,4 +1,5 @@
-"""Arrival times of answers at a client, and the values computed from them: windows, rates, gaps, bursts. Pure.
+"""Arrival times of answers at a client, and the values computed from them: time windows, rates, gaps, bursts. Does no
+I/O.
 
 All times are `time.perf_counter_ns`, which on one machine is the same clock in every process.
 """
@@ -15,8 +16,8 @@ from sidestream.cli.bench.serving.reply import Reply
 from sidestream.errors import SidestreamError
 
 BURST_MS = 0.2
-"""A piece that arrives within this many ms of the previous piece was held back: no engine samples two tokens of one
-request in this time.
+"""Maximum time between two pieces of a burst, in ms. No engine samples two tokens of one request in this time, so the
+server has held the first piece back.
 """
 
 
@@ -24,7 +25,9 @@ request in this time.
 class Answer:
     """The answer to one request.
 
-    pieces_ns   arrival time of each piece that has text; for an engine in process, of each token
+    client      number of the client
+    round       number of the request among the client's requests
+    pieces_ns   arrival times of the pieces that have text; without a server, arrival times of the tokens
     text        the whole text; empty if it was not requested
     """
 
@@ -51,13 +54,13 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the window in seconds."""
         return (self.end_ns - self.begin_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class StepsSoFar:
-    """State of an engine's histogram `step_seconds` at some time."""
+    """State of the engine's histogram `step_seconds` at `at_ns`: number of steps and their total seconds."""
 
     at_ns: int
     count: int
@@ -66,12 +69,12 @@ class StepsSoFar:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results for one number of clients, from a server or from an engine in process.
+    """Results for one number of clients, from a server or from an engine without a server.
 
-    loop     answers of the closed loop
-    calm     answers of one more request per client, all sent at once
-    begun    state of the `calm` requests when every client had received its first piece; None: unknown
-    nearly   state of the `calm` requests when the first answer had nearly ended
+    loop     answers of the closed loop, in which each client sends its next request when its previous one has ended
+    calm     answers of the calm phase: one more request per client, all sent at once
+    begun    in the calm phase, the engine's steps until every client had received its first piece; None: unknown
+    nearly   in the calm phase, the engine's steps until the first answer had nearly ended; None: unknown
     """
 
     loop: tuple[Answer, ...]
@@ -81,7 +84,7 @@ class Measured:
 
     @property
     def calm_window(self) -> Window | None:
-        """The span in which all clients' requests decode and no prompt is computed; None: there was no such time."""
+        """The time in which all clients' requests decode and no prompt is computed; None: there was no such time."""
         if (
             self.begun is None
             or self.nearly is None
@@ -101,9 +104,9 @@ class Measured:
 
 
 def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: int) -> Answer:
-    """Read a complete reply of status 200 to a streamed completion of `tokens` tokens.
+    """Parse a complete reply with status 200 to a streamed completion of `tokens` tokens.
 
-    Raises SidestreamError with the server's message unless the stream has exactly that many tokens and a regular end.
+    Raises SidestreamError with the server's message unless the stream has exactly `tokens` tokens and ends regularly.
     """
     events = list(reply.events())
     if not events or events[-1].data != b"[DONE]":
@@ -129,23 +132,24 @@ def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: i
 
 
 def full_window(answers: Sequence[Answer]) -> Window:
-    """The span in which all clients are busy: from the time when every client's first answer has begun until the first
-    client has received its last answer.
+    """The time in which all clients are busy: from the moment when all clients' first answers have begun, to the moment
+    when the first client has received its last answer.
 
-    Raises SidestreamError if there is no such span.
+    Raises SidestreamError if there is no such time.
     """
     last = max(answer.round for answer in answers)
     begin_ns = max(answer.pieces_ns[0] for answer in answers if answer.round == 0)
     end_ns = min(answer.ended_ns for answer in answers if answer.round == last)
     if end_ns <= begin_ns:
         raise SidestreamError(
-            "a client received all its answers before another received its first: use more rounds or fewer clients"
+            "a client received all its answers before another client received its first answer: use more rounds or "
+            "fewer clients"
         )
     return Window(begin_ns, end_ns)
 
 
 def tokens_per_second(answers: Iterable[Answer], window: Window) -> float:
-    """Tokens per second that arrived in the window; the tokens of an answer are spread evenly over its pieces."""
+    """Tokens per second that arrived in the window. Each piece of an answer counts as an equal share of its tokens."""
     tokens = 0.0
     for answer in answers:
         pieces = bisect_right(answer.pieces_ns, window.end_ns) - bisect_right(answer.pieces_ns, window.begin_ns)
@@ -154,12 +158,12 @@ def tokens_per_second(answers: Iterable[Answer], window: Window) -> float:
 
 
 def ttfts_ms(answers: Iterable[Answer], window: Window) -> list[float]:
-    """TTFT of the requests that were sent in the window."""
+    """TTFT in ms of the requests that were sent in the window."""
     return [answer.ttft_ms for answer in answers if window.begin_ns <= answer.sent_ns < window.end_ns]
 
 
 def gaps_ms(answers: Iterable[Answer], window: Window) -> list[float]:
-    """Times between consecutive pieces of one stream, if both pieces arrived in the window."""
+    """Times in ms between consecutive pieces of one stream, if both pieces arrived in the window."""
     return list(_gaps(answers, window))
 
 
@@ -173,5 +177,5 @@ def _gaps(answers: Iterable[Answer], window: Window) -> Iterator[float]:
 
 
 def burst_share(gaps: Sequence[float]) -> float:
-    """Share of pieces that arrived within `BURST_MS` of the previous piece."""
+    """Share of `gaps` of at most `BURST_MS`: pieces that arrived in a burst with the previous piece."""
     return sum(gap <= BURST_MS for gap in gaps) / len(gaps)

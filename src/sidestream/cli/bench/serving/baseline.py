@@ -48,11 +48,14 @@ def config_of(arguments: Sequence[str]) -> EngineConfig:
 
 
 class EngineAlone:
-    """An engine without a server, in a separate process. A context manager."""
+    """An engine without a server, in a separate process. A context manager.
+
+    The engine serves the same requests as the server, so the difference is the cost of the server.
+    """
 
     def __init__(self, model: str, arguments: Sequence[str], *, text_of: int) -> None:
-        """Load `model` with the engine options in `arguments`. Answers get text only in measurements with exactly
-        `text_of` clients.
+        """Load `model` with the engine options in `arguments`. Answers get text only in measurements with `text_of`
+        clients.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -61,7 +64,7 @@ class EngineAlone:
         theirs.close()
 
     def measure(self, load: Loads) -> Measured:
-        """Run `load`. Raises SidestreamError with the message of an error in the process, or when the process died."""
+        """Run `load`. Raises SidestreamError with the message of an error in the process, or if the process died."""
         try:
             self._pipe.send(load)
             done, value = self._pipe.recv()
@@ -117,7 +120,7 @@ def _measured(llm: LLM, load: Loads, text_of: int) -> Measured:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """One request: its tokens and the arrival time of each."""
+    """One request: its tokens and their arrival times."""
 
     client: int
     round: int
@@ -129,7 +132,7 @@ class _Asked:
     ended_ns: int = 0
 
     def take(self, delta: Delta) -> None:
-        """The engine's sink."""
+        """Called by the engine for each delta."""
         if delta.token_ids:
             self.times.append(time.perf_counter_ns())
             self.tokens += delta.token_ids
@@ -148,8 +151,8 @@ class _Asked:
 
 
 class _Loop:
-    """A closed loop: this thread sends a client's next request after the engine thread has reported the end of the
-    previous one.
+    """A closed loop: when the engine thread has reported the end of a client's request, this thread sends the client's
+    next request.
     """
 
     def __init__(self, engine: Engine, load: Workload) -> None:
@@ -162,7 +165,7 @@ class _Loop:
         self._silent = set(range(load.clients))  # clients that have received no token yet
 
     def run(self) -> list[_Asked]:
-        """Run all requests to their ends. Raises SidestreamError when one fails."""
+        """Run all requests until they have ended. Raises SidestreamError if a request fails."""
         asked = [self._ask(client, 0) for client in range(self._load.clients)]
         for _ in range(self._load.clients * self._load.rounds):
             try:
@@ -186,8 +189,8 @@ class _Loop:
 
 
 class _Calm(_Loop):
-    """One request of each client at once. Records the engine's step histogram when all requests decode, and again when
-    the first has nearly ended.
+    """One request of each client, all sent at once. Records the engine's step histogram when all requests decode, and
+    again when the first request has nearly ended.
     """
 
     begun: StepsSoFar | None = None
@@ -207,6 +210,6 @@ class _Calm(_Loop):
         return take
 
     def _steps(self) -> StepsSoFar:
-        """Called on the engine thread."""
+        """The engine's step histogram now. Called on the engine thread."""
         histogram = self._engine.parts.metrics.snapshot().histograms["step_seconds"][()]
         return StepsSoFar(time.perf_counter_ns(), histogram.count, histogram.total)

@@ -1,5 +1,5 @@
-"""Figures of several servers in one report: first the figures of earlier runs of `sidestream bench serve`, then the
-figures of this run.
+"""Combines the figures of several servers in one report: first the figures of earlier runs of `sidestream bench serve`,
+then the figures of this run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from sidestream.cli.bench.report import Figure
 from sidestream.errors import ConfigError
 
-# Names of the figures that `measure.row` makes for a server. Names of the engine in process do not match.
+# Names of the figures that `measure.row` makes. Figures of the engine without a server have the label `engine`.
 _ROW = re.compile(
     r"(?P<label>(?:(?!_over_).)+)_(tok_s|ttft_ms_p50|ttft_ms_p99|itl_ms_p50|itl_ms_p99|burst_share)_b\d+|burst_share_b\d+"
 )
@@ -22,7 +22,7 @@ _NO_SERVER = "engine"
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The servers' figures of one earlier result, and its file."""
+    """One earlier result: the figures of its servers, and the command and environment of its run."""
 
     figures: tuple[Figure, ...]
     origin: Mapping[str, object]
@@ -50,12 +50,12 @@ def read_result(path: Path, *, label: str) -> Earlier:
         if row is not None and row["label"] != _NO_SERVER:
             rows.append(figure)
     if not rows:
-        raise ConfigError(f"--beside {path} has no server's figures: give a result of `bench serve --json`")
+        raise ConfigError(f"--beside {path} has no figures of a server: give a result of `bench serve --json`")
     return Earlier(tuple(rows), origin)
 
 
 def compared(label: str, figures: Sequence[Figure], earlier: Sequence[Earlier]) -> list[Figure]:
-    """All figures, and the tokens per second of each earlier server divided by the tokens per second of this server."""
+    """All figures, and ratios: the tokens per second of each earlier server, divided by those of this server."""
     rows = [figure for result in earlier for figure in result.figures]
     ours = {figure.name: figure.value for figure in figures}
     ratios = []

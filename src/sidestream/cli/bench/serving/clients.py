@@ -1,7 +1,8 @@
 """Processes that send requests to a server over keep-alive connections, and record the arrival time of each received
 piece.
 
-Their HTTP client only receives during a run: common HTTP clients need more time for a chunk than the server.
+During a run, the clients only store the received bytes and parse them later, because common HTTP clients need more time
+to parse a chunk than the server needs to send it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sidestream.cli.bench.serving.workload import NEARLY, Workload
 from sidestream.errors import SidestreamError
 
 _PATIENCE_S = 300.0
-_ALONE = 32  # number of clients that one process can serve without becoming the bottleneck
+_ALONE = 32  # number of clients that one client process can run without becoming the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,14 @@ class Target:
 
     @classmethod
     def at(cls, url: str, model: str) -> Target:
-        """The target at `url`. Raises SidestreamError unless it is a plain http URL."""
+        """The target at `url`. Raises SidestreamError unless `url` is a plain http URL."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise SidestreamError(f"{url!r} is no http URL: give one such as http://127.0.0.1:8000")
+            raise SidestreamError(f"{url!r} is no http URL: give a URL such as http://127.0.0.1:8000")
         return cls(parts.hostname, parts.port or 80, model)
 
     def request(self, fields: dict[str, Any]) -> bytes:
-        """A POST of /v1/completions."""
+        """The bytes of a POST request to /v1/completions."""
         body = json.dumps({"model": self.model, **fields}, separators=(",", ":")).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
@@ -56,7 +57,7 @@ class Target:
         return head.encode() + body
 
     def completion(self, prompt: Sequence[int], output_tokens: int, **more: Any) -> bytes:
-        """A streamed, greedy completion of a fixed length."""
+        """The bytes of a request for a streamed, greedy completion of `output_tokens` tokens."""
         return self.request(
             {
                 "prompt": list(prompt),
@@ -71,7 +72,9 @@ class Target:
 
 
 class Clients:
-    """As many client processes as `most` clients need without being the bottleneck. A context manager."""
+    """The client processes: as many as `most` clients need, so that the processes are not the bottleneck. A context
+    manager.
+    """
 
     def __init__(self, target: Target, *, most: int) -> None:
         count = 1 if most <= _ALONE else max(1, min(most // _ALONE, len(os.sched_getaffinity(0)) // 4))
@@ -93,10 +96,10 @@ class Clients:
         on_begun: Callable[[], None] = lambda: None,
         on_nearly: Callable[[], None] = lambda: None,
     ) -> tuple[Answer, ...]:
-        """Run all clients and wait for all answers. Raises SidestreamError when an answer is invalid.
+        """Run all clients and wait for all answers. Raises SidestreamError if an answer is invalid.
 
-        on_begun    called in a watched workload when every client's first answer has begun
-        on_nearly   called in a watched workload when the first answer has nearly ended
+        on_begun    called when every client's first answer has begun, if the workload is watched
+        on_nearly   called when the first answer has nearly ended, if the workload is watched
         """
         count = len(self._pipes)
         busy = [pipe for number, pipe in enumerate(self._pipes) if number < load.clients]
@@ -152,7 +155,7 @@ class Clients:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files: each connection needs one, and the usual limit of a shell is 1,024."""
+    """Raise the limit of open files: each connection needs an open file, and the usual limit of a shell is 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -178,7 +181,7 @@ async def _answers(pipe: Connection, target: Target, load: Workload, clients: Se
 
 
 class _Run:
-    """One job: the clients of this process, from their connections to their last answers. Runs on one event loop."""
+    """One run of this process's clients, from their connections to their last answers. Runs on one event loop."""
 
     def __init__(self, pipe: Connection, target: Target, load: Workload, clients: Sequence[int]) -> None:
         self._pipe = pipe
@@ -192,7 +195,7 @@ class _Run:
         self.num_arrivals = 0
 
     async def answers(self) -> list[Answer]:
-        """Connect, wait until the clients of all processes have connected, and run the requests."""
+        """Connect all clients, wait until the clients of all processes have connected, and run the requests."""
         loop = asyncio.get_running_loop()
         for client in self._clients:
             client.prepare(self._target)
@@ -223,25 +226,25 @@ class _Run:
         self._ended.result()
 
     def begun(self) -> None:
-        """A client's first answer has begun."""
+        """Called when a client's first answer has begun."""
         self._silent -= 1
         if not self._silent:
             self._pipe.send(("begun", None))
 
     def nearly(self) -> None:
-        """An answer has nearly ended."""
+        """Called when an answer has nearly ended."""
         if not self._nearly:
             self._nearly = True
             self._pipe.send(("nearly", None))
 
     def ended(self) -> None:
-        """A client has all its answers."""
+        """Called when a client has received all its answers."""
         self._left -= 1
         if not self._left and not self._ended.done():
             self._ended.set_result(None)
 
     def failed(self, error: SidestreamError) -> None:
-        """A client cannot continue, so the run has failed."""
+        """Called when a client cannot continue: the run has failed."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -257,12 +260,12 @@ class _Client(asyncio.Protocol):
         self._requests: list[bytes] = []
         self._sent: list[int] = []
         self._replies: list[Reply] = []
-        self._pieces = 0  # of the present reply; counted only in a watched workload
+        self._pieces = 0  # pieces of the current reply; counted only if the workload is watched
         self._has_all = False
         self._transport: asyncio.Transport | None = None
 
     def prepare(self, target: Target) -> None:
-        """Encode all requests before the first is sent."""
+        """Encode all requests, before the run begins."""
         load = self._run.load
         prompts = (load.prompt(self._number, number) for number in range(load.rounds))
         self._requests = [target.completion(prompt, load.output_tokens) for prompt in prompts]
@@ -313,7 +316,7 @@ class _Client(asyncio.Protocol):
             self._run.nearly()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the run if the reply is incomplete. A server may close a connection after some idle seconds, but not
+        """Fail the run if the client has not received all its answers. A server may close an idle connection, but not
         during a reply.
         """
         if self._has_all:
@@ -328,7 +331,7 @@ class _Client(asyncio.Protocol):
             self._transport.abort()
 
     def answers(self) -> list[Answer]:
-        """Parse the replies. Raises SidestreamError for an invalid one."""
+        """Parse the replies. Raises SidestreamError for an invalid reply."""
         tokens = self._run.load.output_tokens
         return [
             answer_of(reply, client=self._number, number=number, sent_ns=sent_ns, tokens=tokens)

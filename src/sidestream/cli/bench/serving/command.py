@@ -63,7 +63,7 @@ def serve(
     beside: Beside = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second, TTFT, ITL and bursts that HTTP clients see, compared with the same engine in process."""
+    """Tokens per second, TTFT, ITL and bursts that HTTP clients see, compared with the same engine without a server."""
     mode = "--slow-readers" if slow_readers else "neither --against nor --slow-readers"
     refuse_unused(context, mode if against is None else "--against")
     if device not in (CPU, CUDA):
@@ -104,7 +104,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Content of a report; `dtype` is None for a server that the benchmark did not start."""
+    """Content of a report. `dtype` is None if the benchmark did not start the server."""
 
     name: str
     figures: list[Figure]
@@ -118,7 +118,7 @@ class _ServedModel:
 
     path        the model's directory
     name        the model's name in the report
-    limits_of   the model's or shape's name in `measure.LIMITS`
+    limits_of   name of the model or shape in `measure.LIMITS`, the table of bounds
     """
 
     path: str
@@ -129,7 +129,7 @@ class _ServedModel:
     serve_arguments: list[str]
 
     def measure(self, sizes: LoadSizes, on_progress: _OnProgress) -> list[Figure]:
-        """The figures of the server and of the engine in process."""
+        """The figures of the server and of the engine without a server."""
         from sidestream.cli.bench.serving.measure import measure, vocabulary_of
 
         ids = vocabulary_of(self.path)
@@ -146,7 +146,7 @@ class _ServedModel:
     def measure_slow_readers(
         self, slow: int, connections: int, sizes: LoadSizes, on_progress: _OnProgress
     ) -> list[Figure]:
-        """The figures of the run with the most clients, with and without slow readers."""
+        """The figures with and without slow readers, for the largest number of clients in `sizes`."""
         from sidestream.cli.bench.serving.measure import vocabulary_of
         from sidestream.cli.bench.serving.stalled import measure_slow_readers
 
@@ -193,7 +193,7 @@ def _model(
     checkpoint: Path | None,
     on_progress: _OnProgress,
 ) -> Iterator[tuple[str, str]]:
-    """The directory of the served model, and its name in the report. Raises ConfigError."""
+    """Context manager: the directory of the model to serve, and its name in the report. Raises ConfigError."""
     from sidestream.cli.bench.serving.fresh import in_fresh_process
     from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
@@ -219,11 +219,11 @@ def _model(
 
 
 def _publish(bench: str, result: _Result, *, as_json: bool) -> None:
-    """Print the figures; exit with 1 when a bound does not hold."""
+    """Print the figures; exit with 1 if a bound does not hold."""
     import torch
 
     if torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call] # `publish` names the GPU, which only child processes used
+        torch.cuda.init()  # type: ignore[no-untyped-call] # `publish` reports the GPU's name, but only child processes have used it
     if not publish(
         bench,
         result.name,

@@ -1,4 +1,4 @@
-"""Runs one function in a fresh process, so that all its device memory is free after its end."""
+"""Runs one function in a new process, so that all device memory that it used is free when the process has ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Made = TypeVar("Made")
 
 
 def in_fresh_process(function: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs) -> Made:
-    """The return value of `function`. Raises SidestreamError if the function raised one (with the same message), or if
-    the process died.
+    """The return value of `function`. Raises SidestreamError if the function raised a SidestreamError (the message is
+    the same), or if the process died.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

@@ -1,4 +1,6 @@
-"""The figures of a server compared with the same engine in process, and the figures of any server that already runs."""
+"""The figures of a server, compared with the same engine without a server; and the figures of any server that already
+runs.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ _MODEL = "measured"
 class Limits:
     """The bounds for one model on one kind of device.
 
-    over_engine   lower bound of tokens per second through HTTP divided by those of the engine in process
+    over_engine   lower bound of tokens per second through HTTP, divided by those of the engine without a server
     sizes         numbers of clients for which `over_engine` and the share of bursts have bounds
-    on_gpu        whether times also have bounds
+    on_gpu        times have bounds, too
     """
 
     over_engine: float
@@ -49,7 +51,7 @@ LIMITS = {
     ("llama-3.2-1b", CUDA): Limits(0.90, _GPU_SIZES, on_gpu=True),
     ("smollm2-135m-instruct", CPU): Limits(0.95, frozenset({8}), on_gpu=False),
 }
-"""Bounds by the name of the model or shape, and by the device. Other combinations have no bounds."""
+"""Bounds for each combination of model (or shape) and device. Other combinations have no bounds."""
 _NO_LIMITS = Limits(0.0, frozenset(), on_gpu=False)
 
 
@@ -63,14 +65,14 @@ def measure(
     serve_arguments: Sequence[str],
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """Run the same requests on the engine in process and on a server with the same engine, never on both at once.
+    """Run the same requests on an engine without a server and on a server with the same engine, never on both at once.
     Figures are medians.
 
     path               the model's directory
     name               name of the model or shape in `LIMITS`
     repetitions        the requests of each repetition. On a CPU, engine and server alternate, because the speed of a
-                       machine drifts within minutes. A GPU has no room for both engines, so the server starts when the
-                       engine has ended
+                       machine changes within minutes. A GPU has no memory for both engines, so the server starts when
+                       the engine without a server has ended
     engine_arguments   engine options of `sidestream serve`, for the engine and for the server
     serve_arguments    other options of the server
     """
@@ -110,7 +112,7 @@ def _figures(
 ) -> list[Figure]:
     """All figures of one repetition.
 
-    exact   equal prompts must get equal texts, whatever other requests are in the batch
+    exact   the texts of the server and of the engine must be equal
     """
     figures: list[Figure] = []
     for size, ours, alone in zip(sizes, served, engine, strict=True):
@@ -154,7 +156,7 @@ def measure_url(
 
 
 def row(label: str, size: int, measured: Measured, *, burst: Bound | None = None) -> list[Figure]:
-    """Figures of the clients of one server; their names begin with `label`."""
+    """Figures of the clients of one server. The figures' names begin with `label`."""
     window = full_window(measured.loop)
     firsts, gaps = ttfts_ms(measured.loop, window), gaps_ms(measured.loop, window)
     if not firsts or not gaps:
@@ -217,7 +219,7 @@ def _texts(measured: Measured) -> list[str]:
 def measure_against(
     url: str, *, label: str, loads: Sequence[Loads], on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Measure a server of any make that already runs. Raises SidestreamError when it serves no model."""
+    """Measure any OpenAI-compatible server that already runs. Raises SidestreamError if it serves no model."""
     url = url.rstrip("/")
     Target.at(url, "")  # reject an invalid URL before any request
     model = served_model(url)

@@ -1,4 +1,4 @@
-"""The options of `sidestream bench serve`, and the numbers of clients, tokens and repetitions that they select."""
+"""The options of `sidestream bench serve`, and the numbers of clients, tokens and repetitions that follow from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RandomShape = Annotated[
     option(
         "--shape",
         metavar="SHAPE",
-        help="Serve random weights in place of MODEL: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
+        help="Serve random weights of this shape instead of MODEL: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
         show_default=False,
     ),
 ]
@@ -51,7 +51,7 @@ TokenizerDir = Annotated[
     option(
         "--tokenizer",
         metavar="DIR",
-        help="Model whose tokenizer is used with the random weights.",
+        help="Directory of the tokenizer for the random weights.",
         show_default="the demo model",
     ),
 ]
@@ -60,14 +60,14 @@ CheckpointDir = Annotated[
     option(
         "--checkpoint",
         metavar="DIR",
-        help="Directory for the random weights, which later runs can use.",
+        help="Directory for the random weights; later runs can use it.",
         show_default="a temporary directory",
     ),
 ]
 ClientCounts = Annotated[
     str | None,
     option(
-        "--clients", metavar="N,N", help="Numbers of clients to measure.", show_default="1,8; on a GPU 1,32,128,256"
+        "--clients", metavar="N,N", help="Numbers of concurrent clients.", show_default="1,8; on a GPU 1,32,128,256"
     ),
 ]
 PromptTokens = Annotated[
@@ -80,9 +80,7 @@ OutputTokens = Annotated[
 ]
 Rounds = Annotated[
     int,
-    option(
-        "--rounds", metavar="N", help="Consecutive requests of each client; at least 17 for one client.", parse=whole
-    ),
+    option("--rounds", metavar="N", help="Consecutive requests of each client; few clients send more.", parse=whole),
 ]
 Repetitions = Annotated[
     int | None,
@@ -117,7 +115,7 @@ SlowReaders = Annotated[
     option(
         "--slow-readers",
         metavar="N",
-        help="Instead, measure how N clients that read one byte per second slow down the others.",
+        help="Instead, measure how much N clients that read one byte per second slow down the other clients.",
         parse=whole,
     ),
 ]
@@ -126,13 +124,13 @@ Connections = Annotated[
     option(
         "--connections",
         metavar="N",
-        help="With --slow-readers, total number of open connections; the remaining ones stay idle.",
+        help="With --slow-readers, total number of open connections; those without requests are idle.",
         parse=whole,
     ),
 ]
 Against = Annotated[
     str | None,
-    option("--against", metavar="URL", help="Measure a running server of any make.", show_default=False),
+    option("--against", metavar="URL", help="Measure a running OpenAI-compatible server.", show_default=False),
 ]
 Label = Annotated[str, option("--label", metavar="NAME", help="With --against, prefix of the figures' names.")]
 Beside = Annotated[
@@ -148,11 +146,11 @@ Beside = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class LoadSizes:
-    """The size of the load.
+    """The sizes of the workload.
 
-    clients       numbers of clients, each measured separately
-    rounds        consecutive requests of each client
-    repetitions   repetitions in which engine and server alternate
+    clients       numbers of concurrent clients; each number is measured separately
+    rounds        number of consecutive requests of each client
+    repetitions   number of repetitions of the whole measurement
     """
 
     clients: tuple[int, ...]
@@ -172,7 +170,7 @@ class LoadSizes:
         rounds: int,
         repetitions: int | None,
     ) -> LoadSizes:
-        """The options' values, or the device's defaults where an option is None. Raises ConfigError."""
+        """The options' values; for an option that is None, the device's default. Raises ConfigError."""
         sizes = cls(
             _client_counts(clients or _DEFAULT_CLIENTS[device]),
             _DEFAULT_PROMPT_TOKENS[device] if prompt_tokens is None else prompt_tokens,
@@ -191,7 +189,7 @@ class LoadSizes:
         return sizes
 
     def loads(self, ids: int, repetition: int = 0) -> list[Loads]:
-        """One load for each number of clients; prompts are drawn from token ids below `ids`."""
+        """The workloads for each number of clients. Prompts are drawn from token ids below `ids`."""
         return [
             loads_of(
                 clients=clients,

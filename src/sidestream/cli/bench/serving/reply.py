@@ -1,6 +1,6 @@
-"""One HTTP/1.1 reply as its bytes arrive, and its server-sent events with the arrival time of each. Pure.
+"""Collects the bytes of one HTTP/1.1 reply, and parses its server-sent events with their arrival times. Does no I/O.
 
-The bytes are stored during the run and parsed after it: the time of parsing would count as the server's time.
+The bytes are stored during the run and parsed after it, because the time of parsing would count as the server's time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from operator import itemgetter
 from sidestream.errors import SidestreamError
 
 _HEAD_END = b"\r\n\r\n"
-# The last chunk is empty. Events cannot contain these bytes: they hold JSON, which writes no line breaks.
+# The end of a chunked reply: its last chunk is empty. Events cannot contain these bytes, because JSON escapes line
+# breaks.
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The data of one event; `time_ns`: arrival time of its last byte, by `time.perf_counter_ns`."""
+    """One server-sent event. `time_ns`: arrival time of its last byte, by `time.perf_counter_ns`."""
 
     time_ns: int
     data: bytes
@@ -35,7 +36,7 @@ class Reply:
         self._arrivals: list[tuple[int, bytes]] = []
         self._end = b""  # the last bytes so far, up to the length of `_LAST_CHUNK`
         self._head: bytes | None = None
-        self._missing: int | None = None  # missing bytes of a body of known length; None: chunked
+        self._missing: int | None = None  # number of missing bytes of a body with Content-Length; None: chunked
 
     def take(self, data: bytes, now_ns: int) -> bool:
         """Store bytes; returns whether the reply is complete. Raises SidestreamError for a reply whose end cannot be
@@ -80,7 +81,7 @@ class Reply:
         return self._body()[0]
 
     def events(self) -> Iterator[Event]:
-        """The events of a complete reply. Comments are skipped: they have no data."""
+        """Yield the events of a complete reply. Comments of the event stream are skipped."""
         body, starts = self._body()
         ends = list(accumulate(len(data) for _, data in self._arrivals))
         at = 0
@@ -94,7 +95,7 @@ class Reply:
                 yield Event(self._arrivals[bisect_left(ends, last_byte + 1)][0], data)
 
     def _body(self) -> tuple[bytes, list[tuple[int, int]]]:
-        """The body, and the start of each of its chunks: offset in the body, and offset in the received bytes."""
+        """The body, and a pair for each chunk: the chunk's offset in the body, and its offset in the received bytes."""
         raw = self._raw
         at = raw.index(_HEAD_END) + len(_HEAD_END)
         if self._missing is not None:

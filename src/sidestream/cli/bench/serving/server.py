@@ -1,4 +1,4 @@
-"""`sidestream serve` in a separate process, as a user starts it: its URL, its metrics, its memory, its end."""
+"""Starts `sidestream serve` in a separate process, as users do; reads its URL, metrics and memory; and stops it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Server:
             *arguments,
         ]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
-        # A separate session: an interrupt from the terminal reaches only this process, and at the end all processes of
-        # the server can be killed.
+        # A new session, so that Ctrl-C in the terminal does not reach the server's processes, and so that `close` can
+        # kill all of them.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True)
         try:
             self.url = self._url()
@@ -81,14 +81,14 @@ class Server:
         return "\n".join(self._log.read().strip().splitlines()[-20:]) or "it logged nothing"
 
     def front_end_bytes(self) -> int:
-        """Resident memory of the server's processes except the engine's process, which is the largest child. If the
-        server is one process: the memory of that process.
+        """Resident memory of all processes of the server except for the engine's process, which is the largest child.
+        If the server is a single process: the memory of this process.
         """
         children = sorted(_resident_bytes(pid) for pid in _descendants(self._process.pid))
         return _resident_bytes(self._process.pid) + sum(children[:-1])
 
     def close(self) -> None:
-        """Interrupt the server, wait for its end, and kill its remaining processes after a minute."""
+        """Interrupt the server and wait up to a minute for its end. Then kill all of its remaining processes."""
         for sign in (signal.SIGINT, signal.SIGTERM):
             if self._process.poll() is None:
                 self._process.send_signal(sign)
@@ -111,7 +111,7 @@ class Server:
 
 
 def fetch(url: str) -> bytes:
-    """The body of a GET. Raises SidestreamError when the request fails."""
+    """The body of the reply to a GET request. Raises SidestreamError if the request fails."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
             body: bytes = reply.read()
@@ -121,7 +121,7 @@ def fetch(url: str) -> bytes:
 
 
 def metric(page: str, name: str) -> float:
-    """The value of a metric without labels on a /metrics page. Raises SidestreamError when the page lacks it."""
+    """The value of a metric without labels in a /metrics page. Raises SidestreamError if the page lacks the metric."""
     found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
     if found is None:
         raise SidestreamError(f"the server's /metrics has no {name}")
@@ -143,7 +143,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """All descendants of a process."""
+    """Process ids of all descendants of a process."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():

@@ -21,7 +21,7 @@ from sidestream.errors import ConfigError, SidestreamError
 _MODEL = "measured"
 _READ_PERIOD_S = 1.0
 _RECEIVE_BUFFER = 4096  # bytes; small, so that the kernel does not buffer a whole answer for a slow reader
-_LOGPROBS = 5  # in the answers of slow readers, which makes these answers ten times as large
+_LOGPROBS = 5  # slow readers ask for logprobs, which makes their answers ten times as large
 _PATIENCE_S = 600.0
 _POLL_S = 0.5
 
@@ -35,12 +35,12 @@ def measure_slow_readers(
     arguments: Sequence[str],
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """Tokens per second of `load`'s clients while `slow` other clients read one byte per second, divided by the mean of
-    a measurement before and one after it.
+    """Tokens per second of the clients of `load` while `slow` other clients (slow readers) read one byte per second.
+    Divided by the tokens per second without slow readers: the mean of a measurement before and a measurement after it.
 
-    The measurement begins when the engine has generated all tokens of the slow readers, so that the server holds their
-    remaining bytes. `connections` is the total number of connections; the remaining ones stay idle. Raises ConfigError
-    if there are too few.
+    The measurement begins when the engine has generated all tokens of the slow readers, so the server then holds the
+    bytes that they have not read. `connections` is the total number of connections; connections without requests are
+    idle. Raises ConfigError if `connections` is too small.
     """
     idle = connections - slow - load.loop.clients
     if idle < 0:
@@ -56,7 +56,7 @@ def measure_slow_readers(
             rates = []
             for number, readers in enumerate((0, slow, 0)):
                 if readers:
-                    on_progress(f"{slow} slow readers ask")
+                    on_progress(f"sending the requests of {slow} slow readers")
                     ended = _num_ended(server.url)
                     crowd.ask(
                         Workload("slow", slow, 1, load.loop.prompt_tokens, load.loop.output_tokens, load.loop.ids)
@@ -112,17 +112,17 @@ class _Crowd:
         theirs.close()
 
     def hold(self, idle: int) -> None:
-        """Open idle connections, and reopen those that the server closes."""
+        """Open `idle` idle connections. If the server closes one of them, it is opened again."""
         self._order(("idle", idle))
 
     def ask(self, load: Workload) -> None:
-        """Send a request on each of as many new connections as `load` has clients, and read the answers at one byte per
+        """Open a connection for each client of `load`, send one request on each, and read the answers at one byte per
         second.
         """
         self._order(("slow", load))
 
     def leave(self) -> int:
-        """Close the slow readers' connections; returns how many of them the server had closed."""
+        """Close the slow readers' connections; returns how many of them the server had closed before."""
         return self._order(("leave", None))
 
     def _order(self, order: tuple[str, object]) -> int:
@@ -145,7 +145,9 @@ class _Crowd:
 
 
 def _hold(pipe: Connection, target: Target) -> None:
-    """Main function of the process: executes orders; between them, reads one byte for each slow reader per period."""
+    """Main function of the process: executes the commands of the other process, and each second reads one byte for each
+    slow reader.
+    """
     allow_open_files()
     idle: list[socket.socket] = []
     slow: list[socket.socket] = []
@@ -176,7 +178,7 @@ def _connect(target: Target) -> socket.socket:
     one = socket.socket()
     one.setsockopt(
         socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER
-    )  # set before the connection, because the handshake fixes the window
+    )  # set before the connection, because the TCP handshake fixes the window scale
     one.connect((target.host, target.port))
     one.setblocking(False)
     return one
@@ -191,7 +193,7 @@ def _ask(target: Target, load: Workload, client: int) -> socket.socket:
 
 
 def _read_one(one: socket.socket) -> bytes | None:
-    """Read one byte. Empty if the server has closed the connection; None if nothing has arrived."""
+    """Read one byte. Returns b"" if the server has closed the connection, and None if no byte has arrived."""
     try:
         return one.recv(1)
     except BlockingIOError:

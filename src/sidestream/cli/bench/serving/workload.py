@@ -1,16 +1,16 @@
-"""The requests of the measurement, for a server and for an engine in process. Pure."""
+"""The requests of the measurement, for a server and for an engine without a server. Does no I/O."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-_FIRST_ID = 3  # tokenizers put special tokens first
+_FIRST_ID = 3  # the smallest token ids are often special tokens
 MOST_IDS = 32_000  # smaller than the vocabulary of every served model, so all servers can get the same prompts
 
 NEARLY = 0.85
-"""Share of its tokens after which an answer counts as nearly ended."""
-_FEWEST_ASKED = 16  # least number of requests for a median TTFT
+"""An answer counts as nearly ended when it has this share of its tokens."""
+_FEWEST_ASKED = 16  # minimum number of requests for a median TTFT
 _WARM_TOKENS = 8
 
 
@@ -18,9 +18,10 @@ _WARM_TOKENS = 8
 class Workload:
     """A closed loop: each client sends its next request when its previous one has ended.
 
-    seed      workloads of different seeds share no prompt, so a prefix cache finds nothing
-    ids       prompt tokens are drawn from [3, ids)
-    watched   report when the first answers of all clients have begun, and when one of them has nearly ended
+    seed      workloads with different seeds share no prompt, so the prefix cache does not help
+    rounds    number of consecutive requests of each client
+    ids       prompt tokens are drawn from token ids in [3, ids)
+    watched   the clients report when all first answers have begun, and when the first answer has nearly ended
     """
 
     seed: str
@@ -39,7 +40,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The workloads for one number of clients: a warm-up, a closed loop, and one longer request per client."""
+    """The workloads for one number of clients: a warm-up, a closed loop, and the calm phase (one longer request per
+    client).
+    """
 
     warm: Workload
     loop: Workload
@@ -49,8 +52,8 @@ class Loads:
 def loads_of(
     *, clients: int, rounds: int, prompt_tokens: int, output_tokens: int, ids: int, repetition: int = 0
 ) -> Loads:
-    """The workloads for `clients` clients. If the clients are few, there are more rounds, so that at least 16 requests
-    follow the ramp. Each repetition has different prompts.
+    """The workloads for `clients` clients. With few clients there are more rounds, so that at least 16 requests follow
+    the first round. Each repetition has different prompts.
     """
     rounds = max(rounds, -(-_FEWEST_ASKED // clients) + 1)
     return Loads(
