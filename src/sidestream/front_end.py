@@ -115,7 +115,7 @@ class FrontEnd:
                     continue
                 if delta.finish_reason is not None:
                     left -= 1
-                    if raw.finish_reason is None:  # a stop string, or a failure of the tokenizer
+                    if raw.finish_reason is None:  # the text ended at a stop string, or the tokenizer failed
                         self.client.abort(outputs, delta.finish_reason, index=delta.index)
                 yield delta
         finally:

@@ -25,7 +25,8 @@ def freeze_gc_heap() -> Callable[[], None]:
 
     Most of these objects live as long as the process. A full collection with the modules of torch and transformers,
     373,000 objects, took 0.14 to 0.18 s; after freezing these objects, it took 5 us (one 2 GHz Xeon core, Python 3.11,
-    LLM with a tiny model). Collecting the young generation in every step took a tenth of a step of 256 requests.
+    LLM with a tiny model). Collecting the young generation in every step took a tenth of the step's time, with 256
+    requests.
 
     Several engines of a process may call this function. The last undo restores the original thresholds, so that
     reference cycles, such as an engine, are collected again. A second undo of the same call does nothing.

@@ -254,7 +254,7 @@ class _Batch:
     def submit(self, prompt: list[int], params: SamplingParams) -> bool:
         """Submit one more prompt. False: the engine's queue is full. Then take a result with `next`, and try again.
 
-        Raises what `Engine.submit` raises.
+        Raises the errors of `Engine.submit`, but QueueFull only if no prompt is pending.
         """
         while not self._outputs.empty():
             # With many prompts, the first ones may reach their stop strings before the last prompt is submitted.

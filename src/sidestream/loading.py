@@ -217,7 +217,7 @@ class LoadedEngine:
 
 @contextlib.contextmanager
 def _about(part: str) -> Iterator[None]:
-    """Turn ConfigErrors and errors of the download into ModelErrors that start with the name of the part."""
+    """Turn ConfigErrors and download errors into ModelErrors whose message starts with the name of the part."""
     try:
         yield
     except ConfigError as error:

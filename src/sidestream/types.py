@@ -27,7 +27,7 @@ other tiers, such as disk, are first promoted (read into host memory); `offload.
 class Access:
     """A byte range `[start, stop)` of a named memory (`"kv"`, `"host"`, …) that work on a stream reads or writes.
 
-    The order checker (`sidestream.testing.checker`) derives races from these declarations.
+    The order checker (`sidestream.testing.checker`) finds races with these declarations.
     """
 
     memory: str
@@ -96,7 +96,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """Initial device state of a request slot, sent with the first chunk of each epoch."""
+    """Initial device state of a request, sent with the first chunk of each epoch."""
 
     sampling: SamplingSpec
     prompt: tuple[int, ...]
@@ -107,6 +107,8 @@ class RowStart:
 
 class StateIds(NamedTuple):
     """Ids of the recurrent states (of a hybrid model) that a row reads and writes.
+
+    A row is one request's part of a batch.
 
     read         state before the row; negative: the sequence begins with this row
     write        state after the row

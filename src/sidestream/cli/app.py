@@ -21,7 +21,7 @@ from sidestream.cli.train import train_mtp
 
 app = typer.Typer(
     cls=Commands,
-    help="Run language models whose KV cache outlives the device pool and the process.",
+    help="Run language models whose KV cache is kept on the device, in host memory and on disk.",
     epilog="Start with: sidestream doctor, then sidestream chat",
     no_args_is_help=True,
     add_completion=False,

@@ -32,7 +32,7 @@ _OTHERS = (
 def demo(
     model: Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")] = DEMO_MODEL,
     out: Annotated[
-        Path, option("--out", metavar="DIR", help="Directory for the timelines and the stored KV; emptied first.")
+        Path, option("--out", metavar="DIR", help="Directory for timelines and stored KV; earlier KV in it is deleted.")
     ] = Path("runs/demo"),
 ) -> None:
     """Ask the same question three times: without cached KV, with KV from host memory, and from disk after a restart.
@@ -90,10 +90,10 @@ def _run_visits(
     with ChildEngine(path, options, timeline=str(timelines[0])) as engine:
         run(engine, "first visit, cold")
         for number, other in enumerate(others):
-            steps.update("others ask, and fill the pool", number, len(others))
+            steps.update("other prompts fill the pool", number, len(others))
             engine.generate([other], max_tokens=4)
         run(engine, "second visit, from host memory")
-        steps.update("first process: storing and closing")
+        steps.update("first process: storing KV and closing")
     steps.update("second process: loading the model")
     with ChildEngine(path, options, timeline=str(timelines[1])) as engine:
         run(engine, "third visit, from disk")

@@ -15,7 +15,7 @@ from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, AsJson
 
 app = typer.Typer(
-    cls=Group, help="List the models that can be fetched by name; prepare one.", invoke_without_command=True
+    cls=Group, help="List the models that can be fetched by name; prepare a model.", invoke_without_command=True
 )
 
 

@@ -103,7 +103,7 @@ _StateInterval = Annotated[
 ]
 _TensorParallel = Annotated[
     int,
-    _engine("--tensor-parallel", "Ranks that share the model: processes, each with its own GPU.", "N", parse=whole),
+    _engine("--tensor-parallel", "Number of ranks that share the model: processes, each with a GPU.", "N", parse=whole),
 ]
 _BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens per KV block.", "N", parse=whole)]
 _ChunkTokens = Annotated[
@@ -125,7 +125,7 @@ _MaxRunning = Annotated[
     _engine("--max-running", "Maximum requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
 ]
 _MaxWaiting = Annotated[
-    int, _engine("--max-waiting", "Maximum requests in the queue; further ones are rejected.", "N", parse=whole)
+    int, _engine("--max-waiting", "Maximum requests in the queue; further requests are rejected.", "N", parse=whole)
 ]
 _MaxModelLen = Annotated[
     int | None, _engine("--max-model-len", "Maximum tokens of prompt plus output.", "N", "the model's", parse=whole)

@@ -320,7 +320,7 @@ def _disk_speed(directory: Path, dtype: str) -> Finding:
     return Finding(
         "disk speed",
         Status.WARN if slow else Status.OK,
-        f"read {read}, write {write} ({synced} until it is on the medium)",
+        f"read {read}, write {write} ({synced} with sync to the disk)",
         "reading a prefix may take as long as recomputing it: choose a faster disk with --disk" if slow else "",
         {f"{name}_bytes_per_s": value for name, value in speeds.items()},
     )

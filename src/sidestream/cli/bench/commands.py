@@ -72,7 +72,7 @@ def prefix(
         option(
             "--rounds",
             metavar="N",
-            help="Number of prompts; each runs cold, from host memory and from disk.",
+            help="Number of prompts; each runs without cached KV, with KV from host memory, and from disk.",
             parse=whole,
         ),
     ] = 5,
@@ -119,7 +119,7 @@ def decode(
     unused = {"model", "output_tokens", "rounds", "dtype"} if on_gpu else {"shape"}
     for name in sorted(name for name in unused if was_given(context, name)):
         instead = (
-            "that device measures the steps of a shape: give --shape only"
+            "that device measures a model shape with random weights: give --shape only"
             if on_gpu
             else "that device measures a model: give the model"
         )
@@ -191,7 +191,7 @@ def soak(
 def replicas(
     model: Model = DEMO_MODEL,
     conversations: Annotated[
-        int, option("--conversations", metavar="N", help="Conversations with a session each.", parse=whole)
+        int, option("--conversations", metavar="N", help="Number of conversations; each is a session.", parse=whole)
     ] = 40,
     turns: Annotated[int, option("--turns", metavar="N", help="Turns of each conversation.", parse=whole)] = 6,
     as_json: AsJson = False,
@@ -284,7 +284,9 @@ def ranks(
 def hybrid(
     families: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FAMILY", help="Tiny hybrid models; default: one of each kind.", show_default=False),
+        typer.Argument(
+            metavar="FAMILY", help="Families of tiny hybrid models; default: four families.", show_default=False
+        ),
     ] = None,
     prompts: Annotated[int, option("--prompts", metavar="N", help="Prompts for each family.", parse=whole)] = 200,
     turns: Annotated[int, option("--turns", metavar="N", help="Turns of the conversation.", parse=whole)] = 30,

@@ -80,7 +80,7 @@ def measure(
     limits = LIMITS.get((name, device), _NO_LIMITS)
     measured: list[list[Figure]] = []
     with ended_by_sigterm(), EngineAlone(path, engine_arguments, text_of=1) as alone:
-        on_progress("the engine in process")
+        on_progress("the engine without a server")
         if device != CPU:
             engines = [[alone.measure(load) for load in loads] for loads in repetitions]
             alone.close()
