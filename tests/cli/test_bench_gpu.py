@@ -121,7 +121,7 @@ def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
     [
         (
             ["llama-3.2-1b", "--device", "cuda"],
-            "the model is 'llama-3.2-1b', which has no effect with --device cuda: that device measures the steps",
+            "the model is 'llama-3.2-1b', which has no effect with --device cuda: that device measures a model shape",
         ),
         (["--device", "cuda", "--rounds", "2"], "--rounds is 2, which has no effect with --device cuda"),
         (["--device", "cuda", "--output-tokens", "8"], "--output-tokens is 8, which has no effect with --device cuda"),

@@ -285,7 +285,9 @@ def hybrid(
     families: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="FAMILY", help="Families of tiny hybrid models; default: four families.", show_default=False
+            metavar="FAMILY",
+            help="Families of tiny hybrid models. Default: qwen3_next, nemotron_h, falcon_h1 and lfm2.",
+            show_default=False,
         ),
     ] = None,
     prompts: Annotated[int, option("--prompts", metavar="N", help="Prompts for each family.", parse=whole)] = 200,
