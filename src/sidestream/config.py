@@ -143,7 +143,8 @@ class SpeculativeConfig:
                  `max_drafts`
     max_slowdown with `adaptive`: largest fraction by which drafts may lengthen a request's run time (0.005: half a
                  percent). The request's own drafts count, and so do other requests' drafts in the same steps. Measuring
-                 the cost of drafts adds at most 0.01. `math.inf`: no bound, for the highest total throughput
+                 the cost of drafts may add up to 0.01 to this fraction. `math.inf`: no bound, for the highest total
+                 throughput
     """
 
     proposer: str = "ngram"
@@ -268,13 +269,14 @@ class EngineConfig:
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
     kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
                     free beside the weights, minus the memory that attention needs
-    state_memory    bytes of `kv_memory` for the recurrent states of hybrid models; None: half of `kv_memory`, or less
-                    if one state checkpoint for each block takes less
+    state_memory    bytes of `kv_memory` for the recurrent states of hybrid models; None: half of `kv_memory`, or the
+                    bytes of one state checkpoint for each block if these are fewer
     state_interval  tokens between checkpoints of recurrent state inside a prompt, a multiple of block_tokens; 0:
                     checkpoints only at the ends of prompts and answers, and where earlier prompts diverged
     block_tokens    number of tokens in a block; KV is stored, loaded and shared in whole blocks
-    chunk_tokens    chunked prefill ends a chunk at each multiple of this number (see also `tail_apart`), so that equal
-                    prompts are computed in equal shapes; None: about 256 on a CPU, 2,048 on a GPU
+    chunk_tokens    chunked prefill: every chunk ends at a multiple of this number or at the prompt's end (see also
+                    `tail_apart`), so that equal prompts are computed in equal shapes; None: about 256 on a CPU, 2,048
+                    on a GPU
     token_budget    maximum number of tokens that one step computes, prefill and decode together; None: two chunks on a
                     CPU or one chunk on a GPU, plus one token for each running request in either case
     max_running     maximum number of running requests (request slots); None: 16 on a CPU, 256 on a GPU

@@ -1,7 +1,8 @@
 """Measures how long rank 0 needs to send the plan of a decode step to the processes of the other ranks (tensor
 parallelism). Three transports are measured, one after another:
 
-    socket   Sidestream's own transport: `SocketTransport` to a `Follower` whose executor runs nothing
+    socket   Sidestream's own transport: `SocketTransport` to a `Follower` (the loop of another rank), whose executor
+             does nothing
     ring     a ring buffer in shared memory; readers spin on a counter, and yield the core between two reads of it
     gloo     two Gloo broadcasts: the length of the plan, and its bytes
 

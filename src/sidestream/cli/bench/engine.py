@@ -48,10 +48,11 @@ _LONG_OUTPUTS = 4
 class Sizes:
     """The sizes of the measurement. Small sizes test the benchmark itself.
 
-    decode           decode rows; context tokens; upper bound of step time / (time to read weights and KV)
-    cold             prompt tokens; upper bound of TTFT in ms without cached KV
-    from_host        prompt tokens; upper bound of TTFT / (time to load the KV); lower bound of (TTFT without cached KV)
-                     / TTFT
+    decode           one tuple for each measurement: number of decode rows, context tokens of a row, and upper bound of
+                     step time / (time to read weights and KV)
+    cold             one tuple for each measurement: prompt tokens, and upper bound of TTFT in ms without cached KV
+    from_host        one tuple for each measurement: prompt tokens, upper bound of TTFT / (time to load the KV), and
+                     lower bound of (TTFT without cached KV) / TTFT
     others_context   prompt tokens of the requests that decode while a long request's KV is loaded
     resumed          prompt tokens of this long request
     outputs          output tokens of the other requests
@@ -138,7 +139,7 @@ class Rig:
         answer, length = self.ask(prompt, 1).wait(), len(prompt) - 1
         if answer.cached.host != length:
             raise SidestreamError(
-                f"{answer.cached.host} of {length} tokens came from host memory: the benchmark measures something else"
+                f"{answer.cached.host} of {length} tokens came from host memory: the figures would be meaningless"
             )
         return answer
 
@@ -398,7 +399,7 @@ def resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
         if answer.cached.host < sizes.resumed - rig.layout.block_tokens:
             raise SidestreamError(
                 f"{answer.cached.host} of {sizes.resumed} tokens came back from host memory: "
-                "the benchmark measures something else"
+                "the figures would be meaningless"
             )
         ended = answer.times[0]
         taken.append(answer.ttft_s)

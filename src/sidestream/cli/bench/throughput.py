@@ -97,7 +97,7 @@ def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> l
                     shares.append(share)
     if min(shares) < 0.9:
         raise SidestreamError(
-            f"only {min(shares):.2f} of the prompts' tokens came from a cache: the benchmark measures something else"
+            f"only a share of {min(shares):.2f} of prompt tokens came from a cache: the figures would be meaningless"
         )
     return [
         Figure("throughput_no_reuse", median(strangers[True]) / median(strangers[False]), "ratio", at_least(0.99)),
@@ -141,7 +141,5 @@ def _rate(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, *, reu
     seconds = time.perf_counter() - start
     found = sum(answer.cached.total for answer in answers)
     if reused is not None and found != reused:
-        raise SidestreamError(
-            f"{found} tokens came from a cache instead of {reused}: the benchmark measures something else"
-        )
+        raise SidestreamError(f"{found} tokens came from a cache instead of {reused}: the figures would be meaningless")
     return sum(len(answer.tokens) for answer in answers) / seconds, found / sum(map(len, prompts))
