@@ -223,7 +223,7 @@ def _publish(bench: str, result: _Result, *, as_json: bool) -> None:
     import torch
 
     if torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call] # `publish` reports the GPU's name, but only child processes have used it
+        torch.cuda.init()  # type: ignore[no-untyped-call] # `publish` names the GPU, which only child processes used
     if not publish(
         bench,
         result.name,
