@@ -39,6 +39,27 @@ def test_no_more_modules_import_each_other(house) -> None:
     }
 
 
+def test_functions_outside_kernels_have_at_most_80_lines(house) -> None:
+    assert not [function for function in house.longest_functions() if function[0] > 80]
+
+
+def test_classes_have_at_most_300_lines(house) -> None:
+    assert not [found for found in house.longest_classes() if found[0] > 300]
+
+
+@pytest.mark.parametrize(("lines", "kind"), [(80, "function"), (300, "class")])
+def test_the_longest_function_and_class_are_found(
+    house, lines: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, body, longest = {
+        "function": ("def f():\n", "    a = 1\n", house.longest_functions),
+        "class": ("class F:\n", "    a = 1\n", house.longest_classes),
+    }[kind]
+    kernel = "@triton.jit\ndef k():\n" + "    a = 1\n" * 400
+    monkeypatch.setattr(house, "sources", lambda: {Path("a.py"): kernel + head + body * lines})
+    assert longest(1) == [(lines + 1, "a.py:" + ("f" if kind == "function" else "F"))]
+
+
 def test_a_request_is_traced_from_http_to_disk_and_back(house, tmp_path: Path) -> None:
     files = house.files_of_a_request(tmp_path)
     assert {"server/app.py", "engine/loop.py", "attention/paged.py", "offload/tiers/disk.py"} <= set(files)

@@ -14,7 +14,9 @@ from torch import Tensor
 from sidestream import LLM, OffloadConfig, RequestError, SamplingParams, SpeculativeConfig
 from sidestream.attention.interface import BatchRows, ungated
 from sidestream.attention.triton import DeviceBatch, SplitKVWorkspace, TritonAttention
-from sidestream.engine import build
+from sidestream.engine import rank_parts
+from sidestream.engine.parts import Parts
+from sidestream.engine.warm_up import WarmUpSteps
 from sidestream.ops import Ops, TorchOps
 from sidestream.ops.registry import select_ops
 from sidestream.runner.executor import Executor
@@ -68,7 +70,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
         return batch
 
     monkeypatch.setattr(TritonAttention, "batch", record)
-    monkeypatch.setattr(build, "Executor", Interpreted)
+    monkeypatch.setattr(rank_parts, "Executor", Interpreted)
     yield seen
     assert all(isinstance(batch, DeviceBatch) for batch in seen)
     assert {batch.block_tables.dtype for batch in seen} <= {
@@ -93,11 +95,16 @@ def engine(model: Path, **options: Any) -> LLM:
     )
 
 
+def warm_up(parts: Parts, block_ids: tuple[int, ...], *, chunk_tokens: int) -> None:
+    steps = WarmUpSteps(parts.scheduler.slots.size, parts.layout.block_tokens, chunk_tokens)
+    parts.executor.warm_up(steps.on(block_ids))
+
+
 def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_host(
     model: Path, batches: list[DeviceBatch]
 ) -> None:
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(build, "Executor", Executor)
+        plain.setattr(rank_parts, "Executor", Executor)
         with engine(model) as llm:
             expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     assert not batches
@@ -195,7 +202,7 @@ def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(
     with engine(model, check_order=True) as llm:
         parts = llm.engine.parts
         lease = parts.blocks.take(3)
-        parts.executor.warm_up(lease.ids, chunk_tokens=40)
+        warm_up(parts, lease.ids, chunk_tokens=40)
         lease.release()
         ways = {(batch.split_rows, len(batch.kv_lens), len(batch.slot_mapping)) for batch in batches}
         assert {(3, 3, 3), (1, 1, 1), (0, 1, 40)} <= ways
@@ -203,7 +210,7 @@ def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(
         lease = parts.blocks.take(
             4
         )  # a block for each row: more than the chunk has, which must not look longer than a row may be
-        parts.executor.warm_up(lease.ids, chunk_tokens=40)
+        warm_up(parts, lease.ids, chunk_tokens=40)
         lease.release()
         assert [batch.block_tables.shape[1] for batch in batches if len(batch.slot_mapping) == 40] == [3]
         assert parts.device.host_waits().keys() <= {"step"}
@@ -224,7 +231,7 @@ def test_warm_up_raises_the_error_of_a_step(
         monkeypatch.setattr(parts.executor._model, "forward", explode)
         lease = parts.blocks.take(1)
         with pytest.raises(RuntimeError, match="no such kernel"):
-            parts.executor.warm_up(lease.ids, chunk_tokens=16)
+            warm_up(parts, lease.ids, chunk_tokens=16)
         lease.release()
         assert parts.executor._mailbox._pool.num_used == 0
 
@@ -237,7 +244,7 @@ def test_drafting_steps_of_a_gpu_give_the_same_tokens_eager_and_captured(
     prompts = [PROMPTS[2], PROMPTS[2][::-1]]
     params = dataclasses.replace(GREEDY, max_tokens=4)
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(build, "Executor", Executor)
+        plain.setattr(rank_parts, "Executor", Executor)
         with engine(model) as llm:
             expected = [output.token_ids for output in llm.generate(prompts, params)]
     kernels_run_here(monkeypatch)

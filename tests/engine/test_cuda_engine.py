@@ -598,7 +598,7 @@ def test_what_drafts_is_compiled_and_captured_with_the_model(
 ) -> None:
     with engine(llama, **CAPTURED) as llm:
         expected = tokens(llm.generate(PROMPTS, GREEDY))
-    caplog.set_level("INFO", logger="sidestream.engine.build")
+    caplog.set_level("INFO", logger="sidestream.engine.warm_up")
     with engine(llama, **CAPTURED, speculative=drafting(proposer, llama, tmp_path)) as llm:
         assert "forward passes are compiled and captured" in caplog.text
         assert "cannot be" not in caplog.text

@@ -16,10 +16,10 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.device.base import CopyBatch
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
+from sidestream.engine.warm_up import warm_up_row
 from sidestream.errors import RequestRejected
 from sidestream.offload import tier_io
 from sidestream.offload.loads import Loads
-from sidestream.runner.executor import _VARIANTS, _row
 from sidestream.testing import faults
 from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream.types import BatchPlan, CachedTokens, LayerGates, LoadPlan
@@ -525,7 +525,7 @@ def test_step_waits_for_the_fences_of_its_plan() -> None:
         parts, other = rig.engine.parts, rig.device.stream("other")
         lease = parts.blocks.take(1)
         with faults.Hold(other):
-            row = _row(0, tuple(lease.ids), 1, _VARIANTS[0])
+            row = warm_up_row(0, tuple(lease.ids), 1)
             step = parts.executor.launch(BatchPlan((row,)), after=(other.submit(lambda: None),), gates=LayerGates())
             assert isinstance(step.fence, HostFence)
             assert not step.fence.block(0.1), (

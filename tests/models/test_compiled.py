@@ -22,7 +22,7 @@ from sidestream import LLM, SamplingParams
 from sidestream.attention.interface import ungated
 from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StatePool
-from sidestream.engine.build import _capture, _warm_up
+from sidestream.engine.warm_up import WarmUpSteps, capture, run_warm_up
 from sidestream.errors import ModelError
 from sidestream.models import PagedModel, compiled, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
@@ -370,12 +370,12 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
         def warm_up(what: str) -> None:
             warmed_up.append(what)
             lease = parts.blocks.take(3)
-            executor.warm_up(lease.ids, chunk_tokens=16)
+            executor.warm_up(WarmUpSteps(3, parts.layout.block_tokens, 16).on(lease.ids))
             lease.release()
 
         shapes = [GraphKey(2), GraphKey(0, 32)]
         llm.engine.call(
-            lambda: _capture(
+            lambda: capture(
                 executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda what, done, total: None
             )
         )
@@ -390,7 +390,7 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
     assert not [
         record
         for record in caplog.records
-        if record.name == "sidestream.engine.build" and record.levelname == "WARNING"
+        if record.name == "sidestream.engine.warm_up" and record.levelname == "WARNING"
     ]
 
 
@@ -466,9 +466,10 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
             fail if stage == "compile_layers" else partial(compile_layers, backend=counting([])),
         )
         tell = lambda what, done, total: done or told.append(what)  # noqa: E731
-        warm_up = partial(_warm_up, executor, parts.blocks, 2, 16, tell)
+        steps = WarmUpSteps(2, parts.layout.block_tokens, 16)
+        warm_up = partial(run_warm_up, executor, parts.blocks, steps, tell)
         llm.engine.call(
-            lambda: _capture(executor, model, None, [GraphKey(2)], gate_layers=0, warm_up=warm_up, tell=tell)
+            lambda: capture(executor, model, None, [GraphKey(2)], gate_layers=0, warm_up=warm_up, tell=tell)
         )
         assert executor._graphs is not None
         assert parts.blocks.num_available == blocks

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+import torch
 
+from sidestream.kv.accesses import StepAccesses
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout, StateRegion, StateTensor
-from sidestream.runner.executor import Executor, _StepAccesses
+from sidestream.runner.executor import StepTracing
 from sidestream.types import Access, BatchPlan, RowPlan
 
 LAYOUT = KVLayout(2, 1, 2, 4, "float32")
@@ -36,12 +38,13 @@ LOADING = row(1, (7,), start=2, stop=3, drafts=0)
 
 
 def declared(rows: tuple[RowPlan, ...], *, gated: bool) -> list[Access]:
-    """What `_touch_before_drafts` declares for a step of these rows."""
+    """The accesses that a step of these rows declares when it begins. Their positions are exact."""
     found: list[Access] = []
-    stream = SimpleNamespace(touch=lambda accesses: found.extend(accesses()))
-    executor = cast(Any, SimpleNamespace(_traced=True, _stream=stream))
-    batch = BatchPlan(rows, any(row.drafts for row in rows))
-    Executor._touch_before_drafts(executor, batch, _StepAccesses("kv", None, rows, LAYOUT, None), gated=gated)
+    stream: Any = SimpleNamespace(touch=lambda accesses: found.extend(accesses()))
+    lengths = torch.tensor([row.min_start for row in rows])
+    state: Any = SimpleNamespace(lengths=lengths)
+    tracing = StepTracing(stream, "kv", LAYOUT, scratch=None, region=None, state=state, state_pool=None, on=True)
+    tracing.at_start(BatchPlan(rows, any(row.drafts for row in rows)), gated=gated)
     return found
 
 
@@ -66,7 +69,7 @@ def test_a_step_without_drafts_declares_nothing_there(gated: bool) -> None:
 
 def test_hidden_states_of_no_block_and_reserved_states_are_declared() -> None:
     region = StateRegion(StateLayout((StateTensor(0, "recurrent", 0, (4,), "float32"),), 1, "float32"), SIZE, 10, 2)
-    found = _StepAccesses("kv", 9, (), LAYOUT, region).all()
+    found = StepAccesses("kv", 9, (), LAYOUT, region).all()
     assert found == [
         whole(9, write=True),
         Access("kv", *region.span(2), write=False),

@@ -14,7 +14,8 @@ import torch
 from sidestream.attention.paged import TorchAttention
 from sidestream.device.base import Stream
 from sidestream.device.sim import SimDevice, make_policy
-from sidestream.runner.executor import _GREEDY, Executor
+from sidestream.engine.warm_up import GREEDY
+from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.speculate import StepTokens
@@ -89,7 +90,7 @@ def row(number: int, tokens: Sequence[int], *, begins: bool = False, drafts: int
         block_ids=(1 + 3 * number, 2 + 3 * number, 3 + 3 * number),
         samples=True,
         min_output_index=len(tokens) - len(PROMPT),
-        begin=RowStart(sampling=_GREEDY, prompt=tuple(tokens), outputs=()) if begins else None,
+        begin=RowStart(sampling=GREEDY, prompt=tuple(tokens), outputs=()) if begins else None,
         drafts=drafts,
     )
 

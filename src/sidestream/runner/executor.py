@@ -8,19 +8,19 @@ from the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.states import DraftInputs, StatePool
-from sidestream.config import SamplingParams
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.device.group import Group
 from sidestream.device.kinds import on_host
+from sidestream.kv.accesses import StepAccesses
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateRegion
 from sidestream.ops import Ops, TorchOps
@@ -41,37 +41,10 @@ from sidestream.runner.step_inputs import (
 )
 from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec, StateIds
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan
 
 MAX_STEPS = 3
 """Steps whose memory is in use: one runs, the next one is launched, the results of the previous one are being read."""
-
-
-def _asking(**params: Any) -> SamplingSpec:
-    """The options of a request with these parameters; greedy if no temperature is given."""
-    return SamplingParams(**{"temperature": 0.0, **params}).spec(seed=0, eos_ids=())
-
-
-# Sampling options that need additional kernels.
-_GREEDY = _asking()
-_VARIANTS = (
-    _GREEDY,
-    _asking(temperature=1.0),
-    _asking(temperature=1.0, top_k=2),
-    _asking(temperature=1.0, top_p=0.5),
-    _asking(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1),
-    _asking(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
-    _asking(logit_bias={0: 1.0}, min_tokens=4, stop_token_ids=(0,)),
-    _asking(logprobs=1),
-)
-# Options that are warmed up in steps of one row each. A row with a logit bias promotes the logits of all rows of its
-# step to float32. So the first two options run the kernels for logits in the model's dtype, and the last option runs
-# the penalties' kernel for float32 logits.
-_ALONE = (
-    _asking(temperature=1.0),
-    _asking(repetition_penalty=1.1),
-    _asking(repetition_penalty=1.1, logit_bias={0: 1.0}),
-)
 
 _NO_CHANGES = TableChanges([], [])
 
@@ -133,37 +106,81 @@ class LaunchedStep:
         return self.mailbox.read(self.entry, self.drafts, self.top_logprobs, self.fence)
 
 
-class _StepAccesses(NamedTuple):
-    """See `StepAccesses`. `rows` with positions as exact as the host knows. `scratch`: the block for hidden states
-    that belong to no block; None: there is none.
+class StepTracing:
+    """Declares to the device's tracer which memory each step reads and writes. Does nothing without a tracer.
+
+    Each range is declared once, at the first point of the compute stream where the step may use it: at the launch; or,
+    in a step with drafts, when the step begins and its positions are known; or, in a step that waits for loads, behind
+    the wait for the layer.
+
+    scratch   the block for hidden states that belong to no block; None: there is none
     """
 
-    memory: str
-    scratch: int | None
-    rows: Sequence[RowPlan]
-    layout: KVLayout
-    region: StateRegion | None
+    def __init__(
+        self,
+        stream: Stream,
+        memory: str,
+        layout: KVLayout,
+        *,
+        scratch: int | None,
+        region: StateRegion | None,
+        state: DecodeState,
+        state_pool: StatePool | None,
+        on: bool,
+    ) -> None:
+        self._stream = stream
+        self._memory = memory
+        self._layout = layout
+        self._scratch = scratch
+        self._region = region
+        self._state = state
+        self._state_pool = state_pool
+        self._on = on
 
-    def layers(self, layers: range) -> Sequence[Access]:
-        """See `StepAccesses.layers`."""
-        accesses = kv_accesses(self.memory, self.rows, self.layout, layers)
-        if self.scratch is not None:
-            span = self.layout.layer_span(self.scratch, layers.start, layers.stop)
-            accesses.append(Access(self.memory, *span, write=True))  # rule: step-declares-its-scratch-block
+    def at_launch(self, batch: BatchPlan, entry: MailboxEntry, *, gated: bool) -> list[Access]:
+        """The accesses to declare when a step is launched. Those to KV and states are declared later if the step waits
+        for loads, or if only the device knows the positions of its rows.
+        """
+        accesses = [] if gated or batch.speculates else [*self._accesses(batch.rows).all()]
+        accesses.append(entry.access(write=True))  # rule: step-declares-its-mailbox-entry
         return accesses
 
-    def all(self) -> Sequence[Access]:
-        """Of all layers, and of the recurrent states."""
-        return [*self.layers(range(self.layout.num_layers)), *self.states()]
+    def at_start(self, batch: BatchPlan, *, gated: bool) -> StepAccesses:
+        """The accesses of a step that begins on the stream, with row positions as exact as the host knows them. Called
+        inside work of the stream.
 
-    def of_drafting_rows(self) -> Sequence[Access]:
-        """Of all layers, for the rows with drafts."""
-        drafting = self._replace(rows=[row for row in self.rows if row.drafts])
-        return drafting.layers(range(self.layout.num_layers))
+        A step with drafts declares here what it uses from its start: everything; or, if its layers wait for loads, the
+        KV of the rows for which it drafts, whose blocks were loaded before.
+        """
+        accesses = self._accesses(self._rows_from_state(batch) if self._on else ())
+        if batch.speculates:
+            self.touch(accesses.of_drafting_rows if gated else accesses.all)  # rule: drafts-are-declared
+        return accesses
 
-    def states(self) -> Sequence[Access]:
-        """See `StepAccesses.states`."""
-        return () if self.region is None else state_accesses(self.memory, self.rows, self.region)
+    def touch(self, accesses: Callable[[], Sequence[Access]]) -> None:
+        """Declare accesses at this point of the stream. Called inside work of the stream."""
+        if self._on:
+            self._stream.touch(accesses)
+
+    def _accesses(self, rows: Sequence[RowPlan]) -> StepAccesses:
+        return StepAccesses(self._memory, self._scratch, rows, self._layout, self._region)
+
+    def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
+        """The rows of the batch. On a CPU, where the host can read the device state, they get their exact positions and
+        lose checkpoints that they do not reach. On a GPU, their positions stay bounds, `[min_start, stop)`.
+        """
+        if not batch.speculates or not on_host(self._state.lengths.device):
+            return batch.rows
+        lengths, exact = self._state.lengths.tolist(), []
+        for row in batch.rows:
+            start = row.min_start if row.is_certain else lengths[row.slot]
+            states = row.states
+            if self._state_pool is not None and states is not None and states.checkpoint >= 0:
+                size, covered = self._layout.block_tokens, int(self._state_pool.covered[states.read])
+                if (start + 1) // size * size <= covered:
+                    states = states._replace(checkpoint=-1)
+            exact.append(row._replace(min_start=start, stop=start + row.num_tokens, states=states))
+        return exact
 
 
 class Executor:
@@ -199,36 +216,22 @@ class Executor:
         """Every step runs eagerly until `capture`."""
         self._device = device
         self._model = model
-        self._memory = memory.name
-        self._num_slots = num_slots
         self._ops = ops = TorchOps() if ops is None else ops
-        self._proposer = proposer
-        self._max_drafts = max_drafts
         self._clock = device.now
-        self._traced = device.tracer is not None
         self._stream = device.stream("compute")
         self._gate_stream: Stream | None = None
         self._uploads = Uploads.of(device, num_regions=MAX_STEPS)
         layout, dtype = model.layout, getattr(torch, model.layout.dtype)
         num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
-        self._scratch = num_blocks - 1 if proposer is not None and proposer.hidden_size else None
+        scratch = num_blocks - 1 if proposer is not None and proposer.hidden_size else None
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
-        self._states = states
+        self._has_states = states is not None
         self._state_pool: StatePool | None = None
         if states is not None:
             drafts = None
             if proposer is not None:
                 drafts = DraftInputs(states.layout, num_slots + 1, max_drafts, device.torch_device)
-            self._state_pool = StatePool(
-                memory.data[states.first_byte : states.stop_byte],
-                states.layout,
-                block_tokens=layout.block_tokens,
-                state_bytes=states.state_bytes,
-                drafts=drafts,
-            )
-            if device.tracer is not None:
-                zero = Access(memory.name, *states.span(states.zero), write=True)
-                device.tracer.host_touched(lambda: [zero], "clear the state that sequences begin with")
+            self._state_pool = _make_state_pool(device, memory, states, layout.block_tokens, drafts)
         self._table_width = num_blocks
         if attention.max_kv_tokens is not None:
             self._table_width = min(num_blocks, attention.max_kv_tokens // layout.block_tokens)
@@ -241,6 +244,16 @@ class Executor:
             max_len=0 if proposer is None else max_len,
             hidden_size=0 if proposer is None else proposer.hidden_size,
             dtype=dtype,
+        )
+        self._tracing = StepTracing(
+            self._stream,
+            memory.name,
+            layout,
+            scratch=scratch,
+            region=states,
+            state=self._state,
+            state_pool=self._state_pool,
+            on=device.tracer is not None,
         )
         self._tables = BlockTableMirror(num_slots, self._table_width)
         self._sampler = Sampler(self._state, ops, group)
@@ -271,7 +284,7 @@ class Executor:
             self._stream.wait(fence)
         fence = self._stream.submit(
             lambda: self._run(batch, step),
-            lambda: self._accesses(batch, step.entry, later=gated or batch.speculates),
+            lambda: self._tracing.at_launch(batch, step.entry, gated=gated),
             label=_label_of(batch),
         )
         top_logprobs = self._sampler.top_logprobs_of(columns)
@@ -335,9 +348,8 @@ class Executor:
             table_width=max(map(len, batch.columns.block_ids)),
             chunk_lens=tuple(row.num_tokens for row in chunks),
         )
-        accesses = self._accesses_of(self._rows_from_state(batch))
         gated = bool(step.gates.by_layer)
-        self._touch_before_drafts(batch, accesses, gated=gated)
+        accesses = self._tracing.at_start(batch, gated=gated)
         before_layer = self._layer_hook(step.gates, accesses)
         before_states = self._states_hook(step.gates, accesses)
         return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
@@ -350,41 +362,23 @@ class Executor:
         assert self._graphs is not None and captured is not None
         gated = bool(step.gates.by_layer)
         self._graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
-        accesses = self._accesses_of(self._rows_from_state(batch))
-        self._touch_before_drafts(batch, accesses, gated=gated)
+        accesses = self._tracing.at_start(batch, gated=gated)
         output = self._graphs.replay(captured, gated=gated, accesses=accesses)
         if step.mode not in captured.modes(gated=gated):
             return captured.inputs, output
         self._graphs.draw(captured, step.mode, gated=gated)
         return captured.inputs, None
 
-    def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
-        """Run small steps without requests, which launch all kernels that a real step can launch, and wait for them.
-        The first launch of a kernel waits for the device, and a step of a request must not wait.
-
-        Call it before the first real step. The caller leases `block_ids`, whose content is overwritten: one block for
-        each row of a step, or all blocks for a chunk of up to `chunk_tokens`. Raises the error of a step.
+    def warm_up(self, steps: Iterable[BatchPlan]) -> None:
+        """Run steps without requests, one after the other, and wait for each. Their results are dropped. Raises the
+        error of a step. Called before the first step of a request.
         """
-        size = self._model.layout.block_tokens
-        count = min(self._num_slots, len(block_ids))
-        for first in range(0, len(_VARIANTS), count):
-            begun = [_row(row, (block_ids[row],), 1, _VARIANTS[(first + row) % len(_VARIANTS)]) for row in range(count)]
-            going_on = [
-                row._replace(min_start=1, stop=2, tokens=None, min_output_index=1, begin=None)
-                for row in begun
-                if size > 1
-            ]
-            for rows in (begun, going_on, going_on[:1], [*going_on[:1], *begun[1:]]):
-                self._run_for_nothing(rows)
-            if self._proposer is not None and size > 2:
-                drafts = min(self._max_drafts, size - 2)
-                drafting = [row._replace(stop=row.stop + drafts, drafts=drafts) for row in going_on]
-                for rows in (drafting, drafting[:1], begun, [*drafting[:1], *begun[1:]]):
-                    self._run_for_nothing(rows)
-        for spec in _ALONE:
-            self._run_for_nothing([_row(0, (block_ids[0],), 1, spec)])
-        tokens = min(chunk_tokens, len(block_ids) * size)
-        self._run_for_nothing([_row(0, tuple(block_ids[: -(-tokens // size)]), tokens, _VARIANTS[0])])
+        for batch in steps:
+            step = self.launch(batch, after=(), gates=LayerGates())
+            self._device.wait_host(step.fence, reason="step")
+            step.drop()
+            if step.fence.failure is not None:
+                raise step.fence.failure
 
     def capture(
         self,
@@ -420,56 +414,7 @@ class Executor:
         """
         self._graphs = None
 
-    def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
-        if not rows:
-            return
-        if self._states is not None:
-            rows = [row._replace(states=StateIds(-1, -1)) for row in rows]
-        step = self.launch(BatchPlan(tuple(rows), any(row.drafts for row in rows)), after=(), gates=LayerGates())
-        self._device.wait_host(step.fence, reason="step")
-        step.drop()
-        if step.fence.failure is not None:
-            raise step.fence.failure
-
-    def _accesses(self, batch: BatchPlan, entry: MailboxEntry, *, later: bool) -> list[Access]:
-        """The memory that a step reads and writes, for the tracer. `later`: without the KV, whose accesses are reported
-        later: layer by layer, or once the positions of the rows were read from the device state.
-        """
-        accesses = [] if later else [*self._accesses_of(batch.rows).all()]
-        accesses.append(entry.access(write=True))  # rule: step-declares-its-mailbox-entry
-        return accesses
-
-    def _accesses_of(self, rows: Sequence[RowPlan]) -> _StepAccesses:
-        return _StepAccesses(self._memory, self._scratch, rows, self._model.layout, self._states)
-
-    def _touch_before_drafts(self, batch: BatchPlan, accesses: _StepAccesses, *, gated: bool) -> None:
-        """Declare what a step with drafts reads and writes at its start: everything, or, if its layers wait for loads,
-        the KV of the rows for which it drafts. Their blocks were loaded before.
-        """
-        if batch.speculates and self._traced:
-            self._stream.touch(accesses.of_drafting_rows if gated else accesses.all)  # rule: drafts-are-declared
-
-    def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
-        """The rows to declare; none without a tracer. On a CPU, where the host can read the device state: with exact
-        positions, and without checkpoints that they do not reach. On a GPU: unchanged, their positions are bounds,
-        `[min_start, stop)`.
-        """
-        if not self._traced:
-            return ()
-        if not batch.speculates or not on_host(self._state.lengths.device):
-            return batch.rows
-        lengths, exact = self._state.lengths.tolist(), []
-        for row in batch.rows:
-            start = row.min_start if row.is_certain else lengths[row.slot]
-            states = row.states
-            if self._state_pool is not None and states is not None and states.checkpoint >= 0:
-                size, covered = self._model.layout.block_tokens, int(self._state_pool.covered[states.read])
-                if (start + 1) // size * size <= covered:
-                    states = states._replace(checkpoint=-1)
-            exact.append(row._replace(min_start=start, stop=start + row.num_tokens, states=states))
-        return exact
-
-    def _layer_hook(self, gates: LayerGates, accesses: _StepAccesses) -> Callable[[int], None]:
+    def _layer_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[int], None]:
         """The callback that attention calls before it reads or writes a layer's KV. It makes the stream wait for that
         layer's loads (hazard H5).
         """
@@ -479,61 +424,40 @@ class Executor:
         def before_layer(layer: int) -> None:
             for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
                 self._stream.wait(fence)
-            if self._traced:
-                self._stream.touch(lambda: accesses.layers(range(layer, layer + 1)))  # rule: gated-layer-is-declared
+            self._tracing.touch(lambda: accesses.layers(range(layer, layer + 1)))  # rule: gated-layer-is-declared
 
         return before_layer
 
-    def _states_hook(self, gates: LayerGates, accesses: _StepAccesses) -> Callable[[], None]:
+    def _states_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[], None]:
         """The callback that is called once, before a step reads or writes recurrent states. A load copies states before
         all layers, so the stream waits for the same fences as the first layer.
         """
-        if not gates.by_layer or self._states is None:
+        if not gates.by_layer or not self._has_states:
             return lambda: None
 
         def before_states() -> None:
             for fence in gates.by_layer[0]:  # rule: states-wait-for-their-load
                 self._stream.wait(fence)
-            if self._traced:
-                self._stream.touch(accesses.states)  # rule: gated-states-are-declared
+            self._tracing.touch(accesses.states)  # rule: gated-states-are-declared
 
         return before_states
 
 
-def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
-    """The byte ranges of the pool that some layers of a step read (blocks before the chunk) and write (blocks of the
-    chunk).
-    """
-    size = layout.block_tokens
-    accesses = []
-    for row in rows:
-        for index, block in enumerate(row.block_ids):
-            start, stop = layout.layer_span(block, layers.start, layers.stop)
-            # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes
-            accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
-    return accesses
-
-
-def state_accesses(memory: str, rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:
-    """The byte ranges of the recurrent states that a step reads and writes. Sequences begin with the zero state.
-    Padding and rows without a checkpoint write the scratch state.
-    """
-    # rule: step-declares-the-reserved-states
-    accesses = [
-        Access(memory, *region.span(region.zero), write=False),
-        Access(memory, *region.span(region.scratch), write=True),
-    ]
-    for ids in (row.states for row in rows):
-        if ids is None:
-            continue
-        if ids.read >= 0:
-            # rule: step-declares-the-state-that-it-reads
-            accesses.append(Access(memory, *region.span(ids.read), write=False))
-        for state_id in (ids.write, ids.checkpoint):
-            if state_id >= 0:
-                # rule: step-declares-the-states-that-it-writes
-                accesses.append(Access(memory, *region.span(state_id), write=True))
-    return accesses
+def _make_state_pool(
+    device: Device, memory: Memory, region: StateRegion, block_tokens: int, drafts: DraftInputs | None
+) -> StatePool:
+    """The recurrent states in `memory`. Fills the zero state, with which sequences begin."""
+    pool = StatePool(
+        memory.data[region.first_byte : region.stop_byte],
+        region.layout,
+        block_tokens=block_tokens,
+        state_bytes=region.state_bytes,
+        drafts=drafts,
+    )
+    if device.tracer is not None:
+        zero = Access(memory.name, *region.span(region.zero), write=True)
+        device.tracer.host_touched(lambda: [zero], "clear the state that sequences begin with")
+    return pool
 
 
 def _label_of(batch: BatchPlan) -> str:
@@ -541,19 +465,3 @@ def _label_of(batch: BatchPlan) -> str:
     if decodes == batch.num_rows:
         return f"decode {decodes}"
     return f"prefill {tokens} + decode {decodes}" if decodes else f"prefill {tokens}"
-
-
-def _row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec) -> RowPlan:
-    """A sampling row of a warm-up step. It belongs to no request."""
-    return RowPlan(
-        request_id=-1 - slot,
-        slot=slot,
-        epoch=0,
-        min_start=0,
-        stop=num_tokens,
-        tokens=(0,) * num_tokens,
-        block_ids=block_ids,
-        samples=True,
-        min_output_index=0,
-        begin=RowStart(sampling=spec, prompt=(0,) * num_tokens, outputs=(0,)),
-    )

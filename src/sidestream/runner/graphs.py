@@ -19,6 +19,7 @@ import torch
 from sidestream.attention.interface import ungated
 from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
+from sidestream.kv.accesses import StepAccesses
 from sidestream.runner.forward import Forward, ForwardOutput
 from sidestream.runner.mailbox import Mailbox
 from sidestream.runner.sampler import Sampler, SamplingMode
@@ -28,18 +29,6 @@ from sidestream.runner.upload import Uploads
 from sidestream.types import Access, BatchPlan, LayerGates
 
 logger = logging.getLogger(__name__)
-
-
-class StepAccesses(Protocol):
-    """The memory that one step reads and writes, for the tracer."""
-
-    def layers(self, layers: range) -> Sequence[Access]:
-        """Of the KV of these layers."""
-        ...
-
-    def states(self) -> Sequence[Access]:
-        """Of the recurrent states."""
-        ...
 
 
 class GateEvent(Protocol):

@@ -80,30 +80,9 @@ def gated_delta(
                 f"the parts of projected inputs have strides {part.mixed.stride(0)}, {part.beta.stride(0)} and "
                 f"{part.alpha.stride(0)}: they must be views of one tensor"
             )
-    num_rows, count, channels = len(batch.reads), len(new.mixed), shape.channels
-    kept_tokens = len(kept.mixed) // max(1, batch.num_decode)
-    convolved, replayed = (
-        torch.empty(len(part.mixed), channels, dtype=part.mixed.dtype, device=part.mixed.device) for part in (new, kept)
-    )
-    block = min(_CHANNELS, triton.next_power_of_2(channels))
-    strides = new.mixed.stride(0), kept.mixed.stride(0), kept_tokens
-    kernels.convolve[(num_rows, triton.cdiv(channels, block), triton.cdiv(count + kept_tokens, _TOKENS))](
-        new.mixed,
-        kept.mixed,
-        convolved,
-        replayed,
-        conv_states,
-        conv_weight,
-        batch.reads,
-        batch.cu_seqlens_q,
-        batch.lengths,
-        batch.behind,
-        *strides,
-        conv_states.stride(0),
-        channels,
-        CHANNELS=block,
-        TOKENS=_TOKENS,
-    )
+    num_rows, count = len(batch.reads), len(new.mixed)
+    strides = new.mixed.stride(0), kept.mixed.stride(0), len(kept.mixed) // max(1, batch.num_decode)
+    convolved, replayed = _convolve(new, kept, batch, strides, conv_states, conv_weight)
     out = new.mixed.new_zeros(count, shape.value_heads, shape.value_size)
     values = min(_VALUES, shape.value_size)
     programs = shape.value_heads * (shape.value_size // values)
@@ -138,9 +117,47 @@ def gated_delta(
         KEY_SIZE=shape.key_size,
         VALUE_SIZE=shape.value_size,
         VALUES=values,
-        SHARE=triton.next_power_of_2(triton.cdiv(channels, programs)),
+        SHARE=triton.next_power_of_2(triton.cdiv(shape.channels, programs)),
     )
     return out
+
+
+def _convolve(
+    new: Projected,
+    kept: Projected,
+    batch: StateBatch,
+    strides: tuple[int, int, int],
+    conv_states: torch.Tensor,
+    conv_weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Enqueue the convolution of `new.mixed` and of `kept.mixed`, and return its two outputs.
+
+    strides   strides of `new.mixed` and of `kept.mixed`, and the number of kept tokens of a decode row
+    """
+    (count, channels), kept_tokens = new.mixed.shape, strides[2]
+    convolved, replayed = (
+        torch.empty(len(part.mixed), channels, dtype=part.mixed.dtype, device=part.mixed.device) for part in (new, kept)
+    )
+    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    programs = len(batch.reads), triton.cdiv(channels, block), triton.cdiv(count + kept_tokens, _TOKENS)
+    kernels.convolve[programs](
+        new.mixed,
+        kept.mixed,
+        convolved,
+        replayed,
+        conv_states,
+        conv_weight,
+        batch.reads,
+        batch.cu_seqlens_q,
+        batch.lengths,
+        batch.behind,
+        *strides,
+        conv_states.stride(0),
+        channels,
+        CHANNELS=block,
+        TOKENS=_TOKENS,
+    )
+    return convolved, replayed
 
 
 def gated_norm(values: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

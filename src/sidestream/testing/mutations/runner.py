@@ -375,7 +375,7 @@ _UNPLACED = (
 
 EXEMPT = (
     Exempt("Executor.capture", ("gates=",), "a stream"),
-    Exempt("Executor._run_for_nothing", ("after=", "gates=", "wait_host", "drop", "failure"), _WARM_UP),
+    Exempt("Executor.warm_up", ("after=", "gates=", "wait_host", "drop", "failure"), _WARM_UP),
     Exempt("Executor.launch", ("begin",), "see slot-begins-on-the-host and step-samples-in-the-mode-of-its-rows"),
     Exempt("Executor._run", ("forget",), _UNPLACED),
     Exempt("BlockTableMirror.changes", ("extend", "extend"), "a list"),

@@ -1,0 +1,297 @@
+"""Decides the sizes of an engine before any of its memory is allocated: blocks of the KV pool, recurrent states, and
+upper bounds of requests. Raises ConfigError for a config that does not fit the model or the memory.
+
+Called while an engine is built, on every rank with the same config. Reads the free memory of the GPU, allocates none.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sidestream.attention.interface import AttentionSpec
+from sidestream.attention.registry import select_backend
+from sidestream.config import EngineConfig, EngineSizes, parse_bytes
+from sidestream.device.base import Device
+from sidestream.device.group import Group
+from sidestream.device.kinds import CPU, CUDA
+from sidestream.engine.capacity import MAX_BLOCKS, num_states, pool_bytes
+from sidestream.errors import ConfigError
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, blocks_per_state
+from sidestream.runner.forward import ForwardModel
+from sidestream.runner.step_inputs import SHORT_TOKENS
+from sidestream.schedule.validation import Bounds
+from sidestream.speculate import NgramProposer, Proposer
+
+logger = logging.getLogger(__name__)
+
+# Smallest number of states with which a request can run: its own state, and a checkpoint that it makes or starts from.
+_FEWEST_STATES = 2
+
+
+class ServableModel(ForwardModel, Protocol):
+    """A model that an engine can serve: `sidestream.models.PagedModel`, or a toy model of the tests."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that KV depends on, except tokens and layout."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Length in tokens of the longest sequence that the model supports."""
+        ...
+
+    @property
+    def needs_chunk_lengths(self) -> bool:
+        """Whether the host must know the lengths of prefill chunks, so that steps with prefill cannot be captured."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end an answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """The sizes and choices that the parts of an engine are built from.
+
+    device       the rank's own device
+    proposer     makes drafts; None: no speculative decoding
+    max_drafts   largest number of drafts of a row
+    num_blocks   number of blocks of the KV pool
+    region       location of the recurrent states, after the blocks; None: the model has no recurrent state
+    group        the ranks that share the model; None: there is one rank
+    """
+
+    model: ServableModel
+    config: EngineConfig
+    sizes: EngineSizes
+    device: Device
+    proposer: Proposer | None
+    max_drafts: int
+    num_blocks: int
+    region: StateRegion | None
+    bounds: Bounds
+    group: Group | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine runs on a GPU."""
+        return self.device.torch_device.type == CUDA
+
+    @property
+    def max_len(self) -> int:
+        """Largest number of tokens of a request."""
+        return min(self.bounds.max_model_len, self.bounds.pool_tokens)
+
+    @property
+    def scratch_blocks(self) -> int:
+        """Number of blocks beyond the pool: 1 if the proposer reads hidden states, else 0. Steps write hidden states
+        that belong to no block there.
+        """
+        return _scratch_blocks(self.proposer)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the one allocation for blocks and recurrent states."""
+        if self.region is not None:
+            return self.region.stop_byte
+        return (self.num_blocks + self.scratch_blocks) * self.model.layout.block_bytes
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes of device memory of each part of the cache. `draft_inputs` has its own allocation; the other
+        parts share one.
+        """
+        block_bytes, region = self.model.layout.block_bytes, self.region
+        reserved = self.scratch_blocks * block_bytes
+        parts = {"blocks": self.num_blocks * block_bytes}
+        if region is not None:
+            reserved += region.reserved_bytes
+            parts["states"] = region.num_states * region.state_bytes
+            if self.proposer is not None:
+                parts["draft_inputs"] = region.layout.draft_bytes(self.sizes.max_running + 1, self.max_drafts)
+        return {**parts, "reserved": reserved}
+
+    def attention_spec(self) -> AttentionSpec:
+        """The sizes that attention must support, those of a draft model included."""
+        return _attention_spec(self.model, self.sizes, self.max_drafts, self.device.torch_device, self.proposer)
+
+
+def sizes_for(model: ServableModel, config: EngineConfig, *, on_gpu: bool) -> EngineSizes:
+    """The config's sizes for this kind of device. Raises ConfigError if they do not fit the model; needs no device, so
+    that wrong sizes are refused before a device is opened.
+    """
+    sizes = config.sizes(CUDA if on_gpu else CPU)
+    if sizes.kv_bytes is not None:
+        _check_pool(sizes.kv_bytes, model.layout)
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it"
+        )
+    return sizes
+
+
+def plan_build(
+    model: ServableModel,
+    config: EngineConfig,
+    device: Device,
+    *,
+    proposer: Proposer | None,
+    group: Group | None,
+) -> BuildPlan:
+    """Choose the size of the block pool, and derive the bounds of requests from it.
+
+    proposer   used instead of the proposer that the config names
+    """
+    sizes = sizes_for(model, config, on_gpu=device.torch_device.type == CUDA)
+    layout, proposer = model.layout, _proposer(config, proposer)
+    max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
+    if sizes.kv_bytes is not None:
+        kv_bytes, origin = sizes.kv_bytes, "the default" if config.kv_memory is None else "as asked"
+    else:
+        kv_bytes, origin = _free_bytes_of_all(model, config, sizes, max_drafts, device.torch_device, group)
+    scratch = _scratch_blocks(proposer)
+    region, num_blocks = None, kv_bytes // layout.block_bytes
+    if model.state_layout is not None:
+        region = _size_states(model.state_layout, layout, config, sizes, kv_bytes, scratch=scratch)
+        num_blocks = region.num_blocks - scratch
+    pool_tokens = num_blocks * layout.block_tokens
+    logger.info(
+        "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
+        num_blocks * layout.block_bytes / 2**30,
+        device.kind,
+        pool_tokens,
+        origin,
+        sizes.max_running,
+    )
+    if config.speculative is not None and max_drafts + 2 > pool_tokens:
+        raise ConfigError(
+            f"max_drafts is {max_drafts}, the pool holds {pool_tokens} tokens: at most {pool_tokens - 2} drafts fit "
+            "after a prompt; lower it or raise kv_memory"
+        )
+    bounds = Bounds(
+        max_model_len=config.max_model_len or model.max_model_len,
+        pool_tokens=pool_tokens,
+        block_tokens=layout.block_tokens,
+        vocab_size=model.vocab_size,
+        max_unfinished=config.max_waiting + sizes.max_running,
+    )
+    return BuildPlan(model, config, sizes, device, proposer, max_drafts, num_blocks, region, bounds, group)
+
+
+def _proposer(config: EngineConfig, given: Proposer | None) -> Proposer | None:
+    """The given proposer, or the proposer that the config names; None: no drafts."""
+    if config.speculative is None:
+        return None
+    if given is None and config.speculative.proposer != "ngram":
+        raise ConfigError(f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer")
+    return NgramProposer() if given is None else given
+
+
+def _scratch_blocks(proposer: Proposer | None) -> int:
+    return int(proposer is not None and proposer.hidden_size > 0)
+
+
+def _free_bytes_of_all(
+    model: ServableModel,
+    config: EngineConfig,
+    sizes: EngineSizes,
+    max_drafts: int,
+    device: torch.device,
+    group: Group | None,
+) -> tuple[int, str]:
+    """Bytes for the block pool that fit on every rank, and a text for the log that says where the number comes from."""
+    kv_bytes = _free_bytes(model, config, sizes, max_drafts, device)
+    if group is not None:
+        kv_bytes = int(group.all_gather(torch.tensor([kv_bytes], device=device)).min())
+    _check_pool(kv_bytes, model.layout)
+    return kv_bytes, "what the weights leave free; --kv-memory changes it"
+
+
+def _free_bytes(
+    model: ServableModel, config: EngineConfig, sizes: EngineSizes, max_drafts: int, device: torch.device
+) -> int:
+    """Bytes for the block pool that are left on this rank's GPU after the weights and the attention buffers."""
+    layout = model.layout
+    torch.cuda.empty_cache()  # returns the memory that the check of the loaded model used and torch has cached
+    spec = _attention_spec(model, sizes, max_drafts, device)
+    kept = 0 if model.state_layout is None else model.state_layout.draft_bytes(sizes.max_running + 1, max_drafts)
+    fits = pool_bytes(
+        torch.cuda.mem_get_info(device)[0] - kept,
+        token_bytes=layout.token_bytes,
+        scratch_token_bytes=select_backend(device).token_bytes(spec),
+        max_model_len=config.max_model_len or model.max_model_len,
+    )
+    return min(fits, MAX_BLOCKS * layout.block_bytes)
+
+
+def _attention_spec(
+    model: ServableModel, sizes: EngineSizes, max_drafts: int, device: torch.device, proposer: Proposer | None = None
+) -> AttentionSpec:
+    """`query_tokens`: those of all decode rows, one row for each running request, and those of short prefill rows."""
+    from sidestream.speculate.draft_model import DraftModelProposer
+
+    layout = model.layout
+    return AttentionSpec(
+        heads=model.num_heads,
+        kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=getattr(torch, layout.dtype),
+        device=device,
+        query_tokens=sizes.max_running * (1 + max_drafts) + SHORT_TOKENS,
+        draft=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
+    )
+
+
+def _size_states(
+    states: StateLayout, blocks: KVLayout, config: EngineConfig, sizes: EngineSizes, budget: int, *, scratch: int
+) -> StateRegion:
+    """Divide `budget` bytes between blocks and recurrent states. `scratch`: number of blocks outside the budget."""
+    asked = None if config.state_memory is None else parse_bytes(config.state_memory, option="state_memory")
+    state_bytes = blocks_per_state(states, blocks.block_bytes) * blocks.block_bytes
+    count = num_states(
+        budget,
+        state_bytes=state_bytes,
+        block_bytes=blocks.block_bytes,
+        max_running=sizes.max_running,
+        state_memory=asked,
+    )
+    if count < _FEWEST_STATES:
+        least = (_FEWEST_STATES + RESERVED_STATES) * state_bytes
+        given = f"half of kv_memory ({budget} bytes)" if asked is None else f"state_memory ({asked} bytes)"
+        raise ConfigError(
+            f"{given} holds {max(0, count + RESERVED_STATES)} recurrent states of {state_bytes} bytes: "
+            f"give state_memory at least {least} bytes, and kv_memory more than that"
+        )
+    left = budget - (count + RESERVED_STATES) * state_bytes
+    _check_pool(left, blocks)
+    region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes + scratch, count)
+    if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment moved the end: leave some blocks out
+        region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
+    logger.info(
+        "recurrent states: %.2f GiB of the KV memory, %d of %d bytes", (budget - left) / 2**30, count, state_bytes
+    )
+    if count < sizes.max_running:
+        logger.warning(
+            "state memory holds %d states, so that many requests run at most, not %d", count, sizes.max_running
+        )
+    return region
+
+
+def _check_pool(kv_bytes: int, layout: KVLayout) -> None:
+    if kv_bytes < 2 * layout.block_bytes:
+        raise ConfigError(
+            f"kv_memory is {kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: "
+            f"give at least {2 * layout.block_bytes} bytes"
+        )

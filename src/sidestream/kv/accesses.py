@@ -1,0 +1,85 @@
+"""The byte ranges of the KV pool and of recurrent states that a step reads and writes, as the step declares them to the
+ordering checker. Knows ids and sizes, never a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.state_layout import StateRegion
+from sidestream.types import Access, RowPlan
+
+
+class StepAccesses(NamedTuple):
+    """The accesses of one step, as a whole or layer by layer.
+
+    memory    name of the memory that holds the blocks and the states
+    scratch   the block for hidden states that belong to no block; None: there is none
+    rows      the rows of the step
+    region    location of the recurrent states; None: the model has no recurrent state
+    """
+
+    memory: str
+    scratch: int | None
+    rows: Sequence[RowPlan]
+    layout: KVLayout
+    region: StateRegion | None
+
+    def layers(self, layers: range) -> Sequence[Access]:
+        """Accesses of these layers to the KV of the rows."""
+        accesses = kv_accesses(self.memory, self.rows, self.layout, layers)
+        if self.scratch is not None:
+            span = self.layout.layer_span(self.scratch, layers.start, layers.stop)
+            accesses.append(Access(self.memory, *span, write=True))  # rule: step-declares-its-scratch-block
+        return accesses
+
+    def all(self) -> Sequence[Access]:
+        """Accesses of all layers, and to the recurrent states."""
+        return [*self.layers(range(self.layout.num_layers)), *self.states()]
+
+    def of_drafting_rows(self) -> Sequence[Access]:
+        """Accesses of all layers, only for the rows with drafts."""
+        drafting = self._replace(rows=[row for row in self.rows if row.drafts])
+        return drafting.layers(range(self.layout.num_layers))
+
+    def states(self) -> Sequence[Access]:
+        """Accesses to the recurrent states."""
+        return () if self.region is None else state_accesses(self.memory, self.rows, self.region)
+
+
+def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
+    """The byte ranges of the pool that some layers of a step read (blocks before the chunk) and write (blocks of the
+    chunk).
+    """
+    size = layout.block_tokens
+    accesses = []
+    for row in rows:
+        for index, block in enumerate(row.block_ids):
+            start, stop = layout.layer_span(block, layers.start, layers.stop)
+            # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes
+            accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
+    return accesses
+
+
+def state_accesses(memory: str, rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:
+    """The byte ranges of the recurrent states that a step reads and writes. Sequences begin with the zero state.
+    Padding and rows without a checkpoint write the scratch state.
+    """
+    # rule: step-declares-the-reserved-states
+    accesses = [
+        Access(memory, *region.span(region.zero), write=False),
+        Access(memory, *region.span(region.scratch), write=True),
+    ]
+    for ids in (row.states for row in rows):
+        if ids is None:
+            continue
+        if ids.read >= 0:
+            # rule: step-declares-the-state-that-it-reads
+            accesses.append(Access(memory, *region.span(ids.read), write=False))
+        for state_id in (ids.write, ids.checkpoint):
+            if state_id >= 0:
+                # rule: step-declares-the-states-that-it-writes
+                accesses.append(Access(memory, *region.span(state_id), write=True))
+    return accesses
