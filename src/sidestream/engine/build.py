@@ -1,7 +1,8 @@
-"""Builds a running engine from a model and a config. Every check that can fail is done before the engine thread starts.
+"""Builds a running engine from a model and a config. Every check that can fail runs before the engine thread starts.
 
 `build_plan.py` decides the sizes, `rank_parts.py` builds the parts that every rank has, `warm_up.py` makes a GPU ready.
-This module adds the parts of rank 0 alone (scheduler, transfers, KV events), or makes the follower of another rank.
+This module adds the parts that only rank 0 has (scheduler, transfers, KV events), or makes the follower: the object
+that carries out rank 0's messages on another rank.
 """
 
 from __future__ import annotations
@@ -66,15 +67,15 @@ def build_engine(
     The model's weights are on `torch_device(config.device)`, or on `device`.
 
     eos_ids   token ids that end an answer, in addition to the model's own: usually the tokenizer's
-    tiers     open persistent tiers by name, fastest first, instead of the tiers that `config.offload` asks for. The
+    tiers     open persistent tiers by name, fastest first, to use instead of the tiers that `config.offload` names. The
               engine closes them; if this function raises, the caller must close them
-    device    a device instead of the one that `config.device` names; the engine closes it
+    device    a device to use instead of opening the device that `config.device` names; the engine closes it
     tracer    records the events that ordering depends on. Not used with a given `device`, which has its own tracer
-    proposer  a proposer instead of the one that `config.speculative` names
+    proposer  a proposer (of drafts) to use instead of the proposer that `config.speculative` names
     defaults  default values of sampling options
     threaded  False: the engine has no thread, see `Engine`
     ranks     the other ranks, each with a follower of `build_follower`; `model` is rank 0's share
-    group     the ranks' collectives
+    group     collectives among the ranks; None: there is one rank
     tell      progress callback: gets the current activity, its steps done, and its steps in total (0 and 0: unknown)
     """
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == CUDA
@@ -145,8 +146,8 @@ def _build_parts(
     defaults: SamplingDefaults,
     timeline: Timeline | None,
 ) -> Parts:
-    """The parts of the engine: those of rank 0, and those that plan the work of all ranks. `device`: the joint device
-    of all ranks, or the only rank's device.
+    """All parts of the engine: the parts of rank 0, and the parts that plan the work of every rank. `device`: the joint
+    device of all ranks, or the device of the only rank.
     """
     for part, num_bytes in plan.bytes_by_part().items():
         metrics.set("kv_memory_bytes", num_bytes, part)
@@ -182,7 +183,7 @@ def _build_parts(
 def _build_transfers(
     plan: BuildPlan, rank: RankParts, device: Device, costs: CostModel, metrics: Metrics, inbox: Inbox
 ) -> OffloadConnector | None:
-    """What moves blocks between the device and the tiers; None: offload is off."""
+    """The connector, which moves blocks between the device and the tiers; None: offload is off."""
     if rank.tiers is None or plan.config.offload is None:
         return None
     return OffloadConnector(
@@ -226,7 +227,7 @@ def _build_scheduler(
 
 
 def _kv_events(config: EngineConfig, model: ServableModel, metrics: Metrics) -> KVEvents | None:
-    """The publisher of KV events, with bound sockets; None: there are none."""
+    """The publisher of KV events, with bound sockets; None: KV events are off."""
     if config.kv_events is None:
         return None
     block_tokens, sockets = model.layout.block_tokens, None
@@ -239,9 +240,11 @@ def _kv_events(config: EngineConfig, model: ServableModel, metrics: Metrics) -> 
 
 
 def _log_keys(events: KVEvents, rank: RankParts) -> DeviceKeyLog:
-    """Log the keys of the tiers from now on, and those that persistent tiers hold already. Returns the device's log.
+    """Start to log the keys of the tiers, beginning with the keys that persistent tiers already hold. Returns the log
+    of the device's keys.
 
-    With recurrent states, tiers are not logged: they hold parts of states under keys that name no block.
+    Tiers of a model with recurrent states are not logged, because some of their keys identify parts of states, not
+    blocks.
     """
     tiers = rank.tiers
     if tiers is not None and rank.states is None:

@@ -29,7 +29,7 @@ from sidestream.speculate import NgramProposer, Proposer
 
 logger = logging.getLogger(__name__)
 
-# Smallest number of states with which a request can run: its own state, and a checkpoint that it makes or starts from.
+# Smallest number of states with which a request can run: the state that it updates, and a copy that is kept for reuse.
 _FEWEST_STATES = 2
 
 
@@ -97,8 +97,8 @@ class BuildPlan:
 
     @property
     def scratch_blocks(self) -> int:
-        """Number of blocks beyond the pool: 1 if the proposer reads hidden states, else 0. Steps write hidden states
-        that belong to no block there.
+        """Number of blocks of memory beyond the pool: 1 if the proposer reads hidden states, else 0. In this block,
+        steps write hidden states that are not kept.
         """
         return _scratch_blocks(self.proposer)
 
@@ -129,8 +129,8 @@ class BuildPlan:
 
 
 def sizes_for(model: ServableModel, config: EngineConfig, *, on_gpu: bool) -> EngineSizes:
-    """The config's sizes for this kind of device. Raises ConfigError if they do not fit the model; needs no device, so
-    that wrong sizes are refused before a device is opened.
+    """The config's sizes for this kind of device. Raises ConfigError if the sizes do not fit the model. Needs no open
+    device, so that wrong sizes are refused before a device is opened.
     """
     sizes = config.sizes(CUDA if on_gpu else CPU)
     if sizes.kv_bytes is not None:
@@ -239,7 +239,7 @@ def _free_bytes(
 def _attention_spec(
     model: ServableModel, sizes: EngineSizes, max_drafts: int, device: torch.device, proposer: Proposer | None = None
 ) -> AttentionSpec:
-    """`query_tokens`: those of all decode rows, one row for each running request, and those of short prefill rows."""
+    """Counts the query tokens of one decode row for each running request, and of the short prefill rows of a step."""
     from sidestream.speculate.draft_model import DraftModelProposer
 
     layout = model.layout
@@ -277,7 +277,9 @@ def _size_states(
     left = budget - (count + RESERVED_STATES) * state_bytes
     _check_pool(left, blocks)
     region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes + scratch, count)
-    if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment moved the end: leave some blocks out
+    if (
+        region.stop_byte > budget + scratch * blocks.block_bytes
+    ):  # alignment moved the end of the region: use fewer blocks
         region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
     logger.info(
         "recurrent states: %.2f GiB of the KV memory, %d of %d bytes", (budget - left) / 2**30, count, state_bytes

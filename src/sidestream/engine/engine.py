@@ -1,4 +1,5 @@
-"""The engine's interface for other threads: they submit requests, receive deltas through sinks, and make control calls.
+"""The engine's interface for other threads: they submit requests, receive new tokens through sinks (callbacks), and
+make control calls.
 
 One thread, the engine thread, runs the loop (loop.py) and owns scheduler, executor and transfers. Other threads send it
 messages through the inbox.
@@ -32,10 +33,10 @@ _FORGETTING_POLL_S = 0.0005
 
 
 class Engine:
-    """Serves one model. Any thread except the engine thread may call all methods except `step`.
+    """Serves one model. All methods except `step` may be called from any thread except the engine thread.
 
-    threaded  False: there is no engine thread. One thread makes all calls, and work is done only in `step` and in
-              methods that wait
+    threaded  False: there is no engine thread. One thread must make all calls, and the engine works only during calls
+              of `step` and of methods that block
     """
 
     def __init__(self, parts: Parts, *, threaded: bool = True) -> None:
@@ -70,12 +71,13 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Handle:
-        """Queue one request of `params.n` samples; their deltas go to `sink`, on the engine thread.
+        """Queue one request of `params.n` samples. The engine thread calls `sink` with each delta (the new tokens of a
+        sample).
 
         The engine knows only tokens: deltas have no text, and `params.stop` is not applied; see
         `sidestream.client.output.OutputProcessor`.
 
-        cache_salt  KV is shared, in all tiers, only between requests with the same salt, which may be empty
+        cache_salt  requests share KV, in all tiers, only if they have the same salt; it may be empty
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before it takes any resource.
         """
@@ -87,7 +89,7 @@ class Engine:
     def enqueue(self, request: CheckedRequest, sink: Sink) -> Handle:
         """Queue a request that this engine or a front end has checked. Raises QueueFull or EngineStopped."""
         num_samples, arrival_s = request.params.n, self.parts.device.now()
-        with self.serving.lock:  # so that ids have the order of arrival
+        with self.serving.lock:  # so that ids are in order of arrival
             self.serving.check_room(num_samples)
             streams = [
                 OutputStream(self._sample(index, request), index=index, sink=sink, arrival_s=arrival_s)
@@ -116,10 +118,10 @@ class Engine:
         self.streams.on_outputs(deliver)
 
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
-        """Keys of a prompt's complete blocks, and their version. Runs on the submitting thread, because a long prompt
-        takes milliseconds.
+        """Keys of a prompt's complete blocks, and the version of the keys, which changes with the weights. Runs on the
+        submitting thread, because hashing a long prompt takes milliseconds.
         """
-        # The version is read before the keys: old keys under a new version would stay wrong forever.
+        # The version is read before the keys are computed: old keys with a new version would never be recomputed.
         version = self.parts.scheduler.keys_version
         # rule: keys-are-computed-with-the-requests-salt
         return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
@@ -144,7 +146,7 @@ class Engine:
         )
 
     def on_kv_events(self, on_batch: OnBatch) -> None:
-        """Call `on_batch` for every batch of KV events from now on. Raises ConfigError if the engine makes none."""
+        """Call `on_batch` for every batch of KV events from now on. Raises ConfigError if KV events are off."""
         if self.parts.kv_events is None:
             raise ConfigError("the engine makes no KV events: give it kv_events=KVEventsConfig()")
         self.parts.kv_events.subscribe(on_batch)
@@ -211,10 +213,10 @@ class Engine:
         return not busy[0]
 
     def reset_cache(self) -> None:
-        """Make all blocks of all tiers unreachable at once (H8). Running requests continue; transfers in flight end
-        with their fences.
+        """Make all blocks of all tiers unreachable at once (hazard H8). Running requests continue. Transfers in flight
+        complete, but publish no block.
 
-        Blocks until the indices of the tiers are also empty.
+        Blocks until the tiers' indices are empty, too.
         """
         transfers = self.parts.transfers
 
@@ -234,7 +236,7 @@ class Engine:
 
         Requests that have begun end with the old weights; other requests wait and begin with the new weights.
         `fingerprint` identifies the new weights, like `PagedModel.fingerprint`. Afterwards, no old block is reachable
-        in any tier; transfers in flight end with their fences and publish nothing (H8, H14). `apply` runs on the engine
+        in any tier. Transfers in flight complete, but publish no block (hazards H8, H14). `apply` runs on the engine
         thread, between two steps; if it raises, the engine fails. Raises ConfigError if several ranks share the model.
         """
         if (ranks := self.parts.ranks) is not None:
@@ -265,9 +267,9 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            # The stack calls its callbacks from the last to the first, even if one raises: the engine thread ends,
-            # complete blocks are stored, the streams end, the disk is closed, after its last write, and then the
-            # last KV events are published.
+            # The stack calls its callbacks from the last to the first, even if one raises. So the order is: end the
+            # engine thread, store complete blocks, end the streams, close the disk after its last write, publish the
+            # last KV events.
             transfers = parts.transfers
             if parts.kv_events is not None:
                 ends.callback(parts.kv_events.close)
@@ -290,6 +292,6 @@ class Engine:
         return self._thread is None or self._thread.is_alive()
 
     def _wait_a_turn(self, seconds: float) -> None:
-        """Let the engine continue while the caller waits for something."""
+        """Let the engine work while the caller waits: run one step if the engine has no thread, else sleep."""
         if self._thread is not None or not self.step():
             self.parts.device.sleep(seconds)

@@ -43,15 +43,15 @@ class Failures:
         """Refuse new requests, and end all samples with an error, including samples in the inbox."""
         self._serving.fail(error)
         while (message := self._inbox.take()) is not None:
-            with contextlib.suppress(Exception):  # only messages with new requests matter, and they do not raise
+            with contextlib.suppress(Exception):  # only messages with new requests matter here, and those never raise
                 message()
         self._streams.fail_all(error)
         self._streams.deliver_outputs()  # rule: failure-of-the-engine-is-delivered
 
     @contextlib.contextmanager
     def surviving_device_loss(self) -> Iterator[None]:
-        """If the device is lost in the body, make the engine fail, once. The body must have ended everything else
-        before.
+        """If the body of the `with` statement raises DeviceLost, end the engine, unless it has failed already. By then
+        the body must have ended everything else.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Messages of other threads to the engine thread, in order of arrival."""
+"""Queue of messages from other threads to the engine thread, in order of arrival."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Inbox:
     """A queue of calls. Any thread puts messages in; only the engine thread takes them, and sleeps on `bell` when it
     has nothing to do.
 
-    A message marked `anytime` may run while the engine thread waits for a step, with another step in flight. Other
-    messages run only between two steps. No message overtakes an earlier one.
+    A message marked `anytime` may also run while the engine thread waits for a step in flight. Other messages run only
+    between two steps. No message overtakes an earlier one.
     """
 
     def __init__(self) -> None:

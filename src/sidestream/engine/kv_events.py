@@ -1,8 +1,10 @@
-"""KV events in vLLM's format: tell routers which blocks this engine can reuse. docs/kv-events.md explains the format.
+"""Publishes KV events in vLLM's format. The events tell routers which blocks this engine can reuse. docs/kv-events.md
+explains the format.
 
-The engine thread calls `flush` after each step: it takes the changes of the key log and puts them into a bounded queue.
-Another thread turns the changes into events, and hands them to the callbacks and to the sockets (kv_sockets.py).
-The engine thread never waits for either.
+The engine thread calls `flush` after each step: `flush` takes the changes of the key log (the record of blocks that
+became or ceased to be reusable) and puts them into a bounded queue. Another thread turns the changes into events, and
+passes these to the callbacks and to the sockets (kv_sockets.py). The engine thread never waits for a callback or a
+socket.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The media that routers know. A decoder treats an unknown medium as the device, so other tiers are sent as EXTERNAL.
+# The storage media that routers know, by tier. Routers treat an unknown medium as the GPU, so other tiers are sent as
+# EXTERNAL.
 _MEDIA: Mapping[str, str] = {DEVICE: "GPU", HOST: "CPU", "disk": "DISK"}
 _OTHER_MEDIUM = "EXTERNAL"
 _HASH_BYTES = 8
@@ -39,8 +42,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Consecutive blocks of one sequence can be reused from `medium`. The fields are vLLM's, in vLLM's order.
 
     block_hashes       64-bit numbers, the last bytes of the blocks' keys
-    parent_block_hash  of the block before the first one; None: the sequence begins here, or the medium is not the
-                       device
+    parent_block_hash  hash of the block before the first one; None: the sequence begins with the first block, or the
+                       medium is not the device
     token_ids          tokens of all the blocks; empty if the medium is not the device
     block_size         tokens of a block
     medium             `"GPU"`: the device, of any kind; `"CPU"`: host memory; `"DISK"`; `"EXTERNAL"`: another tier
@@ -66,7 +69,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """No block can be reused from the device any more. The blocks of other tiers are removed by events of their own."""
+    """No block can be reused from the device any more. Other events remove the blocks of other tiers."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -85,7 +88,7 @@ OnBatch = Callable[[int, KVEventBatch], None]
 
 
 def block_hash(key: Key) -> int:
-    """The number that names a block in events."""
+    """The number that identifies a block in events."""
     return int.from_bytes(key[-_HASH_BYTES:], "big")
 
 
@@ -97,7 +100,7 @@ def events_of(changes: Iterable[KeyChange], *, block_tokens: int) -> list[KVEven
             case KeysStored(tier, keys, parent, token_ids, salt):
                 # As in vLLM, only the first block names the salt; the hashes of later blocks depend on its hash.
                 salted = salt and parent is None
-                salt = salt.encode(errors="backslashreplace").decode()  # MessagePack has no lone surrogates
+                salt = salt.encode(errors="backslashreplace").decode()  # MessagePack cannot encode lone surrogates
                 events.append(
                     BlockStored(
                         tuple(map(block_hash, keys)),
@@ -124,8 +127,8 @@ def events_of(changes: Iterable[KeyChange], *, block_tokens: int) -> list[KVEven
 def encode(batch: KVEventBatch, *, encoding: str) -> bytes:
     """The batch as MessagePack: an array of `ts`, events and rank.
 
-    encoding   `"map"`: an event is a map of its fields, with its class as `type`; `"array"`: an array of its class and
-               its fields
+    encoding   `"map"`: an event is a map of its fields, with its class name as `type`; `"array"`: an array of its class
+               name and its fields
     """
     if encoding == "map":
         return msgspec.msgpack.encode(batch)
@@ -140,11 +143,11 @@ def _as_array(event: KVEvent) -> Sequence[object]:
 
 
 class KVEvents:
-    """Publishes the changes of an engine's key log.
+    """Publishes the changes of an engine's key log, see the module's docstring.
 
-    At most `config.buffer_batches` batches are queued. If the thread does not keep up, further ones are dropped: the
-    metric counts them, their sequence numbers are left out, and the next batch begins with AllBlocksCleared, so that
-    no router keeps blocks whose removal it has missed.
+    At most `config.buffer_batches` batches are queued. If the thread does not keep up, further batches are dropped and
+    counted in `kv_event_batches_total`. Their sequence numbers are missing, and the next batch begins with
+    AllBlocksCleared, so that no router keeps a block whose removal it has missed.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class KVEvents:
         metrics: Metrics,
         sockets: KVEventSockets | None = None,
     ) -> None:
-        """`sockets`: closed by `close`; None: only callbacks hear of events."""
+        """`sockets`: closed by `close`; None: only callbacks receive events."""
         self.log = log
         self._config = config
         self._block_tokens = block_tokens
@@ -165,9 +168,9 @@ class KVEvents:
         self._callbacks: list[OnBatch] = []
         self._queue: deque[tuple[int, float, list[KeyChange]]] = deque()
         self._sequence = 0  # of the next batch
-        self._behind = (
-            True  # the next batch begins with AllBlocksCleared; also the first: routers may know an earlier engine
-        )
+        # Whether the next batch begins with AllBlocksCleared. So does the first batch: routers may still know the blocks
+        # of an engine that had this address before.
+        self._behind = True
         self._bell = Bell()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -178,14 +181,14 @@ class KVEvents:
         self._thread.start()
 
     def subscribe(self, on_batch: OnBatch) -> None:
-        """Call `on_batch` for every batch from now on, on the events' thread. Any thread. A callback that raises is not
-        called again.
+        """Call `on_batch` for every batch from now on, on the thread that publishes events. A callback that raises is
+        not called again. Callable from any thread.
         """
         self._callbacks.append(on_batch)
 
     def flush(self) -> None:
-        """Queue the changes since the last call. Never blocks. Call it on the engine thread or, after that has
-        ended, on the thread that closes the engine.
+        """Queue the changes since the last call. Never blocks. Call it on the engine thread or, after the engine thread
+        has ended, on the thread that closes the engine.
         """
         changes = self.log.drain()
         if not changes:

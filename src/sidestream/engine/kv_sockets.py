@@ -1,13 +1,13 @@
-"""The ZeroMQ sockets of KV events, as vLLM has them: a PUB socket, and a ROUTER socket for batches that a subscriber
-has missed. Needs the extra `kv-events`.
+"""The ZeroMQ sockets that publish KV events, with vLLM's protocol: a PUB socket, and a ROUTER socket that sends batches
+again to subscribers that missed them. Needs the extra `kv-events`.
 
     PUB     topic, sequence number, batch                  sequence numbers: 8 bytes, big-endian
     ROUTER  a subscriber sends the first sequence number that it wants, and receives
             sequence number, batch      for each batch since then that is still kept
             -1, nothing                 the end
 
-`send` never blocks: a PUB socket drops messages for a subscriber that does not read. Replays have a thread of their
-own, because sending to a slow subscriber blocks it.
+`send` never blocks: a PUB socket drops messages for a subscriber that does not read. Replays (batches sent again) have
+a thread of their own, because a ROUTER socket blocks while a subscriber reads slowly.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 _SEQUENCE_BYTES = 8
 _END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
-# After a close, messages for connected subscribers are sent for this long.
+# How long messages for connected subscribers are still sent after a close.
 _LINGER_MS = 500
-# A replay to a subscriber that reads nothing for this long is given up.
+# A replay ends early if its subscriber reads nothing for this long.
 _REPLAY_PATIENCE_MS = 5000
 
 
@@ -38,8 +38,8 @@ class KVEventSockets:
     """The bound sockets. `send` and `close` must not run at the same time."""
 
     def __init__(self, config: KVEventsConfig) -> None:
-        """Bind the endpoints of `config`. Raises ConfigError if one cannot be bound or pyzmq is missing; then nothing
-        is left open.
+        """Bind the endpoints of `config`. Raises ConfigError if an endpoint cannot be bound or pyzmq is missing; then
+        no socket is left open.
         """
         try:
             import zmq
@@ -61,7 +61,7 @@ class KVEventSockets:
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
                 router.setsockopt(zmq.LINGER, 0)
-                router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops messages for a subscriber that is slow
+                router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it, the socket drops messages to slow subscribers
                 router.setsockopt(zmq.SNDTIMEO, _REPLAY_PATIENCE_MS)
                 self.replay_endpoint = _bind(router, config.replay_endpoint, "replay_endpoint")
                 self._replayer = threading.Thread(
@@ -78,7 +78,7 @@ class KVEventSockets:
         self._publisher.send_multipart((self._topic, sequence.to_bytes(_SEQUENCE_BYTES, "big"), batch))
 
     def close(self) -> None:
-        """Close the sockets. Blocks for at most half a second, while subscribers read what they have not read yet."""
+        """Close the sockets. Blocks for at most half a second, while subscribers read the last messages."""
         self._publisher.close()
         self._context.term()  # ends the replays' thread, which closes its socket
 
@@ -96,20 +96,20 @@ class KVEventSockets:
                     logger.debug("a replay of KV events ended early: %s", error)
 
     def _replay(self, router: zmq.Socket[bytes], envelope: list[bytes], first: int) -> None:
-        for sequence, batch in list(self._kept):  # a copy: the events' thread appends meanwhile
+        for sequence, batch in list(self._kept):  # a copy, because the publishing thread appends meanwhile
             if sequence >= first:
                 router.send_multipart((*envelope, sequence.to_bytes(_SEQUENCE_BYTES, "big"), batch))
         router.send_multipart((*envelope, _END, b""))
 
 
 def check_endpoints(config: KVEventsConfig | None) -> None:
-    """Raise the ConfigError that KVEventSockets would raise now. Leaves nothing open."""
+    """Raise the ConfigError that KVEventSockets would raise now. Leaves no socket open."""
     if config is not None and config.endpoint is not None:
         KVEventSockets(config).close()
 
 
 def _bind(opened: zmq.Socket[bytes], endpoint: str, option: str) -> str:
-    """Bind, and return the endpoint with the port that a `*` stands for."""
+    """Bind the socket, and return the endpoint, with the chosen port in place of a `*`."""
     import zmq
 
     reason = "another process listens on it" if _is_taken(endpoint) else ""
@@ -124,7 +124,9 @@ def _bind(opened: zmq.Socket[bytes], endpoint: str, option: str) -> str:
 
 
 def _is_taken(endpoint: str) -> bool:
-    """Whether a process listens on a Unix socket, which a bind would take away from it."""
+    """Whether a process listens on this Unix socket. ZeroMQ's bind would not fail, but take the socket's path from that
+    process.
+    """
     if not endpoint.startswith(IPC):
         return False
     with socket.socket(socket.AF_UNIX) as probe:

@@ -1,4 +1,6 @@
-"""Handles messages of other threads and events of transfers on the engine thread, also while it waits for a step."""
+"""Handles messages from other threads and events of transfers (ends and failures of loads and stores) on the engine
+thread, between steps and while the thread waits for a step.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from sidestream.types import Fence, Key
 class Listener:
     """Runs messages and applies events. Engine thread only.
 
-    Invariant: the engine thread waits only for steps (in `wait_for`) and, when it has nothing to do, for the bell (in
-    the loop). It never waits for a transfer.
+    Invariant: the engine thread waits only for steps (in `wait_for`) and, when it has nothing to do, for the inbox's
+    bell (in `StepLoop`). It never waits for a transfer.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class Listener:
         metrics: Metrics,
         has_ranks: bool = False,
     ) -> None:
-        """`has_ranks`: a message may say that another rank is lost, and then the step in flight never ends."""
+        """`has_ranks`: other ranks share the model. Then messages are handled during a step even without transfers,
+        because a message may tell that a rank is lost and that the step therefore never ends.
+        """
         self._device = device
         self._inbox = inbox
         self._scheduler = scheduler
@@ -41,8 +45,8 @@ class Listener:
     # ------------------------------------------------------------------ between two steps
 
     def apply_messages(self, *, anytime: bool = False) -> bool:
-        """Run the messages in the inbox; with `anytime`, only messages that may run during a step. Returns whether
-        there were any.
+        """Run the messages in the inbox; with `anytime`, only messages that may run during a step. Returns whether a
+        message ran.
         """
         heard = False
         while (message := self._inbox.take(anytime=anytime)) is not None:
@@ -56,15 +60,17 @@ class Listener:
             self._apply(self._transfers.poll())
 
     def apply_failed_loads(self) -> None:
-        """Apply failures of loads that a finished step waited for, before its results are used."""
+        """Apply the failures of loads that the finished step waited for. Called before the results of the step are
+        used.
+        """
         if self._transfers is not None:
             self._apply(self._transfers.failed_loads())
 
     # ------------------------------------------------------------------ during a step
 
     def wait_for(self, fence: Fence) -> None:
-        """Block until a step has ended. With transfers, messages and events are handled meanwhile, so that loads of new
-        requests begin at once.
+        """Block until a step has ended. With transfers or other ranks, handle messages and events meanwhile, so that
+        loads of new requests begin at once.
         """
         wait_host = self._device.wait_host
         if not self._listens:
@@ -86,7 +92,7 @@ class Listener:
             return
         events = transfers.poll()
         self._apply(events)
-        if heard or events:  # otherwise, the last plan has considered all waiting requests
+        if heard or events:  # without news, the last plan has already considered every waiting request
             transfers.submit(self._scheduler.plan_loads())  # rule: loads-planned-during-a-wait-are-submitted
 
     # ------------------------------------------------------------------ events

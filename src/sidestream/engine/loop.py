@@ -26,12 +26,14 @@ _REST_AFTER_S = 1.0
 
 
 class StepLoop:
-    """Runs steps. Engine thread only; other threads stop the loop with a message to the inbox that calls `stop`.
+    """Runs steps. Engine thread only: another thread stops the loop by a message in the inbox that calls `stop`.
 
     Invariants:
     - At most one step is in flight when `step` returns.
-    - Only `_commit`, after the step's fence, sends tokens, publishes blocks and ends requests because of a token (H12).
-    - Blocks are published, and their stores submitted, before the requests that completed them end (hazard H23).
+    - Only `_commit` sends tokens, publishes blocks and ends requests because of a token, and only after the fence of
+      their step (hazard H12).
+    - The blocks that a step completed are published, and their stores to the tiers are submitted, before the step's
+      requests end (hazard H23).
 
     in_flight  the step that was launched and is not committed yet
     num_steps  number of steps launched so far
@@ -39,7 +41,7 @@ class StepLoop:
 
     def __init__(self, parts: Parts, *, streams: OutputStreams, failures: Failures) -> None:
         self.in_flight: LaunchedStep | None = None
-        # False: each step is committed before the next is planned. It may change on the engine thread, between two
+        # False: each step is committed before the next step is planned. The engine thread may change it between two
         # steps.
         self.asynchronous = parts.asynchronous
         self.num_steps = 0
@@ -120,7 +122,7 @@ class StepLoop:
         step = self._launch(plan, begin_s)
         if plan.undrafted:
             self.spec_stats.count_undrafted(plan.undrafted)
-        # A step that failed to launch is committed now, because the next plan must not rely on its missing results.
+        # If the launch failed, commit this step before the next plan, which would otherwise expect results of it.
         failed = step is not None and step.fence.failure is not None
         if not self.asynchronous or failed:
             self._commit(previous)
@@ -132,7 +134,7 @@ class StepLoop:
         return step is not None or previous is not None
 
     def _store_latest_states(self) -> None:
-        """Store the newest checkpoints of requests that have left the device."""
+        """Store the newest recurrent states of preempted and ended requests."""
         transfers = self._parts.transfers
         if (latest := self._parts.scheduler.store_latest_states()) is None:
             return
@@ -143,7 +145,7 @@ class StepLoop:
         lease.release(until=None if transfers is None else transfers.transfers_fence())
 
     def _launch(self, plan: StepPlan, begin_s: float) -> LaunchedStep | None:
-        """Submit the plan's transfers, then launch its step. None if the step has no rows."""
+        """Submit the plan's transfers, then launch its step. Returns None if the plan has no rows."""
         parts, gates = self._parts, LayerGates()
         if parts.transfers is not None:
             parts.transfers.submit(plan.transfers)  # rule: loads-are-submitted-before-their-step-is-gated
@@ -167,7 +169,7 @@ class StepLoop:
         times.end_wait()
         self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-committed
         if step.gated:
-            self._listener.apply_failed_loads()  # preempts the requests of these loads, so their rows are discarded
+            self._listener.apply_failed_loads()  # preempts their requests: the commit discards the rows
         if parts.ranks is not None and step.fence.failure is not None:
             raise parts.ranks.why_failed(step.fence.failure)
         if step.fence.failure is not None:  # rule: results-of-a-failed-step-are-discarded
@@ -192,8 +194,9 @@ class StepLoop:
     def _idle(self) -> None:
         """Sleep until a message or an event of transfers comes.
 
-        The end of a disk write does not ring the bell. So while requests or transfers are unfinished, wake up each time
-        the gauges are due. Otherwise update the gauges, sleep, call `Device.rest`, and sleep until the bell rings.
+        While requests or transfers are unfinished, sleep only until the next update of the gauges, because the end of a
+        disk write does not ring the bell. Otherwise update the gauges, sleep for `_REST_AFTER_S`, call `Device.rest`,
+        and then sleep until the bell rings.
         """
         parts = self._parts
         busy = bool(self._streams) or (parts.transfers is not None and parts.transfers.busy)

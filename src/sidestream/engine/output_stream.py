@@ -1,4 +1,4 @@
-"""Output streams send the deltas of each unfinished sample to its client, and end samples. Engine thread only.
+"""Sends the deltas (new tokens) of each unfinished sample to its client, and ends samples. Engine thread only.
 
 Knows nothing about blocks, steps or text.
 """
@@ -19,8 +19,8 @@ from sidestream.types import CachedTokens, Delta, RequestId, RowResult
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Delta], None]
-"""Function that receives a request's deltas on the engine thread. It must not block. If it raises, it gets no more
-deltas, and its sample is aborted.
+"""Function that the engine thread calls with each delta of a request. It must not block. If it raises, its sample is
+aborted and it gets no more deltas.
 """
 
 _NOT_CACHED = CachedTokens()
@@ -41,7 +41,7 @@ class OutputStream:
     """The deltas of one sample.
 
     is_new   whether no token was sent yet
-    last_s   time of the last tokens; before the first token, the time of arrival
+    last_s   time when the last tokens were sent; before the first token, the time of arrival
     """
 
     def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float) -> None:
@@ -53,7 +53,7 @@ class OutputStream:
         self._sink = sink
 
     def delta_of(self, result: RowResult, count: int, finish_reason: str | None) -> Delta:
-        """The delta with the first `count` tokens of a result."""
+        """The delta with the first `count` tokens of a step's result."""
         token_ids, logprobs = result.token_ids, result.logprobs
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
@@ -70,16 +70,16 @@ class OutputStream:
         return True
 
     def end(self, reason: str, error: str | None = None) -> None:
-        """Send the last delta of a sample that was not ended by a token."""
+        """Send the last delta, without tokens, of a sample that ends for another reason than a token."""
         cached = self.request.cached or _NOT_CACHED
         self.send(Delta(self._index, "", (), (), reason, self._prompt_tokens, cached, error))
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A sample that a commit ends.
+    """A sample that ends with the commit of a step.
 
-    last   the sample's final delta, if a token ended it
+    last   the sample's last delta, if a token ended the sample; else None
     sent   False: the sample's sink raised
     """
 
@@ -92,7 +92,8 @@ class OutputStreams:
     """The output streams of all unfinished samples.
 
     Invariants:
-    - A sample's stream, its request in the scheduler and its count in the serving state begin and end together.
+    - A sample's stream, its request in the scheduler and its place in the count of unfinished samples begin and end
+      together.
     - The scheduler has released a request before its client gets the last delta. So when a client sees the end, the
       request uses no resources any more (hazard H24).
     """
@@ -112,13 +113,13 @@ class OutputStreams:
         return len(self._by_id)
 
     def on_outputs(self, deliver: Callable[[], None]) -> None:
-        """Register `deliver`, which `deliver_outputs` calls after each step, so that sinks that collect deltas send
-        them.
+        """Register a function that `deliver_outputs` calls after each step. A sink that collects deltas sends them
+        then.
         """
         self._deliveries = (*self._deliveries, deliver)
 
     def deliver_outputs(self) -> None:
-        """Call the registered functions, so that sinks that collect deltas send them."""
+        """Call the registered functions, so that collected deltas are sent."""
         for deliver in self._deliveries:
             deliver()
 
@@ -160,10 +161,10 @@ class OutputStreams:
                 self._close(stream.request, "abort")
 
     def _count_waits(self, outputs: Sequence[RowOutput]) -> None:
-        """Count committed tokens, and the time that their clients waited for each token."""
+        """Count committed tokens, and measure how long each client waited for its tokens."""
         streams, now_s = self._by_id, self._clock()
         firsts: dict[float, int] = {}
-        others: dict[float, int] = {}  # it has few keys, because nearly all clients have waited since the same commit
+        others: dict[float, int] = {}  # few different times: nearly all clients have waited since the same commit
         for request, _, count, _ in outputs:
             if count:
                 stream, waits = streams[request.id], others
@@ -179,7 +180,7 @@ class OutputStreams:
     # ------------------------------------------------------------------ other ends
 
     def end_sample(self, request_id: RequestId, reason: str, error: str | None = None) -> None:
-        """End a sample for another reason than its tokens. Does nothing if it has ended already."""
+        """End a sample for another reason than a token. Does nothing if the sample has ended already."""
         stream = self._by_id.get(request_id)
         if stream is not None:
             self._close(stream.request, reason)  # rule: aborted-request-ends-before-its-client-is-notified

@@ -1,4 +1,4 @@
-"""The parts of an engine: built by `build_engine`, owned by the engine from then on."""
+"""The parts of an engine. `build_engine` makes them; afterwards the engine owns them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Parts:
     bounds        upper bounds of requests
     asynchronous  whether a step is launched before the previous step is committed
     salt          salt of the block keys
-    proposer      name of the proposer in metrics; empty: there are no drafts
+    proposer      name of the proposer of drafts, for metrics; empty: no speculative decoding
     states        the pool of recurrent states; None: the model has none
     state_region  location of the states in the memory of the blocks
-    ranks         the other ranks of tensor parallelism; None: there is one
+    ranks         the other ranks of tensor parallelism; None: the engine has one rank
     kv_events     publishes which blocks can be reused; None: no events
     """
 

@@ -32,8 +32,8 @@ from sidestream.types import HOST
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """The parts of one rank. On ranks other than 0, the pools are used for the warm-up only, because rank 0 decides
-    which blocks a step uses.
+    """The parts of one rank. Ranks other than 0 use their pools only in the warm-up, because rank 0 decides which
+    blocks a step uses.
 
     memory   device memory of blocks and recurrent states
     states   pool of recurrent states; None: the model has no recurrent state
@@ -58,8 +58,8 @@ def build_rank_parts(
     """Open the tiers, allocate the pools, make the executor and, on a GPU, warm it up.
 
     host    the device that allocates the host tier's memory: on rank 0 of several, the joint device of all ranks
-    tiers   open persistent tiers, instead of those that the config asks for
-    undo    gets a callback that closes the tiers which this function opened
+    tiers   open persistent tiers to use instead of the tiers that the config names
+    undo    gets a callback that closes the tiers if this function opened them
     tell    see `build_engine`
     """
     stack = _open_tiers(plan, host, tiers)
@@ -73,7 +73,9 @@ def build_rank_parts(
 
 
 def _open_tiers(plan: BuildPlan, device: Device, given: Mapping[str, PersistentTier] | None) -> TierStack | None:
-    """The host tier, and `given` or the persistent tiers that the config asks for; None: offload is off."""
+    """The host tier, and after it the tiers in `given`, or else the persistent tiers that the config names; None:
+    offload is off.
+    """
     config, layout, group = plan.config, plan.model.layout, plan.group
     offload = config.offload
     if offload is None or offload.host_bytes == 0:
@@ -102,7 +104,7 @@ def _open_tiers(plan: BuildPlan, device: Device, given: Mapping[str, PersistentT
 
 
 def _tier_fingerprint(model: ServableModel) -> str:
-    """Identifies the model and the layout of its recurrent states, because tiers hold both KV and states."""
+    """A string that identifies the model and the layout of its recurrent states, because tiers hold both KV and states."""
     if model.state_layout is None:
         return model.fingerprint
     return f"{model.fingerprint} {json.dumps(model.state_layout.describe(), sort_keys=True)}"

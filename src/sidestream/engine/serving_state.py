@@ -9,11 +9,12 @@ from sidestream.types import Health
 
 
 class ServingState:
-    """The state of the engine that all threads may read and change.
+    """The part of the engine's state that all threads may read and change.
 
     Invariants:
-    - Health goes from ok to draining or failed, and from draining to failed, never back.
-    - A sample is counted from `accept` until `release`, so a closing engine sees every sample that was accepted.
+    - Health changes from ok to draining or failed, and from draining to failed, never back.
+    - A sample counts as unfinished from `accept` until `release`, so an engine that closes knows of every accepted
+      sample.
 
     lock  orders submissions and changes of health
     """
@@ -35,7 +36,9 @@ class ServingState:
         return self._unfinished
 
     def check_room(self, num_samples: int) -> None:
-        """Raise QueueFull or EngineStopped if so many samples cannot be accepted. The caller holds `lock`."""
+        """Raise QueueFull or EngineStopped if the engine cannot accept `num_samples` more samples. The caller holds
+        `lock`.
+        """
         health, bound = self._health, self._max_unfinished
         if health.status != "ok":
             raise EngineStopped(
@@ -52,7 +55,7 @@ class ServingState:
         self._unfinished += num_samples
 
     def release(self) -> None:
-        """Stop counting a sample, which has ended."""
+        """Count one sample less, because it has ended."""
         with self.lock:
             self._unfinished -= 1
 
@@ -68,6 +71,6 @@ class ServingState:
             self._health = Health("failed", f"{type(error).__name__}: {error}")
 
     def release_all(self) -> None:
-        """Stop counting all samples, which have ended because the engine failed."""
+        """Set the count to 0, because a failure of the engine has ended all samples."""
         with self.lock:
             self._unfinished = 0

@@ -32,7 +32,7 @@ class SpecStats:
         self._since_s = clock()
 
     def count(self, step: LaunchedStep, delivered: Delivered) -> None:
-        """Count a committed step with `BatchPlan.speculates`."""
+        """Count the drafts of a committed step. Its plan has `BatchPlan.speculates`."""
         metrics, proposer, drafts = self._metrics, self._proposer, step.drafts
         lengths: Counter[float] = Counter(
             len(result.token_ids) for result in itertools.compress(delivered.rows, drafts)
@@ -48,8 +48,8 @@ class SpecStats:
             metrics.observe("verify_seconds", delivered.verify_s, proposer)
 
     def count_undrafted(self, undrafted: Mapping[str, int]) -> None:
-        """Count rows without drafts by reason. Logs a summary once per interval, unless ends of answers and
-        measurements were the only reasons.
+        """Count rows without drafts, by reason. Logs a summary once a minute, if drafts were left out for a reason
+        other than the end of an answer or a measurement.
         """
         for reason, count in undrafted.items():
             self._metrics.inc("draft_fallbacks_total", count, reason)

@@ -10,18 +10,18 @@ from sidestream.runner.executor import LaunchedStep
 
 # Minimum number of prompt tokens in a step for a measurement of the prefill rate.
 _MEASURED_PREFILL = 64
-# If the host's work for a step takes at least this share of the time between two commits, the step counts as taking as
-# long as that work, because the rest of the interval may be work for another step.
+# If the host's work for a step takes at least this share of the time between two commits, the time of this work is
+# taken as the step's time: in the remaining time the host may have worked for another step.
 _HOST_BOUND = 0.5
-# Interval between updates of the gauges, which people read.
+# Interval between updates of the gauges. People read gauges, so a short interval has no use.
 _GAUGE_PERIOD_S = 0.2
 
 
 def step_seconds(interval_s: float, host_s: float, *, before: bool, awaited: bool) -> float | None:
-    """Expected time of another step of this kind; None if this step does not allow an estimate.
+    """Expected time of another step with the same rows; None if this step's times allow no estimate.
 
-    interval_s  time from the end of the previous step to the end of this step, as observed by the host. It is the
-                device's time if the host has waited for both steps
+    interval_s  time from the end of the previous step to the end of this step, as the host observed them. Exact only if
+                the host waited for both steps
     host_s      time of the host's work for this step: plan, launch and commit
     before      whether the host has waited for the previous step
     awaited     whether the host has waited for this step
@@ -32,8 +32,8 @@ def step_seconds(interval_s: float, host_s: float, *, before: bool, awaited: boo
 
 
 class StepTimes:
-    """Measures the times of steps. Call `launched` for each launch; and `begin_commit`, `end_wait`, `count` and
-    `end_commit` for each commit, in this order, and for the steps in the order of their launch.
+    """Measures the times of steps. Call `launched` for each launch. Call `begin_commit`, `end_wait`, `count` and
+    `end_commit`, in this order, for each commit. Steps are committed in the order of their launch.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -45,7 +45,7 @@ class StepTimes:
         self._timeline = parts.timeline
         self._last_done_s = 0.0
         self._prepare_s = deque[float]()  # time to plan and launch, for each step in flight
-        # Attributes of the step that is being committed:
+        # The step that is being committed:
         self._prepared_s = self._done_s = self._interval_s = 0.0
         self._waits = 0
         self._was_awaited = self._awaited = False  # whether the host waited for the previous and for this step
@@ -69,15 +69,15 @@ class StepTimes:
         self._awaited = self._device.host_waits().get("step", 0) > self._waits
 
     def count(self, step: LaunchedStep) -> None:
-        """Count a step that succeeded. It began at its launch or at the end of the previous step, whichever is
-        later.
+        """Record the duration of a step that succeeded. The step began at its launch or at the end of the previous
+        step, whichever is later.
         """
         now_s = self._device.now()
         seconds = self.last_s = self._interval_s = now_s - max(step.launched_s, self._last_done_s)
         self._last_done_s = now_s
         self._metrics.observe("step_seconds", seconds)
         prefill = step.batch.num_prefill_tokens
-        # Short tails and steps that waited for a load say little about the time to compute a long prompt.
+        # A short last chunk, or a step that waited for a load, says little about the time to compute a long prompt.
         if (
             self._costs is not None
             and prefill >= _MEASURED_PREFILL
@@ -90,8 +90,8 @@ class StepTimes:
             self._timeline.record("engine", "commit", stop_ns, stop_ns, tokens=step.batch.num_tokens)
 
     def end_commit(self, step: LaunchedStep) -> float | None:
-        """Record the end of the commit. Returns the expected time of another such step; None if it is unknown or if the
-        step had other rows than decode rows.
+        """Record the end of the commit. Returns the expected time of another step with the same rows; None if it is
+        unknown, or if the step had prefill or waited for loads.
         """
         if step.gated or step.batch.num_prefill_tokens:
             return None
@@ -100,7 +100,7 @@ class StepTimes:
 
 
 class Gauges:
-    """Sizes of queues, pools and tiers as metrics, which are updated at intervals."""
+    """Updates the metrics of the sizes of queues, pools and tiers, at intervals."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -111,7 +111,7 @@ class Gauges:
         return max(0.0, self._next_s - self._parts.device.now())
 
     def update(self, *, force: bool = False) -> None:
-        """Set the gauges, if they are due or if `force` is set."""
+        """Set the gauges, if an update is due or `force` is set."""
         parts, metrics, now_s = self._parts, self._parts.metrics, self._parts.device.now()
         if now_s < self._next_s and not force:
             return

@@ -194,9 +194,9 @@ def capture(
 ) -> None:
     """Compile the layers, warm up, and capture graphs. Blocks.
 
-    If layers cannot be compiled, they are captured uncompiled; if they cannot be captured, steps launch each kernel
-    separately. Warm-up comes after that choice, because it must launch the same kernels as steps. Raises errors of
-    layers that are not compiled.
+    If layers cannot be compiled, they are captured uncompiled. If they cannot be captured either, steps launch each
+    kernel separately. The warm-up runs after that choice, because it must launch the same kernels as steps. Raises an
+    error of a step only if it ran without compiled layers.
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, compiling, decompile, reason_of
@@ -227,7 +227,7 @@ def capture(
 
 
 def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
-    """The modules that the proposer runs."""
+    """The proposer's modules, which are compiled like the model's layers."""
     from sidestream.speculate.draft_model import DraftModelProposer
     from sidestream.speculate.mtp import MtpProposer
 

@@ -1,5 +1,5 @@
-"""Updates of the weights while the engine serves. They are announced at any time, and applied when no request uses the
-old weights.
+"""Updates of the model's weights while the engine serves. An update may be announced at any time, and is applied when
+no request uses the old weights.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from sidestream.schedule.scheduler import Scheduler
 
 
 class WeightUpdates:
-    """Updates that were announced and are not applied yet. Engine thread only.
+    """The announced updates that are not applied yet. Engine thread only.
 
     Invariants:
-    - After an announcement, no request begins with the old weights (H26); requests that have begun end with them (H8).
-    - After an update, no block of the old weights is reachable in any tier, and new blocks have other keys (H8, H14).
+    - After an announcement, no request begins with the old weights (hazard H26). Requests that have begun end with the
+      old weights (H8).
+    - After an update, no block computed with the old weights is reachable in any tier, and new blocks have other keys
+      (H8, H14).
     """
 
     def __init__(
