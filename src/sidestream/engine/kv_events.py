@@ -168,8 +168,8 @@ class KVEvents:
         self._callbacks: list[OnBatch] = []
         self._queue: deque[tuple[int, float, list[KeyChange]]] = deque()
         self._sequence = 0  # of the next batch
-        # Whether the next batch begins with AllBlocksCleared. So does the first batch: routers may still know the blocks
-        # of an engine that had this address before.
+        # Whether the next batch begins with AllBlocksCleared. The first batch does, too: routers may still know the
+        # blocks of an earlier engine at this address.
         self._behind = True
         self._bell = Bell()
         self._closing = False

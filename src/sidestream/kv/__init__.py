@@ -1,1 +1,3 @@
-"""The ledger of blocks: content, users and fences of each block. Ids and fences, never a tensor."""
+"""The ledger of blocks: which content each block holds, who uses it, and which device work must end before its reuse.
+Holds ids, never a tensor.
+"""

@@ -1,5 +1,5 @@
-"""The byte ranges of the KV pool and of recurrent states that a step reads and writes, as the step declares them to the
-ordering checker. Knows ids and sizes, never a tensor.
+"""Computes the byte ranges of the KV pool and of the recurrent states that a step reads and writes. Steps declare them
+to the ordering checker. Knows ids and sizes, never a tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class StepAccesses(NamedTuple):
     """The accesses of one step, as a whole or layer by layer.
 
     memory    name of the memory that holds the blocks and the states
-    scratch   the block for hidden states that belong to no block; None: there is none
+    scratch   id of the block where steps write hidden states that are not kept; None: there is none
     rows      the rows of the step
     region    location of the recurrent states; None: the model has no recurrent state
     """
@@ -64,8 +64,8 @@ def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: 
 
 
 def state_accesses(memory: str, rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:
-    """The byte ranges of the recurrent states that a step reads and writes. Sequences begin with the zero state.
-    Padding and rows without a checkpoint write the scratch state.
+    """The byte ranges of the recurrent states that a step reads and writes. Two states are reserved: sequences begin
+    with the zero state, and padding and rows without a checkpoint write the scratch state.
     """
     # rule: step-declares-the-reserved-states
     accesses = [

@@ -42,6 +42,6 @@ class Lru:
         self._order.pop(block_id, None)
 
     def pop_oldest(self, count: int) -> list[int]:
-        """Remove and return the `count` least recently used blocks, oldest first. KeyError: there are fewer."""
+        """Remove and return the `count` least recently used blocks, oldest first. KeyError if there are fewer."""
         pop = self._order.popitem
         return [pop(last=False)[0] for _ in range(count)]

@@ -1,11 +1,11 @@
-"""The log of findable keys: which keys became findable or unfindable in each tier, in order. No tensors.
+"""The log of keys: in which order keys became findable or unfindable in each tier (device, host, disk). A key is the
+hash of a block's content; a findable block can be reused.
 
-Pools and tier indices write it when their keys change, and `engine.kv_events` makes events of it. Without a log
-(`key_log` is None) they only test for None.
+Pools and tier indices write to the log when their keys change, and `engine.kv_events` turns the log into KV events. If
+nothing needs the log, their attribute `key_log` is None.
 
-Threads. Each tier's log is written by the thread that owns its pool or index: the device's by the engine thread, all
-others by the offload worker's. `KeyLog.drain` is called by the engine thread. Nothing blocks: a deque's `append` and
-`popleft` are atomic.
+Threads: the engine thread writes the device's part of the log and calls `KeyLog.drain`; the thread of the offload
+worker writes the parts of all other tiers. No call blocks, because a deque's `append` and `popleft` are atomic.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class KeysStored:
 
     On the device, the blocks are consecutive in one sequence:
 
-    parent      key of the block before; None: the sequence begins here
-    token_ids   the blocks' tokens; empty in other tiers, which do not know them
+    parent      key of the block before the first one; None: the first one begins the sequence
+    token_ids   the blocks' tokens; empty in other tiers, which know no tokens
     salt        cache salt of the request
     """
 
@@ -68,7 +68,7 @@ class KeyLog:
 
 
 class TierKeyLog:
-    """One tier's end of the log, for the owner of the tier's keys."""
+    """Writes the changes of one tier to the log. The owner of the tier's keys calls it."""
 
     __slots__ = ("_changes", "_tier")
 
@@ -87,13 +87,13 @@ class TierKeyLog:
             self._changes.append(KeysRemoved(self._tier, tuple(keys)))
 
     def cleared(self, keys: Sequence[Key]) -> None:
-        """These keys, all that were findable, are no longer findable."""
+        """All findable keys, which are `keys`, are no longer findable."""
         self.removed(keys)
 
 
 class DeviceKeyLog(TierKeyLog):
-    """The device's end of the log. The pool knows which keys are new; `sequence`, called after they were published,
-    knows their tokens.
+    """Writes the changes of the device to the log. The pool reports new keys by `stored`, but does not know their
+    tokens. So they are logged by the next call of `sequence`, which gets the tokens.
     """
 
     __slots__ = ("_block_tokens", "_fresh")
@@ -104,7 +104,7 @@ class DeviceKeyLog(TierKeyLog):
         self._fresh: set[Key] = set()
 
     def stored(self, keys: Sequence[Key]) -> None:
-        """These keys became findable; `sequence` follows."""
+        """These keys became findable. A call of `sequence` with their tokens must follow."""
         self._fresh.update(keys)
 
     def cleared(self, keys: Sequence[Key]) -> None:
@@ -112,9 +112,9 @@ class DeviceKeyLog(TierKeyLog):
         self._changes.append(KeysCleared())
 
     def sequence(self, keys: Sequence[Key], token_ids: Sequence[int], *, first: int, stop: int, salt: str) -> None:
-        """Log the keys that became findable since the last call: some of `keys[first:stop]`.
+        """Log the keys that became findable since the last call. All of them are in `keys[first:stop]`.
 
-        `keys` are those of the first blocks of the sequence `token_ids`.
+        `keys` are the keys of the first blocks of the sequence `token_ids`.
         """
         fresh, size, start = self._fresh, self._block_tokens, first
         if not fresh:

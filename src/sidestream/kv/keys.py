@@ -1,9 +1,9 @@
-"""Content keys: the key of a block is a 16-byte hash of everything that its KV depends on (H14). Every process computes
-the same keys.
+"""Content keys (block hashes): the key of a block is a 16-byte hash of everything that the block's KV depends on
+(hazard H14). Every process computes the same keys.
 
 A block's KV depends on the model (config, weights, dtype), the layout, and all tokens from the start of the sequence to
-the block's end. Each key hashes the key of the block before, so equal keys mean equal prefixes. The hash is BLAKE2b,
-because with a faster, non-cryptographic hash, a user could forge a collision and get another user's KV.
+the block's end. The hash of a block includes the key of the block before, so equal keys mean equal prefixes. The hash
+is BLAKE2b: with a faster, non-cryptographic hash, a user could forge a collision and get another user's KV.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from sidestream.types import Key
 KEY_BYTES = 16
 
 # Hashing 32,768 tokens takes 1.4 to 2.4 ms, holds the interpreter lock, and delays the scheduling of the request. Most
-# prompts repeat earlier ones. So the keys of pieces of _PIECE_TOKENS tokens are kept in an LRU cache of about
-# _CACHE_BYTES bytes, by parent key and tokens.
+# prompts begin like an earlier prompt. So an LRU cache of about _CACHE_BYTES bytes maps a parent key and a piece of
+# _PIECE_TOKENS tokens to the keys of the piece.
 _PIECE_TOKENS = 512
 _CACHE_BYTES = 32 << 20
-# Python's overhead in that cache: for each key (object and list entry), and for each piece.
+# Python's overhead in this cache for each key (an object and a list entry), and for each piece.
 _KEY_OVERHEAD_BYTES = 64
 _PIECE_OVERHEAD_BYTES = 512
 
 
 class BlockKeys:
-    """The keys of one model in one layout under one engine salt."""
+    """Computes the keys for one model, one KV layout and one salt of the engine."""
 
     def __init__(
         self, *, fingerprint: str, layout: KVLayout, salt: str = "", states: StateLayout | None = None
     ) -> None:
-        """`states`: layout of recurrent states, for models that have some; the keys of blocks also name checkpoints."""
+        """`states`: layout of the model's recurrent states, which are kept under keys of blocks; None: it has none."""
         parts = {} if states is None else {"states": states.describe()}
         # rule: key-identity
         identity = json.dumps(
@@ -52,14 +52,14 @@ class BlockKeys:
 
     @classmethod
     def from_root(cls, root: Key, block_tokens: int) -> BlockKeys:
-        """An equal BlockKeys in another process, made from the `root` of the original."""
+        """Make an equal BlockKeys in another process, from the `root` of the original."""
         keys = cls.__new__(cls)
         keys._set_root(root, block_tokens)
         return keys
 
     def _set_root(self, root: Key, block_tokens: int) -> None:
         self.root = root
-        """The parent of the first block of requests without a salt."""
+        """The parent key of a sequence's first block, for requests without a salt."""
         self._block_tokens = block_tokens
         self._piece_blocks = -(-_PIECE_TOKENS // block_tokens)
         block_bytes = block_tokens * np.dtype(np.int64).itemsize + _KEY_OVERHEAD_BYTES
@@ -67,9 +67,11 @@ class BlockKeys:
         self._cached_chain = functools.lru_cache(maxsize=_CACHE_BYTES // piece_bytes)(_chain)
 
     def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> None:
-        """Append the missing keys of complete blocks to `keys`, the keys of the first blocks of `tokens`. Any thread.
+        """Append to `keys`, the keys of the first blocks of `tokens`, the keys of all further complete blocks. Callable
+        from any thread.
 
-        `salt` is the request's own, the same in every call: requests with different salts never share a key.
+        `salt` is the salt of the request, and must be the same in every call for it. Requests with different salts
+        never share a key.
         """
         size, first, parent = self._block_tokens, len(keys), keys[-1] if keys else self._root_of(salt)
         count = len(tokens) // size - first
@@ -84,10 +86,11 @@ class BlockKeys:
             parent = keys[-1]  # rule: cached-keys-belong-to-their-prefix
 
     def _root_of(self, salt: str) -> Key:
-        """The parent of a sequence's first block."""
+        """The parent key of a sequence's first block."""
         if not salt:  # rule: key-contains-the-requests-salt
             return self.root
-        # The hash has its own key and person string, so no user can choose a salt that yields the key of a block.
+        # This hash is keyed and has a person string of its own, so no user can choose a salt whose hash is the key of a
+        # block.
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self.root, person=b"sidestream-slt-1").digest()
 

@@ -36,7 +36,7 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's keys and values inside one block; layers are contiguous."""
+        """Bytes of one layer's keys and values in one block. Each layer is contiguous."""
         return self.block_bytes // self.num_layers
 
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:

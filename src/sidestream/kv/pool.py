@@ -1,15 +1,16 @@
-"""The ledger of blocks: ids, references, fences and keys; never a tensor.
+"""The block pool: references, fences and keys of each block, by id. Holds no tensor. A fence is a point in a device
+stream, which is done when all work before it is done.
 
 A block is one unit of a pool: a KV block on the device, a slot of host memory, a request slot, an entry of the mailbox.
-Nothing is reused before the fence of its last use. A release is immediate and never waits: the block keeps the fences
-of its last uses, and the next owner makes its own stream wait for them.
+No block is reused before the fence of its last use is done. A release never waits on the host: the block keeps the
+fences of its last uses, and the next owner makes its own stream wait for them.
 
     free      no reference and no key: the block's content is of no use
-    cached    no reference, but findable under its key until evicted (least recently used first)
+    cached    no reference, but findable under its key until it is evicted (least recently used first)
     used      one reference or more; several requests may share a block that they only read
 
-One thread owns a pool and makes all changes: the offload worker's thread for host slots, the engine thread for all
-others. Other threads may call `get` and `match` and read the counters; the answer may be out of date.
+One thread owns a pool and makes all changes: the offload worker's thread owns the host slots, the engine thread all
+other pools. Other threads may call `get` and `match` and read the counters; the results may be out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sidestream.types import Fence, Key, Tracer
 
 
 class PoolExhausted(SidestreamError):
-    """Fewer blocks are free or cached than the caller asked for; nothing was taken."""
+    """The caller asked for more blocks than are free or cached. No block was taken."""
 
 
 class Lease:
@@ -57,10 +58,11 @@ class Lease:
             self.after = merge_fences((*self.after, *other.after))  # rule: extended-lease-keeps-fences
 
     def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
-        """Give the blocks back at once; the next owner waits for the fences `after`. A second release is an error.
+        """Give the blocks back at once. The stream of the next owner waits for the fences `after`. A second release is
+        an error.
 
-        until   fence for which only the host can wait, not a stream: the blocks stay in use until `FencedPool.settle`
-                finds that the fence is done
+        until   a fence for which streams cannot wait, only the host: the blocks stay in use until `FencedPool.settle`
+                sees that this fence is done
         """
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
@@ -81,17 +83,17 @@ class FencedPool:
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
         self._free: deque[int] = deque(range(size))
-        # Releases with `until`, in the order of the ticks of their fences.
+        # Releases that wait for a fence `until`, in the order in which these fences will be done.
         self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()
         self._cached = Lru()
         self._index = PrefixIndex()
         self.on_evict: Callable[[list[Key]], None] | None = None
         """Called with the keys of evicted blocks, on the owner's thread."""
         self.key_log: TierKeyLog | None = None
-        """Hears of every change of the findable keys; None: no log."""
+        """Records every change of the findable keys; None: changes are not recorded."""
 
     def grow(self, size: int) -> None:
-        """Add free blocks until there are `size`; never removes one."""
+        """Add free blocks until the pool has `size` blocks. Never removes a block."""
         self._references.extend(0 for _ in range(self.size, size))
         self._fences.extend(() for _ in range(self.size, size))
         self._free.extend(range(self.size, size))
@@ -128,7 +130,7 @@ class FencedPool:
         return bool(self._postponed)
 
     def settle(self) -> None:
-        """Execute the postponed releases whose fence `until` is done."""
+        """Execute the postponed releases whose fence `until` (see `Lease.release`) is done."""
         while self._postponed and self._postponed[0][0].poll():  # rule: postponed-release-waits-for-its-use
             _, block_ids, after = self._postponed.popleft()
             self._release(block_ids, after)  # rule: postponed-release-is-executed
@@ -210,8 +212,8 @@ class FencedPool:
         return block_id in self._cached
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Mark the blocks of `keys` as just used. The keys are a run from a sequence's start; the first block will be
-        evicted last.
+        """Mark the blocks of `keys` as just used. The keys are those of a sequence's first blocks, in order; the first
+        block will be evicted last.
 
         Skips absent keys and blocks that are in use.
         """
@@ -221,7 +223,7 @@ class FencedPool:
                 self._cached.touch(block_id)
 
     def forget_all(self) -> None:
-        """Remove every key at once: the cache was reset, or the weights changed (H8). Leases stay valid."""
+        """Remove every key, because the cache was reset or the weights changed (hazard H8). Leases stay valid."""
         if self.key_log is not None:
             self.key_log.cleared(list(self._index))
         self._not_findable(self._index.clear())
@@ -278,10 +280,11 @@ class FencedPool:
         if self._tracer is not None:
             self._tracer.released(self.name, block_ids, after)
         after = merge_fences(after)
-        # By earlier fences, because most blocks of a lease have the same ones.
+        # Merged fences by earlier fences: most blocks of a lease have the same earlier fences, so each merge is done
+        # once.
         merged: dict[tuple[Fence, ...], tuple[Fence, ...]] = {}
         idle: list[int] = []
-        # Reversed: a sequence's end is evicted before its start, which more sequences share.
+        # In reverse, so that the end of a sequence is evicted before its start, which more sequences share.
         for block_id in reversed(block_ids):  # rule: end-of-a-sequence-is-evicted-first
             references[block_id] -= 1  # rule: release-ends-its-reference
             if after or fences[block_id]:
@@ -297,7 +300,9 @@ class FencedPool:
 
 
 def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
-    """The last unfinished fence of each stream in `fences`."""
+    """The unfinished fences, reduced to the last fence of each stream: when this fence is done, all earlier ones of the
+    stream are done.
+    """
     last: dict[str, Fence] = {}
     for fence in fences:
         # rule: merged-fences

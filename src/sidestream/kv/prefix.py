@@ -1,4 +1,4 @@
-"""Keys of a pool's blocks. A key names a whole prefix, so a flat map replaces a prefix tree.
+"""The map from keys to a pool's blocks. A key identifies a whole prefix, so a flat map replaces a prefix tree.
 
 Changed by the thread that owns the pool; `get` and `match` may be called from any thread.
 """
@@ -33,7 +33,7 @@ class PrefixIndex:
         return block_id in self._key_of
 
     def split(self, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The blocks with a key, and those without; both in the given order."""
+        """The blocks with a key, and the blocks without a key, both in the given order."""
         key_of = self._key_of
         return [block_id for block_id in block_ids if block_id in key_of], [
             block_id for block_id in block_ids if block_id not in key_of
@@ -78,7 +78,7 @@ class PrefixIndex:
         return keys
 
     def clear(self) -> list[int]:
-        """Remove all keys; returns the blocks that had one."""
+        """Remove all keys. Returns the blocks that had a key."""
         block_ids = list(self._key_of)
         self._id_of.clear()  # rule: reset-removes-keys
         self._key_of.clear()

@@ -1,4 +1,5 @@
-"""Byte layout of recurrent states: one span for each state, with a tensor for each layer that keeps one.
+"""Byte layout of recurrent states: one contiguous span for each state, which holds the tensors of all layers with
+recurrent state.
 
 A state has a constant size, whatever the length of its sequence. Knows sizes only, never a tensor.
 """
@@ -37,7 +38,7 @@ class StateTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one sequence."""
+        """Bytes of the tensor for one sequence."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -75,7 +76,9 @@ class StateLayout:
         return sorted({tensor.layer for tensor in self.tensors})
 
     def draft_bytes(self, num_slots: int, max_drafts: int) -> int:
-        """Bytes of the memory for the inputs of drafts, which the next step replays."""
+        """Bytes of the memory that keeps the layers' inputs of draft tokens. The next step replays the accepted ones to
+        update the states.
+        """
         return len(self.layers) * num_slots * max_drafts * self.input_size * DTYPE_BYTES[self.input_dtype]
 
     def describe(self) -> dict[str, str]:
@@ -88,12 +91,12 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateRegion:
-    """The states in the memory of the block pool, after its blocks. A state takes whole blocks, so that stores, loads
-    and tiers copy it like other blocks; the end of its last block may be unused.
+    """The part of the block pool's memory that holds recurrent states, after the blocks. A state takes whole blocks, so
+    that stores and loads copy it like KV blocks. The end of its last block may be unused.
 
-    num_blocks         number of blocks before the region: the blocks of the pool, and a scratch block if there is one.
-                       Some blocks after them may be left out for alignment
-    num_states         number of states that requests can lease; `RESERVED_STATES` more follow
+    num_blocks         number of blocks before the region: the blocks of the pool, and the scratch block if there is
+                       one. For alignment, some unused blocks may follow
+    num_states         number of states that requests can lease; the reserved states follow them
     blocks_per_state   number of blocks that one state takes
     first_block        number of the first block of state 0
     """
@@ -127,17 +130,17 @@ class StateRegion:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the reserved states, and of blocks that were left out for alignment."""
+        """Bytes of the reserved states, and of the blocks that are unused for alignment."""
         return RESERVED_STATES * self.state_bytes + (self.first_block - self.num_blocks) * self.block_bytes
 
     def block_ids(self, state_id: int) -> range:
-        """The blocks that a state takes."""
+        """Ids of the blocks that a state takes."""
         first = self.first_block + state_id * self.blocks_per_state
         return range(first, first + self.blocks_per_state)
 
     @property
     def zero(self) -> int:
-        """The reserved state that sequences begin with."""
+        """The reserved state of zeros, with which sequences begin."""
         return self.num_states
 
     @property

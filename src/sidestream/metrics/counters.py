@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# Bounds of histogram buckets in seconds; the second tuple is for parts of a step.
+# Bounds of histogram buckets in seconds: for whole steps and requests, and for parts of a step.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _STEP_PARTS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 
@@ -92,7 +92,7 @@ class HistogramValue:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """Copies of all values at one moment, by name and labels: `values` are counters and gauges."""
+    """Copies of all values at one moment, by name and labels. `values` has the counters and gauges."""
 
     values: Mapping[str, Mapping[Labels, float]]
     histograms: Mapping[str, Mapping[Labels, HistogramValue]]
@@ -117,7 +117,7 @@ class Metrics:
             series[labels] = series.get(labels, 0) + value
 
     def raise_to(self, name: str, value: float, *labels: str) -> None:
-        """Raise a counter to `value`, which is counted elsewhere. A lower value has no effect."""
+        """Raise a counter to `value`, if it is lower. For a value that another object counts."""
         self._check(name, "counter", labels)
         with self._lock:
             series = self._values.setdefault(name, {})
@@ -134,8 +134,8 @@ class Metrics:
         self.observe_all(name, {value: 1}, *labels)
 
     def observe_all(self, name: str, values: Mapping[float, int], *labels: str) -> None:
-        """Add observations to a histogram; `values` has the number of observations of each value. Cheaper than single
-        calls.
+        """Add observations to a histogram; `values` maps each value to its number of observations. Cheaper than a call
+        of `observe` for each.
         """
         declared = self._check(name, "histogram", labels)
         if not values:

@@ -1,4 +1,5 @@
-"""The work on each stream over time, as a Chrome/Perfetto trace with one track per stream. Any thread may record.
+"""Records the work on each stream over time, and writes it as a Chrome/Perfetto trace with one track per stream. Any
+thread may record.
 
 Open the file at ui.perfetto.dev or chrome://tracing.
 """
@@ -42,7 +43,9 @@ class Timeline:
             return list(self._spans)
 
     def write(self, path: str | Path) -> Path:
-        """Write the trace as JSON and return its path. The file does not exist until it is complete."""
+        """Write the trace as JSON and return its path. The trace is written to a temporary file first, so the file at
+        `path` is always complete.
+        """
         target = Path(path)
         spans = self.spans()
         tracks = {name: index + 1 for index, name in enumerate(dict.fromkeys(span.track for span in spans))}

@@ -1,1 +1,3 @@
-"""WHICH REQUESTS RUN NEXT: admission, preemption, chunked prefill, drafts, commit. Pure: no tensors, no clock."""
+"""The scheduler: decides which requests run next (admission, preemption, chunked prefill, drafts, commit). Pure: no
+tensors, no clock.
+"""

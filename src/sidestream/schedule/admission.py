@@ -1,4 +1,6 @@
-"""Admission: starts waiting requests. Each gets a slot, blocks to reuse (from the device or tiers), and new blocks."""
+"""Admission: starts waiting requests. A request that starts gets a request slot, blocks whose KV it reuses (from the
+device or from tiers, such as host memory), and new blocks.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ class Admission:
 
     Invariants:
     - While a request waits for a slot or for free blocks, no request of lower rank starts (H26). While a request waits
-      for the disk, or for blocks that a running request is about to complete, others may start.
+      for the disk, or for blocks that a running request is about to complete, requests of lower rank may start.
     - Reused blocks are leased before new blocks are allocated, so the request cannot evict its own prefix (hazard H11).
-    - While admission is paused, only preempted requests are admitted (H8).
+    - While admission is paused, only preempted requests are admitted (hazard H8).
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class Admission:
         prefill: PrefillPlanner,
     ) -> None:
         self.paused = False
-        """True: requests that were never admitted stay in the queue."""
+        """If True, requests that were never admitted stay in the queue."""
         self._limits = limits
         self._queues = queues
         self._prefix_cache = prefix_cache
@@ -48,8 +50,8 @@ class Admission:
         self._prefill = prefill
 
     def admit(self, step: StepBuilder) -> None:
-        """Start waiting requests in order of rank until one lacks room. Adds their loads and first chunks to the
-        step.
+        """Start waiting requests in order of rank, until there is no room for the next one. Adds their loads and first
+        chunks to the step.
         """
         if not self._queues.waiting or not self._allocator.has_free_slot:
             return
@@ -62,7 +64,7 @@ class Admission:
         return [request for request in self._queues.waiting.values() if self._may_start(request)]
 
     def has_room(self, request: Request, reuse: Reuse, *, preempted: Sequence[Request] = ()) -> bool:
-        """Whether blocks for the request are available, or would be if the requests `preempted` were preempted."""
+        """Whether enough blocks are available for the request. `preempted`: requests whose blocks count as available."""
         return self._allocator.fits(request, reuse, num_running=len(self._queues.running), preempted=preempted)
 
     def _may_start(self, request: Request) -> bool:
@@ -70,7 +72,8 @@ class Admission:
 
     def _try_admit(self, request: Request, step: StepBuilder) -> bool:
         """Start the request, or leave it waiting for the disk or for blocks of a running request. Returns False if
-        there is no room, or if the step only takes loads and the request has none.
+        there is no room, or if the plan may only start requests with loads (`loads_only`) and this request has none.
+        Then no further request is tried.
         """
         wanted = self._prefix_cache.wanted_keys(request)
         reuse = self._reuse.find(request, wanted)

@@ -1,4 +1,6 @@
-"""Request slots and device blocks of running requests: allocated at admission, grown by decoding, then released."""
+"""Allocates the request slots and device blocks of requests: at admission, when decoding needs more blocks, and until
+the request ends or is preempted.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from sidestream.types import BlockId, Fence, Key, StateIds
 
 
 class Allocator:
-    """Takes and releases the leases of requests; no other part of the scheduler does.
+    """Takes and releases the leases of request slots and blocks. No other part of the scheduler does this.
 
     Invariants:
     - A request has a slot and blocks exactly while it runs.
-    - A request is admitted with blocks for all its tokens or with none (hazard H26).
-    - Release never waits. The slot and the blocks are reused only after the fence of the request's last step, and the
-      blocks also only after the transfers in flight (H3, H10, H16).
+    - A request is admitted only with blocks for all its tokens (hazard H26).
+    - A release never waits. The slot and the blocks are reused only after the fence of the request's last step, and the
+      blocks only after the transfers in flight, too (hazards H3, H10, H16).
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Allocator:
 
     @property
     def is_settling(self) -> bool:
-        """Whether released blocks come back as soon as a transfer in flight ends."""
+        """Whether some released blocks become available only when a transfer in flight ends."""
         return self._blocks.is_settling
 
     def has_blocks(self, count: int) -> bool:
@@ -57,11 +59,11 @@ class Allocator:
         return self._blocks.num_available >= count
 
     def fits(self, request: Request, reuse: Reuse, *, num_running: int, preempted: Sequence[Request] = ()) -> bool:
-        """Whether the available blocks hold the tokens that the waiting request does not reuse, one more token, and one
-        more block for each running request.
+        """Whether enough blocks are available for the tokens that the waiting request does not reuse and one more
+        token, with one block left for each running request.
 
-        preempted  running requests to treat as already preempted. All their blocks count as free, although other
-                   requests may share some of them
+        preempted  running requests whose blocks count as available, as if they were preempted; also blocks that other
+                   requests share
         """
         hits = reuse.hits
         needed = self._limits.num_blocks(len(request.tokens) + 1) - len(hits)
@@ -75,15 +77,15 @@ class Allocator:
         return needed + num_running - len(preempted) <= available
 
     def start(self, request: Request, reuse: Reuse) -> tuple[Sequence[BlockId], tuple[Fence, ...]]:
-        """Give the request a slot, the blocks that it reuses, and new blocks for the rest of its tokens.
+        """Give the request a slot, the blocks that it reuses, and new blocks for its other tokens.
 
-        Returns the new blocks that are loaded from tiers, and the fences of the last uses of all new blocks, which
-        their first writer waits for.
+        Returns the new blocks into which tiers' blocks are loaded, and the fences of the last uses of all new blocks.
+        The load and the first step must wait for these fences.
         """
         hits = reuse.hits
         states: RequestStates | None = None
         after: tuple[Fence, ...] = ()
-        if self._states is not None:  # before blocks are taken, because an evicted block's checkpoint is evicted too
+        if self._states is not None:  # before blocks are taken: when a block is evicted, its checkpoint is, too
             stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_state_parts > 0
             states, after = self._states.start(_last_key(request, reuse.num_blocks), stop=stop, loads=loads)
         blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted
@@ -126,13 +128,13 @@ class Allocator:
         return ids
 
     def missing_blocks(self, request: Request, length: int) -> int:
-        """Number of blocks to add until the request's blocks hold `length` tokens; 0 or less: they do already."""
+        """Number of blocks to add until the request's blocks hold `length` tokens; 0 or less: none."""
         assert request.blocks is not None
         return self._limits.num_blocks(length) - len(request.blocks.ids)
 
     def grow(self, request: Request, count: int) -> Sequence[Fence]:
-        """Add `count` blocks to a running request. Returns the fences of their last uses; the next step waits for
-        them.
+        """Add `count` blocks to a running request. Returns the fences of their last uses, for which the next step must
+        wait.
         """
         assert request.blocks is not None
         fresh = self._blocks.take(count)
@@ -140,7 +142,7 @@ class Allocator:
         return fresh.after
 
     def extend_table(self, request: Request, length: int) -> None:
-        """Extend `request.table` to cover `length` tokens. If it covers them already, it stays the same object."""
+        """Extend `request.table` to cover `length` tokens. It stays the same object if it already covers them."""
         assert request.blocks is not None
         if len(request.table) < (count := self._limits.num_blocks(length)):
             request.table = tuple(request.blocks.ids[:count])

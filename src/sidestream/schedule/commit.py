@@ -1,4 +1,6 @@
-"""Commit: add the tokens of a finished step to its requests, and make their complete blocks findable."""
+"""Commit: adds the tokens of a finished step to its requests, and makes their complete blocks findable by other
+requests.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from sidestream.schedule.states import StateCache
 from sidestream.types import BatchPlan, BlockId, Fence, Key, RowResult, StorePlan
 
 RowOutput = tuple[Request, RowResult, int, str | None]
-"""A request, its result, the number of the result's tokens that were committed, and the finish reason (None: the
-request continues).
+"""A request, its result, the number of committed tokens of the result, and the finish reason (None: the request
+continues).
 """
 
 
@@ -24,9 +26,10 @@ class Committed:
     """The effects of one commit.
 
     outputs      one for each row that sampled and was not dropped, in the order of the batch
-    completed    requests that completed blocks, each with its number of complete blocks
+    completed    requests that completed blocks in this step, each with the number of all its complete blocks
     fence        the step's fence
-    invalidated  keys to remove from all tiers: their KV may be broken, because logits after it were not finite
+    invalidated  keys to remove from all tiers: later logits of their requests were not finite, so their KV may be
+                 broken
     """
 
     outputs: tuple[RowOutput, ...]
@@ -36,7 +39,7 @@ class Committed:
 
 
 class Committer:
-    """Applies the results of steps whose fences were observed. `commit` runs for every row of every step.
+    """Applies the results of steps that have ended. `commit` is hot code: it handles every row of every step.
 
     Invariants:
     - Rows of finished or preempted requests are dropped (hazard H10).
@@ -94,7 +97,9 @@ class Committer:
                 else:
                     if drafts:
                         request.settle_drafts(drafts, len(result.token_ids))
-                        if result.token_ids:  # without tokens, the logits were not finite, and no draft was verified
+                        if (
+                            result.token_ids
+                        ):  # a result without tokens: the logits were not finite, and no draft was verified
                             drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
                     request.committed_len += count  # rule: only-accepted-tokens-are-committed
                 if not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
@@ -112,8 +117,8 @@ class Committer:
     def publish(self, committed: Committed) -> StorePlan | None:
         """Make completed blocks findable, and plan to store the blocks that were not loaded from a tier.
 
-        Call it before any request of the commit is finished. It is separate from `commit`, because publishing a
-        thousand loaded blocks takes half a millisecond, and clients of running requests get their tokens first.
+        Call it before any request of the commit is finished. Separate from `commit`, so that clients get their tokens
+        first: publishing a thousand loaded blocks takes half a millisecond.
         """
         stored: list[tuple[Key, BlockId]] = []
         prefix: list[Key] = []

@@ -1,4 +1,4 @@
-"""Decode rows: one token for each running request whose prompt is computed, and drafts after the token."""
+"""Plans decode rows: one token for each running request whose prompt is computed, and draft tokens after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidestream.types import RowPlan
 
 
 class DecodePlanner:
-    """Adds the decode rows of a step. `plan` runs for every running request in every step.
+    """Adds the decode rows of a step. `plan` is hot code: it handles every running request in every step.
 
     Invariants:
     - A row is planned only if the request's blocks cover every token that it may write (hazard H11).
@@ -30,14 +30,14 @@ class DecodePlanner:
         self._preemption = preemption
 
     def plan(self, requests: Sequence[Request], step: StepBuilder) -> None:
-        """Add a row for each request for which there are blocks. Nearly always, a row is one token, and the request's
-        block table already covers it.
+        """Add a row for each request that has enough blocks or gets them. In the common case, a row is one token, and
+        the request's block table already covers it.
         """
         size, running, new = self._limits.block_tokens, State.RUNNING, tuple.__new__
         plain, drafting = step.plain, step.drafting
         for request, wanted in zip(requests, self._choose_drafts(requests, step), strict=True):
             # rule: preempted-request-is-not-planned
-            if request.state is not running:  # preempted for an earlier row of this step
+            if request.state is not running:  # it was preempted for an earlier row of this step
                 continue
             length, in_flight, table = request.launched_len, request.drafts_in_flight, request.table
             drafts = wanted
@@ -49,7 +49,7 @@ class DecodePlanner:
             assert request.slot is not None
             states = None if request.states is None else self._allocator.plan_decode_states(request, step)
             outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
-            # As RowPlan(...), without a call of its __new__: takes half the time.
+            # Same as RowPlan(...), in half the time, because RowPlan.__new__ is not called.
             # rule: decode-row
             row = new(
                 RowPlan,
@@ -87,8 +87,8 @@ class DecodePlanner:
         return chosen.counts
 
     def _make_room(self, request: Request, wanted: int, step: StepBuilder) -> int | None:
-        """Extend the block table by one token and `wanted` drafts, or only by the token if there are too few blocks.
-        Returns the number of drafts; None: there is not even a block for the token.
+        """Extend the block table to cover one token and `wanted` drafts, or only the token if there are too few blocks.
+        Returns the number of drafts; None: there is no block even for the token.
         """
         drafts = wanted
         # rule: drafts-reserve-their-blocks

@@ -1,4 +1,4 @@
-"""Bounds of one step and of fairness between requests."""
+"""Limits of the scheduler: sizes of one step, and fairness between requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ class Limits:
     token_budget    largest number of tokens in one step, without drafts
     tail_apart      compute the tail of a prompt as a separate chunk, see `chunk_stop`
     aging_steps     number of steps without a request after which its priority improves by one
-    max_promotions  largest number of waits for the disk; after them, the request recomputes its blocks
+    max_promotions  how often one request may wait for the disk; then it recomputes its blocks
     max_probes      largest number of waiting requests that one step considers for admission
-    state_interval  blocks between checkpoints of recurrent state inside a prompt; 0: no checkpoints at intervals
+    state_interval  number of blocks between two checkpoints (kept copies) of recurrent state in a prompt; 0: none at
+                    intervals
     """
 
     block_tokens: int

@@ -1,4 +1,6 @@
-"""Preemption: a running request gives its slot and blocks to a request of higher rank, and waits again."""
+"""Preemption: takes the slot and the blocks of a running request for a request of higher rank. The preempted request
+waits again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from sidestream.schedule.tiers import TierLoads
 
 
 class Preemption:
-    """Chooses victims and preempts them.
+    """Chooses victims (requests to preempt) and preempts them.
 
     Invariants (hazard H26):
     - A victim ranks below the request that takes its blocks. So the request of the highest rank is never preempted, and
@@ -45,8 +47,8 @@ class Preemption:
         self._reuse = reuse
 
     def preempt(self, request: Request) -> None:
-        """Release the request's slot and blocks at once. Published blocks stay findable; tokens in flight are dropped,
-        and sampled again later.
+        """Release the request's slot and blocks at once. Published blocks stay findable. Tokens that a step in flight
+        samples are dropped, and sampled again later.
         """
         self._allocator.release(request)
         self._queues.requeue(request)
@@ -57,7 +59,7 @@ class Preemption:
         """
         while not self._allocator.has_blocks(num_blocks):
             if self._allocator.is_settling:
-                return False  # blocks that are released already become available when a transfer ends
+                return False  # some released blocks become available when a transfer ends
             victim = self.victim_for(request)
             if victim is None:
                 return False
@@ -65,8 +67,8 @@ class Preemption:
         return True
 
     def make_room_for_priority(self) -> None:
-        """Preempt requests of lower priority and lower rank than the first waiting request, so that it can start. If
-        that would not free enough, preempt none.
+        """Preempt requests of lower priority and lower rank than the first waiting request, so that it can start.
+        Preempts none if that would not free enough blocks.
         """
         if (
             not self._queues.waiting
@@ -79,7 +81,7 @@ class Preemption:
         wanted = self._prefix_cache.wanted_keys(first)
         reuse = self._reuse.find(first, wanted)
         if self._tiers.may_promote(first, reuse.sources):
-            return  # the request will wait for the disk first, without blocks
+            return  # the waiting request will first wait for the disk, and needs no blocks then
         if self._prefix_cache.is_pending(wanted[len(reuse.hits) : len(reuse.hits) + 1]):
             return
         if not self._admission.has_room(first, reuse, preempted=victims):
@@ -97,7 +99,9 @@ class Preemption:
         ]
 
     def victim_for(self, request: Request) -> Request | None:
-        """The request of the lowest rank, below `request`, that has run a step since its admission."""
+        """The request of the lowest rank among those that have run a step since their admission and rank below
+        `request`.
+        """
         ranked = self._queues.running_by_rank()
         below = ranked[ranked.index(request) + 1 :]  # rule: older-requests-are-not-preempted
         stepped = [other for other in below if other.stepped]  # rule: request-steps-before-it-is-preempted

@@ -1,4 +1,4 @@
-"""Prefill rows: the next chunk of each running request whose prompt is not computed yet."""
+"""Plans prefill rows: the next chunk of each running request whose prompt is not completely computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class PrefillPlanner:
     Invariants:
     - A chunk is never cut to fit the budget, because its shape affects the rounding of the result. A chunk that does
       not fit waits.
-    - No chunk is planned before the request's load has fences that the step can wait for (hazard H5).
+    - No chunk is planned before all copies of the request's load were submitted, so that the step can wait for their
+      fences (hazard H5).
     - A token is sampled only after the chunk that ends at the last known token (H25).
     """
 
@@ -32,14 +33,14 @@ class PrefillPlanner:
             return
         if request.arriving:
             if self._tiers.seconds_left(request.id, request.epoch, step_s=step.step_s) > step.lead_s:
-                step.arriving.append(request)  # all other rows of the step would wait for its load
+                step.arriving.append(request)  # otherwise all rows of the step would wait for the load of this one
                 return
             request.arriving = False
         self._add_chunk(request, step)
 
     def plan_arriving(self, step: StepBuilder) -> None:
-        """If the step is empty because all its requests wait for long loads, add the first of them: it delays no other
-        row.
+        """If the step is empty because all its requests wait for long loads, add the first of these requests: there is
+        no other row to delay.
         """
         if step.arriving and step.is_empty:
             request = step.arriving[0]
@@ -67,7 +68,9 @@ class PrefillPlanner:
         step.prefills.append(self._row(request, start, stop, states, samples=stop == known))
 
     def _cut_for_state(self, request: Request, start: int, stop: int) -> int:
-        """The end of the chunk `[start, stop)`: `stop`, or earlier if a checkpoint of recurrent state is to be made."""
+        """The end of the chunk `[start, stop)`: `stop`, or an earlier position at which to make a checkpoint (a kept
+        copy of the recurrent state).
+        """
         size = self._limits.block_tokens
         branch, interval = request.branch_blocks * size, self._limits.state_interval * size
         wanted = [branch] if start < branch else []
@@ -76,8 +79,8 @@ class PrefillPlanner:
         return min([stop, *wanted])
 
     def _wants_checkpoint(self, request: Request, stop: int) -> bool:
-        """Whether to make a checkpoint at `stop`: at the last block border of the prompt, where prompts were seen to
-        branch, and at the configured interval.
+        """Whether to make a checkpoint at `stop`. True at the last block border of the prompt, where earlier prompts
+        branch off, and at the configured interval.
         """
         size = self._limits.block_tokens
         interval = self._limits.state_interval * size

@@ -1,4 +1,6 @@
-"""The prefix cache on the device: keys of requests, blocks that are findable under them, and blocks in progress."""
+"""The prefix cache on the device: the keys (block hashes) of requests, the blocks that are findable under keys, and the
+keys of blocks that are being computed.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from sidestream.types import BlockId, Fence, Key, RequestId, StorePlan
 
 
 class PrefixCache:
-    """Makes complete blocks findable under their keys, and finds them.
+    """Publishes complete blocks under their keys, and finds published blocks.
 
     Invariants:
-    - Only blocks of committed tokens are published, never those of a step in flight (hazard H12).
+    - Only blocks of committed tokens are published, never blocks of a step in flight (hazard H12).
     - A key is pending while a running request loads or computes its block: from the start of the request until it
       publishes the block or releases its blocks. Other requests wait for a pending block instead of computing it too.
     """
@@ -35,7 +37,7 @@ class PrefixCache:
         key_log: DeviceKeyLog | None = None,
     ) -> None:
         self.keys_version = 0
-        """Grows when the weights, and with them all keys, change."""
+        """Version of the keys. It grows when the weights change, because then all keys change."""
         self._limits = limits
         self._blocks = blocks
         self._keys = keys
@@ -62,13 +64,15 @@ class PrefixCache:
         return keys
 
     def drop_stale_keys(self, request: Request) -> None:
-        """Drop keys that were made before the last change of the model."""
+        """Drop the request's keys if they were made before the last change of the weights."""
         if request.keys_version != self.keys_version:
             request.keys.clear()
             request.keys_version = self.keys_version
 
     def rekey(self, keys: BlockKeys) -> None:
-        """Use `keys` for all blocks from now on. Blocks published before keep their old keys until `forget_all`."""
+        """Use `keys` for all blocks from now on. Blocks that were published earlier keep their old keys until
+        `forget_all`.
+        """
         self._keys = keys
         self.keys_version += 1
 
@@ -88,20 +92,22 @@ class PrefixCache:
 
     @property
     def num_pending(self) -> int:
-        """Keys whose blocks running requests load or compute."""
+        """The pending keys: running requests load or compute their blocks."""
         return len(self._pending)
 
     def is_pending(self, keys: Sequence[Key]) -> bool:
-        """Whether a running request loads or computes one of these blocks now."""
+        """Whether a running request loads or computes a block of these keys now."""
         return not self._pending.keys().isdisjoint(keys)
 
     def add_pending(self, request: Request, keys: Iterable[Key]) -> None:
-        """Call it when the request starts. It will load or compute these blocks, except pending ones."""
+        """Call it when the request starts. Marks the keys of the blocks that it will load or compute as pending."""
         for key in keys:
             self._pending.setdefault(key, request.id)
 
     def drop_pending(self, request: Request, keys: Iterable[Key]) -> None:
-        """Call it when the request has published these blocks, or will not complete them."""
+        """End the pending state of these keys. Call it when the request has published the blocks, or will not complete
+        them.
+        """
         pending, own = self._pending, request.id
         for key in keys:
             if pending.get(key) == own:
@@ -110,8 +116,9 @@ class PrefixCache:
     # ------------------------------------------------------------------ publishing and forgetting
 
     def publish(self, request: Request, complete: int) -> Sequence[tuple[Key, BlockId]]:
-        """Make the first `complete` blocks findable, and the checkpoints at their ends. `complete` must grow with every
-        call. Returns the newly published blocks that were not loaded from a tier, including the parts of checkpoints.
+        """Make the first `complete` blocks findable, and the checkpoints at their ends. For one request, `complete`
+        must grow with every call. Returns the newly published blocks that were not loaded from a tier, including the
+        parts of checkpoints.
         """
         assert request.blocks is not None
         if not self._limits.prefix_cache or not request.shares:  # rule: blocks-from-before-a-reset-stay-private
@@ -152,7 +159,7 @@ class PrefixCache:
         return keys
 
     def forget_all(self, running: Iterable[Request]) -> None:
-        """Make every block unfindable at once, including those that the running requests will complete (H8)."""
+        """Make every block unfindable, including the blocks that running requests will complete (hazard H8)."""
         self._blocks.forget_all()  # rule: reset-drops-keys-on-the-device
         if self._states is not None:
             self._states.forget_all()  # rule: reset-drops-keys-of-states
@@ -167,7 +174,8 @@ class PrefixCache:
         found = {key: block for key in keys if (block := self._blocks.get(key)) is not None}
         if not found:
             return None
-        # A block is findable once rank 0 has ended the step that filled it: other ranks may still be in that step.
+        # A block becomes findable when rank 0 has ended the step that filled it. Other ranks may still run that step,
+        # so the store must wait for it.
         plan = StorePlan(  # rule: deferred-store-waits-for-every-rank
             tuple(found), tuple(found.values()), after, tuple(found)
         )

@@ -15,8 +15,8 @@ class RequestQueues:
     waiting     requests in the states WAITING and LOADING
     running     requests in the state RUNNING; they have a request slot and blocks
 
-    Invariants: `waiting` and `running` are disjoint, and `unfinished` is their union. Requests are ranked by level
-    (priority improved by aging), then by arrival; ids grow with arrival.
+    Invariants: `waiting` and `running` are disjoint, and `unfinished` is their union. Requests are ranked by level (the
+    priority, improved by aging), then by arrival: an earlier request has a smaller id.
     """
 
     def __init__(self, aging_steps: int) -> None:
@@ -24,7 +24,7 @@ class RequestQueues:
         self.waiting: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
         self._aging_steps = aging_steps
-        self._ranked: list[Request] | None = None  # running requests by rank; None: the order may have changed
+        self._ranked: list[Request] | None = None  # running requests by rank; None: to be sorted again
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -60,9 +60,9 @@ class RequestQueues:
             self._ranked = None
 
     def by_rank(self, requests: Iterable[Request]) -> list[Request]:
-        """These requests by rank, highest first."""
+        """Sort requests by rank, highest first."""
         aging = self._aging_steps
-        # The inlined code of `Request.level`: hundreds of calls would cost more than the computation.
+        # The code of `Request.level`, inlined: hundreds of calls would cost more than the computation.
         return sorted(requests, key=lambda request: (request.priority - request.waited_steps // aging, request.id))
 
     def running_by_rank(self) -> Sequence[Request]:
@@ -72,8 +72,8 @@ class RequestQueues:
         return self._ranked
 
     def age(self, batch: BatchPlan) -> None:
-        """Count the planned step as waited for every request that has work but no row in it. Ignores a plan without
-        rows.
+        """Count one more skipped step for every request that has work but no row in the planned step. Ignores a plan
+        without rows.
         """
         if not batch.num_rows:
             return
