@@ -64,7 +64,7 @@ class Admission:
         return [request for request in self._queues.waiting.values() if self._may_start(request)]
 
     def has_room(self, request: Request, reuse: Reuse, *, preempted: Sequence[Request] = ()) -> bool:
-        """Whether enough blocks are available for the request. `preempted`: requests whose blocks count as available."""
+        """Whether the request finds enough blocks. `preempted`: requests whose blocks count as available."""
         return self._allocator.fits(request, reuse, num_running=len(self._queues.running), preempted=preempted)
 
     def _may_start(self, request: Request) -> bool:

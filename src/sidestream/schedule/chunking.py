@@ -14,7 +14,7 @@ from __future__ import annotations
 
 
 def reusable_tokens(known: int, block_tokens: int) -> int:
-    """Number of tokens that a cache may supply: whole blocks, but never the last token, because its logits are needed."""
+    """Number of tokens that a cache may supply: whole blocks, but never the last token: its logits are needed."""
     return (known - 1) // block_tokens * block_tokens
 
 

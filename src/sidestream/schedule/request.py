@@ -14,7 +14,8 @@ Positions of one running request:
     [launched_len, len(blocks) * block_tokens)   allocated
 
 While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds: they count every draft as accepted.
-Minus `drafts_in_flight`, they are lower bounds. Commit reduces the upper bounds by the rejected drafts.
+If `drafts_in_flight` is subtracted, they are lower bounds. A commit subtracts the rejected drafts from the upper
+bounds.
 """
 
 from __future__ import annotations
@@ -45,19 +46,21 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingSpec
     max_outputs: int
-    """Upper bound of emitted tokens: the smallest of the limits of the user, the model and the pool."""
+    """Largest number of emitted tokens: the smallest of the limits of the user, the model and the pool."""
     stop_ids: frozenset[int]
     min_tokens: int
     priority: int = 0
     """Requests with smaller numbers run first."""
     max_drafts: int = 0
-    """Upper bound of drafts in a step."""
+    """Largest number of drafts in a step."""
     keys: list[Key] = field(default_factory=list)
-    """Keys of the first complete blocks of `tokens`. May be given for the prompt; grows as blocks complete."""
+    """Keys of the first complete blocks of `tokens`. The caller may give the keys of the prompt. The scheduler appends
+    keys as blocks complete.
+    """
     cache_salt: str = ""
     """Part of every key: KV is shared only between requests with the same salt."""
     keys_version: int = 0
-    """The scheduler's `keys_version` when `keys` were made."""
+    """The scheduler's `keys_version` when `keys` were computed."""
 
     # written by the scheduler only
     tokens: list[int] = field(init=False)
@@ -66,52 +69,59 @@ class Request:
     finish_reason: str | None = field(init=False, default=None)
     epoch: int = field(init=False, default=0)
     slot: Lease | None = field(init=False, default=None)
-    """Its request slot in device state, while it runs."""
+    """Its request slot on the device, while it runs."""
     blocks: Lease | None = field(init=False, default=None)
     table: tuple[BlockId, ...] = field(init=False, default=())
     """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
     states: RequestStates | None = field(init=False, default=None)
     """Its recurrent states, while it runs; None: the model has no recurrent state."""
     branch_blocks: int = field(init=False, default=0)
-    """Number of leading blocks that its last admission found, even without a checkpoint at their end. The prompt
-    branches there from an earlier one, so prefill makes a checkpoint there.
+    """Number of leading blocks that its last admission found. The prompt probably branches there from an earlier
+    prompt, so prefill makes a checkpoint (a kept copy of the recurrent state) there.
     """
     launched_len: int = field(init=False, default=0)
     launched_outputs: int = field(init=False, default=0)
     drafts_in_flight: int = field(init=False, default=0)
     """Drafts of steps that were launched and not committed."""
     spec_record: int = field(init=False, default=-1)
-    """Number of its record in `SpecPolicy`."""
+    """Index of its record in `SpecPolicy`."""
     committed_len: int = field(init=False, default=0)
     published_blocks: int = field(init=False, default=0)
     found_blocks: int = field(init=False, default=0)
     """Blocks that its last admission found on the device or in a tier."""
     own_blocks: int | None = field(init=False, default=None)
-    """Index of the first block that it computed itself: the smallest `found_blocks` of its admissions. None: it was
-    never admitted.
+    """Index of the first block that the request computed itself: the smallest `found_blocks` of its admissions. None:
+    it was never admitted.
     """
     prefill_end: int = field(init=False, default=0)
-    """Number of tokens known at admission. They are computed in chunks, and later tokens one at a time."""
+    """Number of tokens known at admission. They are computed in chunks. Later tokens are computed one by one."""
     shares: bool = field(init=False, default=True)
-    """Its blocks may be published. False from a reset of the cache until its next admission."""
+    """Whether its blocks may be published. False from a reset of the cache until its next admission."""
     loading: bool = field(init=False, default=False)
-    """A load into its blocks was planned and has no fences yet, so no step can wait for it."""
+    """True while a load into its blocks is planned but not completely submitted: it lacks fences for which a step could
+    wait.
+    """
     arriving: bool = field(init=False, default=False)
-    """A load into its blocks was planned, and no row was planned since: its first step may have to wait."""
+    """True from the plan of a load into its blocks until its next row is planned. The step of this row may have to wait
+    for the load.
+    """
     begun: bool = field(init=False, default=False)
-    """Its slot's device state was set in this epoch."""
+    """Whether the device state of its slot was initialised in this epoch."""
     stepped: bool = field(init=False, default=False)
-    """A step of this epoch was committed. Until then, only the request of the highest rank may preempt it (hazard H26).
+    """Whether a step of this epoch was committed. Until then, only the request of the highest rank may preempt it
+    (hazard H26).
     """
     waited_steps: int = field(init=False, default=0)
-    """Number of steps that had no row of it although it had work."""
+    """Number of steps without a row of this request although it had work."""
     last_fence: Fence | None = field(init=False, default=None)
-    """Fence of the last step with a row of it."""
+    """Fence of the last step with a row of this request."""
     cached: CachedTokens | None = field(init=False, default=None)
-    """Cached tokens that its first admission found; None before that admission."""
+    """Numbers of cached tokens that its first admission found, by tier; None before that admission."""
     promotions: int = field(init=False, default=0)
     promoted_from: dict[Key, str] = field(init=False, default_factory=dict)
-    """Tier of each block that was promoted, by key, when the promotion was planned."""
+    """By key, the tier in which each promoted block was when the promotion (a copy from disk to host memory) was
+    planned.
+    """
     avoid_disk: bool = field(init=False, default=False)
     avoid_tiers: bool = field(init=False, default=False)
 
@@ -130,7 +140,7 @@ class Request:
 
     @property
     def in_prefill(self) -> bool:
-        """Whether some known tokens are not computed yet, nor in flight."""
+        """Whether some known tokens are neither computed nor in flight."""
         return self.launched_len < self.prefill_end
 
     @property
@@ -139,11 +149,11 @@ class Request:
         return self.prefill_end <= self.launched_len and self.launched_outputs < self.max_outputs
 
     def level(self, aging_steps: int) -> int:
-        """Its priority, improved by one for every `aging_steps` waited steps, so that no request starves."""
+        """Its priority, improved by one for every `aging_steps` skipped steps, so that no request starves."""
         return self.priority - self.waited_steps // aging_steps
 
     def start(self, *, num_hits: int, num_found: int, block_tokens: int) -> None:
-        """Reset the counts at admission, with `num_found` reused blocks, `num_hits` of them on the device."""
+        """Reset the counts at admission, with `num_found` reused blocks, of which `num_hits` are on the device."""
         self.launched_len = self.committed_len = num_found * block_tokens
         self.published_blocks, self.found_blocks = num_hits, num_found
         self.own_blocks = num_found if self.own_blocks is None else min(self.own_blocks, num_found)
@@ -154,7 +164,9 @@ class Request:
         self.shares = True  # rule: fresh-start-shares-again
 
     def settle_drafts(self, drafts: int, drawn: int) -> None:
-        """Reduce the upper bounds after the commit of a row with `drafts` drafts, which sampled `drawn` tokens."""
+        """Subtract rejected drafts from the upper bounds, after the commit of a row with `drafts` drafts that sampled
+        `drawn` tokens.
+        """
         self.drafts_in_flight -= drafts
         self.launched_len -= 1 + drafts - drawn  # rule: bounds-come-down-at-commit
         self.launched_outputs -= 1 + drafts - drawn

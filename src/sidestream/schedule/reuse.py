@@ -1,7 +1,8 @@
 """Reuse: finds the blocks that a waiting request need not compute, on the device and in tiers.
 
 The reused blocks are the first blocks of the request, without a gap. A model with recurrent state also needs a
-checkpoint at their end, on the device or in a tier; so blocks after the last checkpoint are not reused (hazard H15).
+checkpoint (a kept copy of the state) at the end of these blocks, on the device or in a tier. So blocks after the last
+checkpoint are not reused (hazard H15).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Reuse:
     keys         keys of the blocks to load from tiers: the parts of the checkpoint, if it is not on the device, then
                  blocks of KV
     sources      the tier of each of `keys`
-    num_joinable number of leading blocks that were found, even without a checkpoint at their end; a running request may
-                 be computing the block after them. Larger than `num_blocks` if blocks follow the last checkpoint
+    num_joinable number of leading blocks that were found, including blocks after the last checkpoint. A running request
+                 may be computing the block after them
     """
 
     hits: Sequence[BlockId]
@@ -55,7 +56,7 @@ class ReuseFinder:
         self._states = states
 
     def find(self, request: Request, wanted: Sequence[Key]) -> Reuse:
-        """All blocks that the request could reuse, also from tiers that are slower than host memory."""
+        """Find all blocks that the request could reuse, also in tiers that are slower than host memory."""
         hits = self._prefix_cache.on_device(wanted)
         return self._within(request, wanted, hits, self._tiers.locate(request, wanted[len(hits) :]), host_only=False)
 
@@ -68,7 +69,7 @@ class ReuseFinder:
             num_loads = count if self._tiers.is_worth_loading(reuse.sources[:count]) else 0
             found = len(hits) + num_loads
             return Reuse(hits, found, reuse.keys[:num_loads], reuse.sources[:num_loads], found)
-        if count < len(reuse.sources):  # a shorter run may be in host memory as a whole
+        if count < len(reuse.sources):  # perhaps a shorter run is completely in host memory
             hits = self._prefix_cache.on_device(wanted)
             sources = self._tiers.locate(request, wanted[len(hits) :])
             sources = sources[: self._tiers.num_in_host(sources)]
@@ -91,7 +92,7 @@ class ReuseFinder:
         *,
         host_only: bool,
     ) -> Reuse:
-        """The part of a run of found blocks, on the device and in tiers, that can be reused."""
+        """Reduce the found blocks (on the device and in tiers) to the reusable ones: those up to the last checkpoint."""
         known = count = len(hits) + len(sources)
         state_keys: Sequence[Key] = ()
         state_sources: Sequence[Source] = ()

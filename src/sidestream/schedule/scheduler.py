@@ -1,18 +1,18 @@
 """The scheduler: continuous batching with chunked prefill, admission, preemption and priorities. Pure: no tensors, no
 clock.
 
-`plan` plans the next step, and `commit` applies its results. Between the two, steps and transfers are in flight:
-requests count their tokens (`launched_*`), but only committed tokens and blocks are relied on (H12). Called from the
-engine thread only.
+`plan` plans the next step, and `commit` applies its results. Between the two, the step is in flight: requests count its
+tokens in `launched_*`, but decisions rely only on committed tokens and blocks (hazard H12). Called from the engine
+thread only.
 
     plan ──▶ preemption.py   takes blocks for a waiting request of higher priority
              decoding.py     adds a row for each request whose prompt is computed
-             prefill.py      adds a chunk for each request whose prompt is not
+             prefill.py      adds a chunk for each request whose prompt is not computed
              admission.py    starts waiting requests
     commit ─▶ commit.py      appends tokens, publishes complete blocks
 
-They share the queues (queues.py), the prefix cache (prefix_cache.py), leases (allocation.py), tiers (tiers.py),
-recurrent states (states.py), and the search for blocks to reuse (reuse.py).
+These modules share the queues (queues.py), the prefix cache (prefix_cache.py), leases (allocation.py), tiers
+(tiers.py), recurrent states (states.py), and the search for blocks to reuse (reuse.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ from sidestream.types import BatchPlan, Fence, Key, RequestId, RowResult, StepPl
 class Scheduler:
     """Owner of all requests and of the leases of device blocks and request slots.
 
-    Invariant: the next step with rows waits for the last uses of all blocks that were allocated since the step with
-    rows before it (hazard H2).
+    Invariant: a step waits for the last uses of all blocks that were allocated since the step before it (hazard H2).
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Scheduler:
         )
         self._committer = Committer(limits, queues=queues, prefix_cache=cache, policy=self._policy, states=self._states)
         self._owed: list[Fence] = []
-        self._committed: tuple[Fence, ...] = ()  # of the last committed step
+        self._committed: tuple[Fence, ...] = ()  # fences of the last committed step
 
     # ------------------------------------------------------------------ requests
 
@@ -153,7 +152,7 @@ class Scheduler:
         self._queues.add(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request in any state. Its blocks and slot are released after its last step (H16, H21)."""
+        """End a request in any state. Its blocks and its slot can be reused after its last step (hazards H16, H21)."""
         if request.state is State.FINISHED:  # rule: finish-happens-once
             return
         self._allocator.release(request)  # rule: finish-releases
@@ -177,7 +176,7 @@ class Scheduler:
 
     @property
     def keys_version(self) -> int:
-        """Grows when the weights, and with them all keys, change."""
+        """Version of the keys. It grows when the weights change, because then all keys change."""
         return self._prefix_cache.keys_version
 
     @property
@@ -190,12 +189,12 @@ class Scheduler:
         return self._prefix_cache.keys_of(tokens, salt=salt)
 
     def forget_all(self) -> None:
-        """Make every block unfindable at once, including those that running requests will complete (H8)."""
+        """Make every block unfindable, including the blocks that running requests will complete (hazard H8)."""
         self._prefix_cache.forget_all(self._queues.running.values())
 
     def rekey(self, keys: BlockKeys) -> None:
-        """Use `keys` for all blocks from now on, because the weights changed (H14), and forget every block. Call it
-        only while no request runs.
+        """Use `keys` for all blocks from now on, because the weights changed (hazard H14). Makes every block
+        unfindable. Call it only while no request runs.
         """
         if self._queues.running:
             raise InvariantError(f"{self.num_running} requests run: their KV belongs to the keys of the old model")
@@ -215,17 +214,19 @@ class Scheduler:
     # ------------------------------------------------------------------ events of tiers
 
     def promoted(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
-        """Call it when a promotion has ended or passed its deadline. The request waits for admission, and waits for
-        slower tiers once more only if `again`.
+        """Call it when a promotion (a copy from disk to host memory) has ended or passed its deadline. The request
+        waits for admission. It may wait for another promotion only if `again`.
         """
         self._tiers.end_promotion(request_id, epoch, again=again)
 
     def load_ready(self, request_id: RequestId, epoch: int) -> None:
-        """Call it when a load has fences for all layers: steps with its request may now be launched, gated by them."""
+        """Call it when all copies of a load were submitted, so that there are fences for all layers. Steps with the
+        load's request may now be launched: each layer waits for its fences.
+        """
         self._tiers.mark_load_ready(request_id, epoch)
 
     def load_failed(self, request_id: RequestId, epoch: int) -> None:
-        """Call it when a load has failed. That is a miss: the request is preempted, and computes the blocks."""
+        """Call it when a load has failed. The request is preempted, and computes the blocks instead."""
         request = self._tiers.mark_load_failed(request_id, epoch)
         if request is not None:
             self._preemption.preempt(request)  # rule: failed-load-is-computed
@@ -241,7 +242,7 @@ class Scheduler:
         """
         self._preemption.make_room_for_priority()
         ranked = self._queues.running_by_rank()
-        # The inlined code of `Request.can_decode`: hundreds of property calls would cost more than the comparison.
+        # The code of `Request.can_decode`, inlined: hundreds of property calls would cost more than the comparison.
         decoding = [
             request
             for request in ranked
@@ -267,9 +268,9 @@ class Scheduler:
         """Admit requests that arrived after the last plan and have blocks to load or to promote. Returns their
         transfers, which the caller submits at once.
 
-        Follows the rules and the order of `plan`. Ends at the first request, by rank, that lacks a slot or blocks, or
-        that needs no load; the next `plan` continues there. Steps may be in flight; the loads wait for the last uses of
-        their blocks.
+        Follows the rules and the order of `plan`. Stops at the first request, by rank, that lacks a slot or blocks, or
+        that needs no load. The next `plan` continues with this request. Steps may be in flight: a load waits for the
+        last uses of its blocks.
         """
         # rule: blocks-taken-during-a-wait-wait-for-their-last-use
         step = StepBuilder(0, 0.0, 0.0, loads_only=True, after=self._owed)
@@ -277,7 +278,7 @@ class Scheduler:
         return step.transfers
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
-        """Call it when a step was launched. Its fence covers all its uses of blocks and slots."""
+        """Call it when a step was launched. Once the fence is done, the step uses no block and no slot any more."""
         requests, columns = self._queues.unfinished, batch.columns
         for request_id, epoch in zip(columns.request_id, columns.epoch, strict=True):
             request = requests.get(request_id)
@@ -285,7 +286,7 @@ class Scheduler:
                 request.last_fence = fence  # rule: step-leaves-its-fence
 
     def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
-        """Apply a step whose fence was observed (with several ranks, rank 0's part of it); the caller then calls
+        """Apply the results of a step that has ended (with several ranks: on rank 0). The caller must then call
         `publish`. `results`: one for each row that samples.
 
         Rows of finished or preempted requests are dropped. The caller must `finish` the requests that end.
@@ -294,7 +295,7 @@ class Scheduler:
         return self._committer.commit(batch, results, fence)
 
     def publish(self, committed: Committed) -> StorePlan | None:
-        """Make the blocks that a commit completed findable. Returns a plan to store the blocks that were not loaded
+        """Make the blocks findable that a commit completed. Returns a plan to store those blocks that were not loaded
         from a tier; None: there are none.
         """
         return self._committer.publish(committed)

@@ -3,11 +3,12 @@ only.
 
 The time of a step with drafts depends mostly on its depth: the largest number of drafts of any row. A captured forward
 pass computes that many positions for every row, and drafts are computed one after another. So the policy first chooses
-a depth for the step: the depth, 0 included, with the most tokens a second, by the measured time of steps of each depth
-and the measured accept rate of each row. Up to that depth, each row gets drafts that are likely enough to be accepted.
+the depth of the step. It takes the depth (0 included) with which the step yields the most tokens a second, given the
+measured step time of each depth and the measured accept rate of each row. Up to that depth, each row gets those drafts
+that are likely enough to be accepted.
 
-A row whose own drafts are rejected still waits for the drafts of other rows. Once this has cost the row more than
-`max_slowdown` allows, no depth is chosen that costs it more.
+A row whose own drafts are rejected still waits for the drafts of other rows. The policy counts this cost as the row's
+debt, in tokens. If the debt exceeds what `max_slowdown` allows, only depths that do not increase it are chosen.
 """
 
 from __future__ import annotations
@@ -29,39 +30,41 @@ Ints = npt.NDArray[np.int64]
 _ACCEPT_WEIGHT = 0.1
 _RATIO_WEIGHT, _STALE_RATIO_WEIGHT, _PLAIN_WEIGHT = 0.2, 0.5, 0.5
 _USUAL_WEIGHT = 0.02
-# Accept rate that is assumed without a measurement: optimistic, so that short answers get drafts too. One of this many
-# new requests starts with it even if the usual rate is known, because a rate that improves would never be noticed else.
+# Accept rate that is assumed before a measurement. It is optimistic, so that short answers get drafts, too. Even if the
+# usual rate is known, one in this many new requests starts with the optimistic rate: otherwise, a low rate would never
+# be measured again after it has improved.
 _OPTIMISTIC_RATE = 0.8
 _OPTIMISTIC_EVERY = 16
-# Cost of one more draft for each row, as a share of a step without drafts; assumed until it was measured. A row gets a
-# draft if its chance exceeds half of the measured cost (within bounds), because the rows share this cost.
+# Assumed cost of one more draft for each row, as a share of the time of a step without drafts, until this cost was
+# measured. A row gets a draft if its chance to be accepted exceeds half of the measured cost (within these bounds),
+# because the rows share this cost.
 _FIRST_COST = 0.05
 _SHARE = 0.5
 _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
-# Debt in tokens that is always allowed, because the outcome of a step is known only one or two steps later.
+# Debt, in tokens, that every row may have, because the outcome of a step is known only one or two steps later.
 _PATIENCE = 1.0
 # A row that got no draft in this many steps with drafts gets one, so that its accept rate is measured again.
 _PROBE_STEPS = 32
-# After _MEASURE_STEPS steps with drafts, the next _MEASURING steps have none, so that such steps are timed again; up to
-# _MEASURING_AT_MOST, if too few of them could be timed. The result is the median of _SAMPLES successive steps, because
-# a delay of the host makes one step seem long and the next one short.
+# After _MEASURE_STEPS steps with drafts, the next _MEASURING steps have no drafts, so that the time of such steps is
+# measured again. If too few of them could be timed, further steps follow, up to _MEASURING_AT_MOST. The result is the
+# median of _SAMPLES successive steps, because a delay of the host makes one step seem long and the next one short.
 _MEASURE_STEPS = 320
 _MEASURING, _MEASURING_AT_MOST = 5, 16
 _SAMPLES = 3
-# Bounds of one change of a measured ratio, as factors of its old value.
+# Bounds by which one measurement may change a ratio, as factors of the old value.
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 2.0
 # A choice of depth 0 is used for this many steps: with many rows, choosing takes a tenth of the host's time for a step,
 # and steps without drafts are the shortest.
 _REUSE_STEPS = 4
-# After this many shallower steps, times the relative step time of the largest depth, one step gets the largest depth.
-# So these trials cost less than a hundredth. The first trial with a new number of rows comes earlier.
+# One step is tried with the largest depth after this many shallower steps, times the relative step time of the largest
+# depth. So the trials cost less than a hundredth of the time. The first trial with a new number of rows comes earlier.
 _RETRY_STEPS = 128
 _FIRST_TRY_STEPS = 32
-# Number of steps after which the time of a depth is stale; and the largest difference in tokens per row, absolute and
-# relative, between two steps whose times are compared.
+# Number of steps after which the measured time of a depth is out of date; and the largest difference in tokens per row,
+# absolute and relative, between two steps whose times are compared.
 _LONG_STEPS = 64
 _NEAR_TOKENS, _NEAR = 16, 0.05
-# Number of records that are allocated first.
+# Number of records to allocate at the start.
 _NUM_RECORDS = 64
 
 
@@ -83,9 +86,10 @@ class DraftRecords:
 
     wanted   upper bound of drafts in a step
     chance   accept rate: the share of accepted drafts among the drafts whose predecessors were all accepted
-    idle     steps with drafts since the request had one, including steps that had none because of `"others"`
-    debt     tokens that the time for drafts, of all requests, has cost this request so far, minus its accepted drafts
-             and the tokens that `max_slowdown` allows it to lose
+    idle     number of steps with drafts since the request last had a draft; steps without drafts because of `"others"`
+             count, too
+    debt     tokens that the request has lost so far by the time for the drafts of all requests, minus its own accepted
+             drafts, minus the tokens that `max_slowdown` allows it to lose
     """
 
     def __init__(self) -> None:
@@ -111,7 +115,7 @@ class DraftRecords:
         return len(self.wanted) - len(self._free)
 
     def free(self, number: int) -> None:
-        """Call it when the request has ended: its number may be assigned again."""
+        """Call it when the request has ended. Its number may then be assigned to another request."""
         self._free.append(number)
 
 
@@ -119,16 +123,16 @@ class DraftRecords:
 class _StepTimes:
     """Measured times of steps with about the same number of rows.
 
-    Steps take longer as answers grow. So the time of a step with drafts is compared only with a step without drafts
-    that had about as many tokens per row.
+    Steps take longer as answers grow. So the time of a step with drafts is compared only with the time of a step
+    without drafts that had about as many tokens per row.
 
     measured   by depth: time of a step divided by the time without drafts; None: never measured
-    ratios     the same; depths between measured depths are interpolated
+    ratios     the same ratios; those of unmeasured depths are interpolated between measured depths
     last       by depth: number of its last step; `count` is the number of the last step of any depth
     samples    times of the last successive steps without drafts
     plain_s    time of a step without drafts over `context` tokens per row: measured if `was_plain`, else derived from a
                step with drafts; None: unknown
-    drafted    number of steps with drafts since steps without drafts were measured
+    drafted    number of steps with drafts since the last measurement of steps without drafts
     measuring  index of the next step in a measurement of steps without drafts; 0: no measurement is running
     shallow    number of steps planned since the last step of the largest depth
     """
@@ -160,7 +164,7 @@ class _StepTimes:
             seconds = sorted(self.samples)[_SAMPLES // 2]
         ratio, plain_s = self.measured[depth], self.plain_s
         near = abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
-        if depth and plain_s and near and (self.was_plain or is_stale or ratio is None):  # 0: a clock that did not move
+        if depth and plain_s and near and (self.was_plain or is_stale or ratio is None):  # plain_s 0: no clock tick
             seen, weight = seconds / plain_s, _STALE_RATIO_WEIGHT if is_stale else _RATIO_WEIGHT
             if ratio is not None:
                 seen = ratio + weight * (min(max(seen, _LEAST_CHANGE * ratio), _MOST_CHANGE * ratio) - ratio)
@@ -184,8 +188,8 @@ class _StepTimes:
 
 
 def _least_rates(chances: Sequence[float]) -> list[float]:
-    """Accept rates that a row must exceed to get its first, second, … draft. `chances`: lower bounds of the probability
-    that the first, second, … draft is accepted.
+    """Accept rates that a row must exceed to get its first, second, … draft. `chances`: for the first, second, … draft,
+    the smallest probability of acceptance with which a row gets it.
     """
     return [chance ** (1 / count) for count, chance in enumerate(chances, 1)]
 
@@ -223,11 +227,11 @@ class SpecPolicy:
         self._steps: dict[int, _StepTimes] = {}
         self._none: Chosen | None = None
         self._reused = 0
-        self._loss = 0.0  # tokens that the time for the drafts of the last choice costs each row
+        self._loss = 0.0  # tokens that each row loses by the time for the drafts of the last choice
 
     def add_request(self, wanted: int) -> int:
-        """Return a number for a new request, valid until `remove_request`. Its accept rate starts at the average of all
-        rows, or sometimes at `_OPTIMISTIC_RATE`.
+        """Return a number for a new request, valid until `remove_request`. The request's accept rate starts at the
+        average of all rows, or sometimes at `_OPTIMISTIC_RATE`.
         """
         if not wanted:
             return self.records.assign(0, 0.0)
@@ -244,7 +248,7 @@ class SpecPolicy:
 
     def charge(self, numbers: Sequence[int]) -> None:
         """Add the cost of the last choice to the debt of these requests: their prompts are computed in the same step,
-        so its drafts delay their first token.
+        so the drafts delay their first tokens.
         """
         self.records.debt[np.array(numbers, np.int64)] += self._loss
 
@@ -270,9 +274,9 @@ class SpecPolicy:
         return none
 
     def choose(self, numbers: Sequence[int], room: Sequence[int]) -> Chosen:
-        """Choose for all decode rows of a step, after `reuse` returned None.
+        """Choose the number of drafts of each decode row of a step. Call it after `reuse` returned None.
 
-        room  upper bound of drafts for each row; 0 or less at the end of its answer
+        room  largest number of drafts of each row; 0 or less at the end of an answer
         """
         rows, left = np.array(numbers, np.int64), np.array(room, np.int64)
         wanted = self.records.wanted[rows]
@@ -342,15 +346,16 @@ class SpecPolicy:
         in_debt: npt.NDArray[np.bool_],
         least: Sequence[float],
     ) -> tuple[int, str]:
-        """The depth with the most tokens a second among the depths that cost no row `in_debt` more tokens; and the
-        reason if that depth is 0.
+        """The depth with the most tokens a second, among the depths that do not increase the debt of the rows
+        `in_debt`; and the reason if that depth is 0.
         """
-        accepted, powers = [float(chances.sum())], chances  # expected accepted first, second, … drafts over all rows
+        # Expected numbers of accepted first, second, … drafts, over all rows.
+        accepted, powers = [float(chances.sum())], chances
         while len(accepted) < self.max_drafts:
             powers = powers * chances
             accepted.append(float(powers.sum()))
         bounds = set(most[in_debt].tolist()) if in_debt.any() else ()
-        # The lowest accept rate of rows in debt, by their upper bound of drafts.
+        # For each largest number of drafts, the lowest accept rate of the rows in debt.
         lowest = {bound: float(chances[in_debt & (most == bound)].min()) for bound in bounds}
 
         def speed(depth: int) -> float:
@@ -374,8 +379,9 @@ class SpecPolicy:
         self._times(num_rows).record(depth, seconds, context)
 
     def _ratios(self, num_rows: int) -> list[float]:
-        """Step time of each depth, relative to depth 0: measured with about `num_rows` rows; else measured with the
-        nearest number of rows; else assumed to grow by `_FIRST_COST` for each draft.
+        """Step time of each depth, relative to depth 0. It was measured with about `num_rows` rows; or, without such a
+        measurement, with the nearest number of rows; or, without any, is assumed to grow by `_FIRST_COST` for each
+        draft.
         """
         own = num_rows.bit_length()
         ratios: list[float | None] = [None] * (self.max_drafts + 1)

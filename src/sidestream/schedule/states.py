@@ -1,8 +1,8 @@
-"""Recurrent states of running requests, and their checkpoints, from which later requests start.
+"""Recurrent states of running requests, and checkpoints: kept copies of states, from which later requests start.
 
-A request owns one state. Each of its steps reads and overwrites this state, except a step that makes a checkpoint: that
-step writes its result to a new state, the checkpoint, and the next step reads the checkpoint and writes the own state
-again. So a checkpoint costs no copy, and no step overwrites it.
+A request owns one state. Each step of the request reads and overwrites this state. A step that makes a checkpoint
+instead writes its result to a new state, the checkpoint; the next step reads the checkpoint, and writes the request's
+own state again. So a checkpoint costs no copy, and no step overwrites it.
 
     step ends at token   25     32 (checkpoint)   33            34
     reads                own    own               checkpoint    own
@@ -22,14 +22,15 @@ from sidestream.kv.state_layout import StateRegion
 from sidestream.schedule.limits import Limits
 from sidestream.types import BlockId, Fence, Key, StateIds, StorePlan
 
-# Makes the keys of a checkpoint's parts differ from the keys of blocks. Its last bytes are zero, for the part's number.
+# Makes the keys of a checkpoint's parts differ from the keys of blocks. The number of the part is added in the last
+# bytes, which are zero here.
 _PART = int.from_bytes(b"sidestream-st\0\0\0", "big")
 
 Source = str
 """Name of the tier that holds a block."""
 
 BEGINS = -1
-"""In place of the id of the state to read: the sequence begins, so there is no state yet."""
+"""Stands for the id of the state to read, if the sequence begins and has no state yet."""
 
 
 def part_keys(key: Key, num_parts: int) -> list[Key]:
@@ -42,8 +43,8 @@ class TierUses(Protocol):
     """The part of the tiers' interface that a StateCache calls."""
 
     def transfers_fence(self) -> Fence | None:
-        """A fence that is done when all transfers submitted so far have released their device blocks. None: all of them
-        have already.
+        """A fence that is done when all transfers submitted so far have released their device blocks. None: they all
+        have released them already.
         """
         ...
 
@@ -53,14 +54,15 @@ class RequestStates:
     """The states of one running request.
 
     own          the request's own state, which its steps write
-    source       checkpoint that the next step reads; None: the next step reads `own`
+    source       the checkpoint that the next step reads; None: the next step reads `own`
     unpublished  checkpoints that steps in flight write, each with the number of tokens that it covers
     read         checkpoints that steps in flight read, each with the position at which its step ends
     candidates   states that steps in flight write if they reach the end of a block, in order of the steps
     covered      lower bound of the tokens that the state covers after the last planned step
     reached      tokens that the state covers after the last committed step
     latest       id and key of the last checkpoint that was made while decoding
-    loaded       tokens that the first checkpoint covers, if it was loaded from a tier; else -1
+    loaded       number of tokens that the checkpoint covers from which the request started, if it was loaded from a
+                 tier; else -1
     """
 
     own: Lease
@@ -82,11 +84,11 @@ class StateCache:
       of the step that wrote it (hazards H7 and H12 of docs/glossary.md).
     - Only the step that makes a checkpoint writes to it.
     - A checkpoint is made only if, for each free request slot, a state remains: checkpoints never delay an admission.
-    - A state never covers drafts. So after a step with drafts, only the device knows how many tokens the state of the
-      next step covers. That step gets a candidate: an additional state, to which the device writes the checkpoint if
-      the step reaches the end of a block. The host learns the outcome at commit.
+    - A state never covers drafts. So after a step with drafts, only the device knows how many tokens the state covers
+      after the next step. Therefore the next step gets a candidate: an additional state, to which the device writes a
+      checkpoint if the step reaches the end of a block. The host learns at commit whether it did.
     - While a request decodes, each new checkpoint replaces its last one, because only the end of an answer is worth
-      keeping. The newest checkpoint is stored in tiers when the request leaves the device.
+      keeping. The newest checkpoint is stored in tiers when the request ends or is preempted.
     """
 
     def __init__(
@@ -130,10 +132,11 @@ class StateCache:
         return self._states.num_available > loads + (not loads and self._is_unused(key))
 
     def start(self, key: Key | None, *, stop: int, loads: bool) -> tuple[RequestStates, tuple[Fence, ...]]:
-        """Take the states of a request that starts from the checkpoint `key`, which covers `stop` tokens. None: it
-        starts without a checkpoint. `loads`: the checkpoint is loaded from a tier, into a state that this call takes.
+        """Take the states of a request that starts from the checkpoint `key`, which covers `stop` tokens. If `key` is
+        None, it starts without a checkpoint. `loads`: the checkpoint is loaded from a tier, into a state that this call
+        takes.
 
-        Returns the states, and the fences of their last uses: the load and the first step wait for them.
+        Returns the states, and the fences of their last uses, for which the load and the first step must wait.
         """
         source = None
         if loads:
@@ -159,8 +162,8 @@ class StateCache:
     def plan(
         self, states: RequestStates, start: int, stop: int, *, checkpoint: bool
     ) -> tuple[StateIds, tuple[Fence, ...]]:
-        """Choose the states that a step over `[start, stop)` reads and writes. Returns them, and the fences of earlier
-        uses of the written state, for which the step waits.
+        """Choose the states that a step over `[start, stop)` reads and writes. Returns the states, and the fences of
+        earlier uses of the written state, for which the step must wait.
         """
         states.covered = stop
         read = self._read(states, start, stop)
@@ -174,8 +177,8 @@ class StateCache:
     def plan_decode(
         self, states: RequestStates, length: int, *, in_flight: int, checkpoint: bool
     ) -> tuple[StateIds, tuple[Fence, ...]]:
-        """Choose the states of a decode row, as `plan` does. Its first token is at `length` or, if drafts in flight are
-        rejected, up to `in_flight` positions earlier.
+        """Choose the states of a decode row, as `plan` does. The first token of the row is at position `length` or, if
+        drafts in flight are rejected, up to `in_flight` positions earlier.
         """
         border = (length + 1) // self._limits.block_tokens * self._limits.block_tokens
         covered = states.covered
@@ -202,8 +205,8 @@ class StateCache:
 
     def commit(self, states: RequestStates, ids: StateIds, covers: int, committed_len: int, fence: Fence) -> None:
         """Commit a step of the request that used the states `ids`; its new state covers `covers` tokens. Releases
-        published checkpoints that no step in flight reads. `fence`: of the step, which other ranks may not have
-        passed yet.
+        published checkpoints that no step in flight reads. `fence`: fence of the step on all ranks; ranks other than 0
+        may still run the step.
         """
         if ids.checkpoint >= 0:
             candidate = states.candidates.pop(0)
@@ -242,10 +245,11 @@ class StateCache:
         return stored
 
     def release(self, states: RequestStates, after: tuple[Fence, ...]) -> None:
-        """Release all states, with the fences of the request's last step. Published checkpoints stay findable;
-        `store_latest` will store the newest checkpoint of the answer.
+        """Release all states, with the fences of the request's last step. Published checkpoints stay findable.
+        `store_latest` will store the request's newest checkpoint.
         """
-        # A checkpoint in `unpublished` is the request's `source`, or is in `read`.
+        # The checkpoints in `unpublished` need no release of their own: each is also the request's `source`, or in
+        # `read`.
         leases = [states.own, *(lease for _, lease in states.read)]
         leases += states.candidates  # rule: candidates-are-released-with-their-request
         if states.source is not None:
@@ -259,9 +263,9 @@ class StateCache:
     # ------------------------------------------------------------------ stores
 
     def store_latest(self, after: tuple[Fence, ...]) -> tuple[StorePlan, Lease] | None:
-        """Plan to store the newest checkpoint of each request that has left the device, unless it was evicted. The
-        caller submits the plan, then releases the lease. `after`: the fence of the last
-        committed step.
+        """Plan to store the newest checkpoint of each request that has ended or was preempted, unless the checkpoint
+        was evicted. The caller submits the plan, then releases the lease. `after`: the fence of the last committed
+        step.
         """
         if not self._to_store:
             return None
@@ -275,7 +279,7 @@ class StateCache:
             for pair in zip(self.part_keys(key), self._region.block_ids(state_id), strict=True)
         ]
         keys, block_ids = zip(*parts, strict=True)
-        # A checkpoint is findable once rank 0 has ended the step that wrote it: other ranks may still be in that step.
+        # A checkpoint is findable once rank 0 has ended the step that wrote it. Other ranks may still run that step.
         # rule: store-of-a-newest-checkpoint-waits-for-every-rank
         return StorePlan(keys, block_ids, after, keys), self._states.share([*found.values()])
 

@@ -1,4 +1,6 @@
-"""A step during planning. The parts of the scheduler add rows, transfers and fences; then `build` makes the plan."""
+"""Collects a step while it is planned: the parts of the scheduler add rows, transfers and fences, and `build` makes the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class StepBuilder:
     prefills        rows that compute a chunk of a prompt
     after           fences that the step waits for: last uses of the blocks that were allocated for it
     undrafted       number of rows without drafts by reason, see `StepPlan`
-    arriving        requests without a row because their loads end later than the work before the step, by rank
+    arriving        requests without a row, by rank: the step could begin before their loads end
     """
 
     prefill_budget: int
@@ -39,7 +41,7 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step has no row yet."""
+        """Whether the step has no row."""
         return not (self.plain or self.drafting or self.prefills)
 
     def build(self) -> StepPlan:

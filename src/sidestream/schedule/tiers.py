@@ -1,4 +1,6 @@
-"""Blocks in tiers other than the device: a request loads them, waits for their promotion, or computes their tokens."""
+"""Decides how a request uses blocks in tiers other than the device: it loads them from host memory, waits for their
+promotion (a copy from a slower tier to host memory), or computes their tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,28 @@ class TierView(Protocol):
     """The interface of tiers and transfers for the scheduler. Read-only; never blocks."""
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
-        """The tier of each block in the longest run of leading `keys` of which tiers hold every block."""
+        """The tier of each block in the longest run of leading `keys` whose blocks are all in tiers."""
         ...
 
     def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
-        """Whether loading the blocks `sources` is expected to be faster than computing the tokens of `num_blocks`
-        blocks; None: of as many blocks as are loaded.
+        """Whether to load blocks from the tiers `sources`: True if that is expected to be faster than computing the
+        tokens of `num_blocks` blocks (None: of the loaded blocks).
         """
         ...
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
-        """Seconds until a step of duration `step_s` can begin without waiting for the request's loads; 0: now."""
+        """Seconds until a step that takes `step_s` can begin without waiting for the request's loads; 0: now."""
         ...
 
     def transfers_fence(self) -> Fence | None:
-        """A fence that is done when all transfers submitted so far have released their device blocks. None: all of them
-        have already.
+        """A fence that is done when all transfers submitted so far have released their device blocks. None: they all
+        have released them already.
         """
         ...
 
 
 class NoTiers:
-    """There is no tier other than the device."""
+    """The view of an engine without tiers other than the device."""
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
         """No block is in a tier."""
@@ -62,10 +64,10 @@ class TierLoads:
     """Decides between loading, promoting from disk and computing, and handles the ends of loads and promotions.
 
     Invariants:
-    - Only blocks in the host tier are loaded into the device. A run that continues in a slower tier is
-      promoted first, while its request is LOADING; the request is admitted when the promotion ends.
-    - A promotion or load that failed is a miss. The request does not try that tier again, so it makes progress (H9,
-      H26).
+    - Only blocks in the host tier are loaded into the device. If some blocks of a run are in a slower tier, they are
+      promoted first. Meanwhile the request is LOADING, and it is admitted when the promotion ends.
+    - A promotion or load that failed counts as a cache miss. The request does not try that tier again, so it makes
+      progress (hazards H9, H26).
     - At most as many requests are LOADING as may run, so that their blocks do not fill the host tier.
     """
 
@@ -82,7 +84,7 @@ class TierLoads:
         return [] if request.avoid_tiers else self._view.locate(keys)
 
     def may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
-        """Whether the request should wait for blocks of slower tiers than host memory."""
+        """Whether the request may wait for blocks of tiers that are slower than host memory."""
         # rule: promoting-requests-are-bounded
         loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
         # rule: request-promotes-a-bounded-number-of-times
@@ -96,7 +98,7 @@ class TierLoads:
 
     def promote(self, request: Request, keys: Sequence[Key], sources: Sequence[Source], step: StepBuilder) -> bool:
         """Plan a promotion of the first `keys`, which are in the tiers `sources`, and make the request wait for it.
-        Returns False if that is not worth the time, or if the request has waited too often.
+        Returns False if the promotion is not worth the time, or if the request has waited too often.
         """
         if not self.may_promote(request, sources):
             return False
@@ -117,7 +119,9 @@ class TierLoads:
         return bool(sources) and self._view.worth_loading(sources, num_blocks=num_blocks)
 
     def cached_tokens(self, request: Request, *, num_hits: int, loaded: Sequence[Key]) -> CachedTokens:
-        """Tokens that an admission found: in `num_hits` blocks on the device, and in `loaded` blocks by their tier."""
+        """Numbers of cached tokens that an admission found, by tier: in `num_hits` blocks on the device, and in the
+        blocks with the keys `loaded`.
+        """
         tiers = Counter({DEVICE: num_hits, HOST: 0})
         tiers.update(request.promoted_from.get(key, HOST) for key in loaded)
         return CachedTokens(**{tier: count * self._limits.block_tokens for tier, count in tiers.items()})

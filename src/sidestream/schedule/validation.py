@@ -18,8 +18,8 @@ from sidestream.types import Key
 _PRIORITY_BOUND = 1 << 63
 
 KeysOf = Callable[[npt.NDArray[np.int64], str], tuple[list[Key], int]]
-"""Function of a prompt and its cache salt. Returns the keys of the prompt's complete blocks, and the keys' version
-(`Scheduler.keys_version`).
+"""Function of a prompt and its cache salt that returns the keys of the prompt's complete blocks, and the version of the
+keys (`Scheduler.keys_version`).
 """
 
 
@@ -27,8 +27,8 @@ KeysOf = Callable[[npt.NDArray[np.int64], str], tuple[list[Key], int]]
 class Bounds:
     """Upper bounds of the requests that an engine accepts.
 
-    max_model_len   tokens of prompt and output together
-    pool_tokens     tokens that the block pool holds
+    max_model_len   number of tokens of prompt and output together
+    pool_tokens     number of tokens that the block pool holds
     max_unfinished  samples that run or wait at the same time
     """
 
@@ -46,9 +46,9 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A valid request, with all values that take time to compute from its prompt.
+    """A checked request, with the values that take long to compute from its prompt.
 
-    keys         keys of the prompt's complete blocks, made when the scheduler's version was `keys_version`
+    keys         keys of the prompt's complete blocks, computed when the scheduler had this `keys_version`
     seed         seed of the first sample; each further sample adds 1
     max_outputs  tokens that each sample may emit
     """
@@ -87,8 +87,8 @@ class RequestChecker:
         self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str
     ) -> tuple[int, npt.NDArray[np.int64]]:
         """Check everything except types. Returns the number of tokens that may be emitted, and the prompt as an array.
-        An array is checked at once; one by one, tens of thousands of tokens would delay the first token by
-        milliseconds.
+        The prompt is checked as an array: checking tens of thousands of tokens one by one would delay the first token
+        by milliseconds.
         """
         bounds = self.bounds
         if not prompt:
@@ -160,7 +160,7 @@ def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
 
 def _whole_number(value: Any, param: str) -> int:
     try:
-        if isinstance(value, bool | np.bool_):  # Python, and numpy before 2.1, take them as ints
+        if isinstance(value, bool | np.bool_):  # Python, and numpy before 2.1, accept bools as ints
             raise TypeError
         return operator.index(value)
     except TypeError:
