@@ -104,7 +104,7 @@ def _open_tiers(plan: BuildPlan, device: Device, given: Mapping[str, PersistentT
 
 
 def _tier_fingerprint(model: ServableModel) -> str:
-    """A text that identifies the model and the layout of its recurrent states, because tiers hold both KV and states."""
+    """Identifies the model and the layout of its recurrent states: tiers hold both KV and states."""
     if model.state_layout is None:
         return model.fingerprint
     return f"{model.fingerprint} {json.dumps(model.state_layout.describe(), sort_keys=True)}"

@@ -1,9 +1,9 @@
-"""The executor: runs batch plans on the device. One submission to the compute stream runs the whole step, eagerly or by
-CUDA graphs that were captured for its size.
+"""The executor: runs batch plans on the device. Each step is one submission to the compute stream. It runs eagerly, or
+by CUDA graphs that were captured for its size.
 
-`launch` returns at once: the last token of a decode row is on the device, and the host need not know it yet. On a GPU,
-`launch` never waits for the device: kernels read a step's inputs from mapped host memory (`runner/upload.py`). Called
-from the engine thread.
+`launch` returns at once. It needs no results of the step before: a decode row takes its last token from device memory.
+On a GPU, `launch` never waits for the device: kernels read a step's inputs from mapped host memory
+(`runner/upload.py`). Called from the engine thread.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ from sidestream.speculate import Proposer
 from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan
 
 MAX_STEPS = 3
-"""Steps whose memory is in use: one runs, the next one is launched, the results of the previous one are being read."""
+"""Largest number of steps whose host memory is in use: one step runs, the next one is being launched, and the host
+reads the results of the one before.
+"""
 
 _NO_CHANGES = TableChanges([], [])
 
 
 class PreparedStep(NamedTuple):
-    """The host's part of a step, complete when the step is enqueued.
+    """The inputs and choices of a step, which the host makes before it enqueues the step.
 
     numbers    content of the input buffer, in the order of `StepInputs`
-    changes    changes of the block tables that have no place in `numbers`
+    changes    changes of the block tables that do not fit into `numbers`
     captured   the step's graphs; None: the step runs eagerly
     """
 
@@ -71,9 +73,9 @@ class LaunchedStep:
     """A launched batch; its fence covers the forward pass, the sampling, and the delivery of the results.
 
     gated          whether the step waits for loads
-    top_logprobs   for each sampling row, see `Sampler.top_logprobs_of`
+    top_logprobs   requested numbers of log-probabilities, see `Sampler.top_logprobs_of`
     launched_s     time of the launch, by the device's clock
-    on_all_ranks   fence of this step on all ranks; None: there is one rank
+    on_all_ranks   fence that is done when all ranks have run the step; None: there is one rank
     """
 
     batch: BatchPlan
@@ -96,8 +98,8 @@ class LaunchedStep:
         return tuple(compress(self.batch.columns.drafts, self.batch.columns.samples))
 
     def drop(self) -> None:
-        """Release the step's mailbox entry without reading it: the step failed, was a warm-up, or is read by another
-        rank.
+        """Release the step's mailbox entry without reading it, because the step failed, was a warm-up, or is read by
+        another rank.
         """
         self.entry.lease.release(after=(self.fence,))  # rule: mailbox-entry-of-a-failed-step-is-released
 
@@ -109,11 +111,11 @@ class LaunchedStep:
 class StepTracing:
     """Declares to the device's tracer which memory each step reads and writes. Does nothing without a tracer.
 
-    Each range is declared once, at the first point of the compute stream where the step may use it: at the launch; or,
-    in a step with drafts, when the step begins and its positions are known; or, in a step that waits for loads, behind
-    the wait for the layer.
+    Each byte range is declared once, at the point of the compute stream from which the step may use it: at the launch;
+    in a step with drafts, when the step begins, because its positions are known only then; in a step that waits for
+    loads, behind the wait of each layer.
 
-    scratch   the block for hidden states that belong to no block; None: there is none
+    scratch   id of the block where steps write hidden states that are not kept; None: there is none
     """
 
     def __init__(
@@ -138,8 +140,8 @@ class StepTracing:
         self._on = on
 
     def at_launch(self, batch: BatchPlan, entry: MailboxEntry, *, gated: bool) -> list[Access]:
-        """The accesses to declare when a step is launched. Those to KV and states are declared later if the step waits
-        for loads, or if only the device knows the positions of its rows.
+        """The accesses to declare when a step is launched. Accesses to KV and states are declared later if the step
+        waits for loads, or if only the device knows the positions of the step's rows.
         """
         accesses = [] if gated or batch.speculates else [*self._accesses(batch.rows).all()]
         accesses.append(entry.access(write=True))  # rule: step-declares-its-mailbox-entry
@@ -149,8 +151,8 @@ class StepTracing:
         """The accesses of a step that begins on the stream, with row positions as exact as the host knows them. Called
         inside work of the stream.
 
-        A step with drafts declares here what it uses from its start: everything; or, if its layers wait for loads, the
-        KV of the rows for which it drafts, whose blocks were loaded before.
+        Declares the accesses of a step with drafts: all of them; or, if its layers wait for loads, only the KV of the
+        rows with drafts, which drafting reads before the first layer. These rows' blocks were loaded before.
         """
         accesses = self._accesses(self._rows_from_state(batch) if self._on else ())
         if batch.speculates:
@@ -166,8 +168,8 @@ class StepTracing:
         return StepAccesses(self._memory, self._scratch, rows, self._layout, self._region)
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
-        """The rows of the batch. On a CPU, where the host can read the device state, they get their exact positions and
-        lose checkpoints that they do not reach. On a GPU, their positions stay bounds, `[min_start, stop)`.
+        """The rows of the batch. On a CPU, the host can read the device state. There, rows get their exact positions,
+        and lose checkpoints that they do not reach. On a GPU, their positions stay bounds, `[min_start, stop)`.
         """
         if not batch.speculates or not on_host(self._state.lengths.device):
             return batch.rows
@@ -184,17 +186,16 @@ class StepTracing:
 
 
 class Executor:
-    """Owner of the compute stream, the device's decode state and the mailbox.
+    """Owner of the compute stream, of the decode state on the device, and of the mailbox (host memory for results).
 
     memory      the block pool, `num_blocks * layout.block_bytes` bytes
     num_slots   largest number of requests that run at once
-    attention   backend that makes the attention metadata of each step, created for `num_slots` decode rows and a short
-                chunk
-    ops         device operations other than the model's; None: operations in torch, for a CPU
+    attention   makes the attention metadata of each step; created for `num_slots` decode rows and a short chunk
+    ops         the operations of a step besides the model; None: their implementation in torch, for a CPU
     states      the part of `memory` for recurrent states; None: the model has no recurrent state
     group       the ranks that share the model, if there are several; all of them launch the same steps
     proposer    drafts up to `max_drafts` tokens for rows of up to `max_len` tokens; None: no drafts. If the proposer
-                reads hidden states, the pool has one block more than requests can hold, and the last layers of each
+                reads hidden states, the pool has one block more than requests can use, and the last layers of each
                 block hold hidden states
     """
 
@@ -213,7 +214,7 @@ class Executor:
         max_drafts: int = 0,
         max_len: int = 0,
     ) -> None:
-        """Every step runs eagerly until `capture`."""
+        """Until `capture` is called, every step runs eagerly."""
         self._device = device
         self._model = model
         self._ops = ops = TorchOps() if ops is None else ops
@@ -273,7 +274,9 @@ class Executor:
         self._graphs: Graphs | None = None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
-        """Enqueue one step. It waits for `after` and, before each layer, for the layer's `gates`. Returns at once."""
+        """Enqueue one step. The step waits for the fences `after`, and before each layer for the fences of the layer in
+        `gates` (its loads). Returns at once.
+        """
         launched_s = self._clock()
         gated, columns = bool(gates.by_layer), batch.columns
         for slot, begin in batch.begins:
@@ -291,8 +294,8 @@ class Executor:
         return LaunchedStep(batch, fence, step.entry, gated, top_logprobs, launched_s, self._mailbox)
 
     def _prepare(self, batch: BatchPlan, gates: LayerGates) -> PreparedStep:
-        """Choose the step's graphs and pack its inputs. For a captured step that waits for loads, record the events
-        that its graph waits for.
+        """Choose the step's graphs and pack its inputs. For a captured step that waits for loads, also record the
+        events for which its graph waits.
         """
         captured, gated = None, bool(gates.by_layer)
         if self._graphs is not None:
@@ -317,8 +320,8 @@ class Executor:
     def _run(self, batch: BatchPlan, step: PreparedStep) -> None:
         """Run the step: the work that `launch` submits to the compute stream.
 
-        If it fails, `_tables` forgets the block tables on the device, so that the next step writes them again. On a GPU
-        this method runs on the engine thread, before the next step is packed.
+        If it fails, `_tables` forgets which block tables are on the device, so that the next step writes them
+        completely. That is in time: on a GPU, this method runs on the engine thread, before the next step is packed.
         """
         try:
             with torch.inference_mode():
@@ -355,8 +358,8 @@ class Executor:
         return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
     def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
-        """Replay the graph of the forward pass and, if sampling is captured for this mode, its graph. In the latter
-        case the output is None, because nothing is left to sample.
+        """Replay the graph of the forward pass. If sampling is captured for this mode, also replay the graph of
+        sampling; then the output is None, because nothing is left to sample.
         """
         captured = step.captured
         assert self._graphs is not None and captured is not None
@@ -409,14 +412,14 @@ class Executor:
         self._graphs = graphs
 
     def close(self) -> None:
-        """Delete the captured graphs. Call it after the last step: a group must not close while graphs hold its
-        collectives.
+        """Delete the captured graphs. Call it after the last step, because a group of ranks must not close while graphs
+        hold its collectives.
         """
         self._graphs = None
 
     def _layer_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[int], None]:
-        """The callback that attention calls before it reads or writes a layer's KV. It makes the stream wait for that
-        layer's loads (hazard H5).
+        """Make the callback that attention calls before it reads or writes a layer's KV. The callback makes the stream
+        wait for the loads of this layer (hazard H5).
         """
         if not gates.by_layer:
             return lambda layer: None
@@ -429,8 +432,8 @@ class Executor:
         return before_layer
 
     def _states_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[], None]:
-        """The callback that is called once, before a step reads or writes recurrent states. A load copies states before
-        all layers, so the stream waits for the same fences as the first layer.
+        """Make the callback that is called once, before a step reads or writes recurrent states. A load copies states
+        before the KV of all layers, so the stream waits for the fences of the first layer.
         """
         if not gates.by_layer or not self._has_states:
             return lambda: None
@@ -446,7 +449,7 @@ class Executor:
 def _make_state_pool(
     device: Device, memory: Memory, region: StateRegion, block_tokens: int, drafts: DraftInputs | None
 ) -> StatePool:
-    """The recurrent states in `memory`. Fills the zero state, with which sequences begin."""
+    """Make the pool of recurrent states in `memory`. This clears the zero state, with which sequences begin."""
     pool = StatePool(
         memory.data[region.first_byte : region.stop_byte],
         region.layout,

@@ -1,5 +1,5 @@
-"""The forward pass of a step, the same for eager and for captured steps: drafting, inputs from device state, the model,
-and the proposer's KV (`Proposer.follow`). On the compute stream.
+"""The forward pass of a step, the same for eager and for captured steps: draft tokens, take inputs from device state,
+run the model, compute the proposer's KV (`Proposer.follow`). Runs on the compute stream.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Proposed(NamedTuple):
     """The drafts of a step.
 
     tokens   int64 `[decode rows, K]`; undefined in rows without drafts
-    times    int64 `[3]`: begin of drafting, end of drafting, end of the forward pass; in ns of the device's clock
+    times    int64 `[3]`: times of the start of drafting, of its end, and of the end of the forward pass, in ns of the
+             device's clock
     """
 
     tokens: Tensor
@@ -94,7 +95,7 @@ class ForwardOutput(NamedTuple):
 
     logits      `[N, vocab_size]`, in the model's dtype
     positions   int64 `[N]`: positions in their sequences
-    hidden      `[N, hidden_size]`; None: the pass has kept the hidden states of the slots already
+    hidden      `[N, hidden_size]`; None: the forward pass has already kept the hidden states that the slots need
     proposed    the step's drafts; None: it has none
     """
 
@@ -107,12 +108,13 @@ class ForwardOutput(NamedTuple):
 class Forward:
     """Computes a step's logits from its inputs.
 
-    kv           the block pool. If a proposer reads hidden states, it has one block more than requests can hold
-    attention    makes the attention batch of each pass. If it reads lengths on the host, passes have no padding
-    proposer     makes drafts and, if it has its own KV, computes it after every pass; None: no drafts
+    kv           the block pool. If the proposer reads hidden states, the pool has one block more than requests can use
+    attention    makes the attention batch of each pass. If this backend reads lengths on the host, passes have no
+                 padding
+    proposer     makes drafts. A proposer with its own KV computes this KV in every pass. None: no drafts
     max_drafts   largest number of drafts of a row
     states       recurrent states; None: the model has none
-    group        the ranks that run the same passes; all of them verify the drafts of rank 0
+    group        the ranks that run the same passes; all of them verify the drafts that rank 0 made
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Forward:
         self._proposer_layers = range(layout.num_layers - own_layers, layout.num_layers)
         self._hidden = HiddenStates(kv, layout, state, ops) if hidden_size else None
         self._follows = proposer is not None and proposer.num_layers > 0
-        # Offsets of rows with one token each.
+        # Offsets of the rows of a batch in which each row has one token.
         self._single_starts = torch.arange(state.num_slots + 2).to(kv.device)
 
     def step(
@@ -236,8 +238,8 @@ class Forward:
 
         logits_indices int64 `[N]` · rows: None if no proposer has its own KV · before_layer: called with each layer of
         the proposer, in order, before the first of them is read or written · proposed: the drafts among the tokens ·
-        continues: each row has one token and continues its last step, and `before_layer` waits for nothing, so the
-        proposer's inputs are known before the model runs
+        continues: each row has one token and continues its last step, and `before_layer` waits for nothing. Then the
+        proposer's inputs are known before the model runs, and both run at the same time
         """
         hidden, proposer, at_logits = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:
@@ -277,7 +279,8 @@ class Forward:
                 )
                 logits = states.finish(logits, logits_indices)
             self._stream.join()  # rule: proposer-branch-is-joined
-            # Without drafts, each row continues after its slot's last token, whose hidden state is kept for the slot.
+            # Without drafts, each row continues after its slot's last token, and `hidden.keep` has kept the hidden
+            # state of that token.
             if proposed is not None:
                 at_logits = outputs[0][logits_indices]
         if proposed is not None:
@@ -285,7 +288,7 @@ class Forward:
         return ForwardOutput(logits, positions[logits_indices], at_logits, proposed)
 
     def _propose(self, inputs: StepInputs) -> Proposed | None:
-        """Draft for the decode rows that may have drafts; None: there are no such rows."""
+        """Draft tokens for the decode rows that may have drafts; None: there are no such rows."""
         sizes, state, proposer = inputs.sizes, self._state, self._proposer
         drafting = slice(sizes.first_drafting, sizes.decodes)
         if proposer is None or not sizes.draft_len or drafting.start == drafting.stop:

@@ -1,9 +1,9 @@
-"""CUDA graphs of forward passes and of sampling, captured once for each `GraphKey`: the host launches a step by one
-call, for any number of layers.
+"""CUDA graphs of forward passes and of sampling, captured once for each `GraphKey` (the sizes of a step). With a graph,
+the host launches a forward pass by one call, for any number of layers.
 
-Each key has two graphs of the pass: the plain graph, and a gated graph for batches with running loads, in which each
-group of layers waits for its loads (H5). Both read the key's inputs (`StepInputs`) and write the same output tensors.
-Called from the engine thread.
+Each key has two graphs of the forward pass: the plain graph, and a gated graph for batches whose KV is still being
+loaded. In the gated graph, each group of layers first waits for its loads (hazard H5). Both read the key's inputs
+(`StepInputs`) and write the same output tensors. Called from the engine thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class GateEvent(Protocol):
-    """An event for which captured graphs wait: a replay waits for the last record before it."""
+    """An event for which captured graphs wait. A replay of the graph waits for the work that the last `record` before
+    the replay covers.
+    """
 
     def record(self, stream: Any) -> object:
         """Record all work enqueued on the stream so far."""
@@ -51,7 +53,7 @@ class _Pass:
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedStep:
     """The graphs of one key. `fetches`: for each region of `Uploads`, the graph that copies the region to the inputs;
-    empty if that copy is not captured.
+    empty if the copy of inputs is not captured.
     """
 
     key: GraphKey
@@ -61,9 +63,9 @@ class CapturedStep:
     fetches: list[Graph] = field(default_factory=list)
 
     def modes(self, *, gated: bool) -> Sequence[SamplingMode]:
-        """The modes for which sampling is captured. PENALISED is not captured with drafts, because its penalties also
-        count the drafts before each token, which the host must list. With loads, only ARGMAX is captured, because few
-        steps have loads.
+        """The modes for which sampling is captured. With drafts, PENALISED is not captured: penalties then also count
+        the drafts before each token, which the host must list. With loads, only ARGMAX is captured, because few steps
+        have loads.
         """
         if gated:
             return (SamplingMode.ARGMAX,)
@@ -75,7 +77,8 @@ class CapturedStep:
 class Graphs:
     """Owner of the inputs and graphs of one executor.
 
-    gates         the stream on which the gates' events are recorded; nothing else runs on it
+    gates         the stream on which the events of the gates (waits in gated graphs) are recorded; nothing else runs on
+                  it
     num_layers    number of layers of the pool
     gate_layers   number of layers in a group of the gated graphs; 0: there are no gated graphs, and batches with loads
                   run eagerly
@@ -109,7 +112,7 @@ class Graphs:
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._fitting: dict[tuple[int, int, int, int], list[CapturedStep]] = {}
         self._traced = device.tracer is not None
-        self._replayed: StepAccesses | None = None  # of the gated graph that is being replayed
+        self._replayed: StepAccesses | None = None  # accesses of the step whose gated graph is being replayed
         self._groups: list[range] = []
         self._starts: list[int] = []  # first layer of each group
         self._events: list[GateEvent] = []
@@ -128,7 +131,8 @@ class Graphs:
         return list(self._captured)
 
     def capture(self, keys: Iterable[GraphKey], *, tell: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture the keys in order, and replay each once, on padding. Blocks; call it only before serving.
+        """Capture the graphs of the keys, in order, and replay each once, on padding. Blocks; call it only before
+        serving.
 
         If memory runs out, the graphs captured so far are kept, and a warning is logged. Raises other errors of a
         forward pass. `tell` is called with the number of captured keys and the number of all keys.
@@ -214,7 +218,7 @@ class Graphs:
                 self._stream.wait_external(self._events[self._starts.index(layer)])
             self._touch(lambda accesses: accesses.layers(range(layer, layer + 1)))  # rule: captured-layer-is-declared
 
-        self._finish(lambda: run(captured.plain, ungated))  # compiles, tunes and allocates before the capture
+        self._finish(lambda: run(captured.plain, ungated))  # compiles kernels and allocates, before the capture
         for mode in captured.modes(gated=False):
             self._finish(lambda mode=mode: self._draw(captured.inputs, captured.plain, mode))  # type: ignore[misc]
         beside = next((other.plain.graph for other in self._captured.values()), None)
@@ -244,7 +248,7 @@ class Graphs:
         return captured
 
     def _touch(self, part: Callable[[StepAccesses], Sequence[Access]]) -> None:
-        """Declare accesses at this point of a graph, at each replay those of the replayed step."""
+        """Declare accesses at this point of a captured graph: each replay declares those of the replayed step."""
 
         def accesses() -> Sequence[Access]:
             return () if self._replayed is None else part(self._replayed)

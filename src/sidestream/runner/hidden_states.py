@@ -1,9 +1,10 @@
-"""Keeps hidden states from one step to the next: by request slot on the device, and by block in the pool's last layers,
-so that they are stored and loaded with the KV.
+"""Keeps the model's hidden states from one step to the next: the last one of each request slot, and the last one of
+each block. A block's hidden state is in the last layers of the block pool, so it is stored and loaded with the block's
+KV.
 
-A proposer that reads hidden states uses, at each token, the hidden state of the position before it. For a row's first
-token of a step, the slot's last step has kept this state. For the first token of an epoch, the block before the token
-holds it (hazard H15). At the start of a sequence it is zero. On the compute stream.
+A proposer that reads hidden states uses, at each token, the hidden state of the position before. For a row's first
+token in a step, the slot has kept it from its last step. For the first token after an admission, the block before the
+token holds it (hazard H15). At the start of a sequence, it is zero. On the compute stream.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def origin_of(row: RowPlan, block_tokens: int) -> int:
 class HiddenStates:
     """Owner of the pool's last layers. In each complete block, they hold the hidden state of the block's last token.
 
-    kv   the pool, with one block more than requests can hold, for writes whose result is not used
+    kv   the block pool; its last block is used by no request, and takes writes that are not kept
     """
 
     def __init__(self, kv: Tensor, layout: KVLayout, state: DecodeState, ops: Ops) -> None:
@@ -40,8 +41,8 @@ class HiddenStates:
         self._by_block = kv.view(kv.shape[0], -1)[:, start : start + hidden_size]
 
     def previous_by_slot(self, rows: PackedRows) -> Tensor:
-        """The hidden state before each row, `[B, hidden_size]`, if every row has one token and continues its last step:
-        then these states are known before this step runs.
+        """The hidden state before each row, `[B, hidden_size]`. Only for steps in which every row has one token and
+        continues its last step: their states are known before the step runs.
         """
         return self._state.hidden[rows.slots]
 
@@ -50,8 +51,8 @@ class HiddenStates:
         return self._ops.previous_hidden(hidden, rows, self._state.hidden, self._by_block)
 
     def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Keep the hidden states of this step, `[T, hidden_size]`: each row's last one in its slot, and each complete
-        block's last one in the block.
+        """Keep hidden states of this step, `[T, hidden_size]`: each row's last hidden state in its slot, and the last
+        hidden state of each complete block in the block.
         """
         self._ops.keep_hidden(
             hidden,

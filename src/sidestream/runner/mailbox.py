@@ -1,4 +1,5 @@
-"""The mailbox: host memory to which steps deliver their results. Each step leases one entry.
+"""The mailbox: host memory to which steps deliver sampled tokens, log-probabilities and accept lengths. Each step
+leases one entry.
 
 Kernels on the compute stream write an entry, and the engine thread reads it after the step's fence. The copy engine is
 not used, because results would wait there behind bulk transfers.
@@ -26,8 +27,8 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One array of an entry, at byte `start` of it: `count` times `width` values. `count` is the largest number of
-    logits or of sampling rows.
+    """One array of an entry, `count` times `width` values. It begins at byte `start` of the entry. `count` is the
+    largest number of logits, or of sampling rows, of a step.
     """
 
     start: int
@@ -38,7 +39,7 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class MailboxEntry:
-    """One step's part of the mailbox's `memory`; `lease` ends when the results were read."""
+    """The part of the mailbox's `memory` that one step uses. `lease` ends when the results were read."""
 
     memory: str
     lease: Lease
@@ -89,7 +90,7 @@ class Mailbox:
         }
         self._fields: dict[str, _Field] = {}
         start = 0
-        for name, (dtype, width, count) in layout.items():  # 8-byte fields first, so that all fields are aligned
+        for name, (dtype, width, count) in layout.items():  # 8-byte fields come first, so that every field is aligned
             self._fields[name] = _Field(start, dtype, width, count)
             start += np.dtype(dtype).itemsize * width * count
         self._entry_bytes = -(-start // _ALIGNMENT) * _ALIGNMENT
@@ -99,7 +100,9 @@ class Mailbox:
             device.tracer.backed(self._pool.name, self._memory.name, self._entry_bytes)
 
     def take_entry(self) -> MailboxEntry:
-        """A free entry for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
+        """Lease a free entry for a step that will be launched. Raises PoolExhausted if the results of too many steps
+        are unread.
+        """
         # rule: mailbox-entry-is-leased-until-read
         return MailboxEntry(self._memory.name, self._pool.take(1), self._entry_bytes)
 
@@ -114,7 +117,7 @@ class Mailbox:
     ) -> None:
         """Deliver a step's sampled tokens and, with drafts, the accept lengths of its sampling rows and
         `Proposed.times`. Called inside work of `stream`, the compute stream. `start`: first byte of the step's entry;
-        for captured work, int64 `[1]` on the device. Tokens sampled at padding are not delivered, or not read.
+        for captured work, int64 `[1]` on the device. Tokens that a captured step samples at padding are not read.
         """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}  # rule: non-finite-logits-are-reported
         if counts is not None:

@@ -10,12 +10,12 @@ One row is sampled in this order:
 2. Temperature 0 or `top_k` 1: argmax, the lowest id among equals.
 3. Else temperature, softmax, then top-k, top-p and min-p, each applied to the tokens that the previous filter kept (the
    order of transformers). A filter keeps or drops equally likely tokens together, so it may keep more than k.
-4. One uniform number, a hash of (seed, output index), picks one of the remaining tokens, in the order of ids.
+4. A uniform number, made by a hash of (seed, output index), picks one of the remaining tokens, in the order of ids.
 
 Log-probabilities are those of the raw logits, before step 1 (vLLM's `raw_logprobs`).
 
-A row with k drafts has 1 + k rows of logits, and a token is sampled at each. The row's output ends with the first
-sampled token that differs from the draft at its position, see `Ops.advance`.
+A row with k drafts has 1 + k rows of logits, and a token is sampled at each of them. The row's output ends with the
+first sampled token that differs from the draft at its position, see `Ops.advance`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from sidestream.runner.state import DecodeState, SlotSampling
 from sidestream.runner.step_inputs import InputSizes, StepInputs
 from sidestream.types import BatchPlan, RowColumns, RowPlan, SamplingSpec
 
-# Requests may ask for 0 to 20 log-probabilities. Always computing 20 makes the choice among equal values independent of
-# other rows.
+# Requests may ask for 0 to 20 log-probabilities. A step always computes 20, so that which of several equal values a row
+# gets does not depend on other rows.
 TOP_LOGPROBS = 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,8 +51,8 @@ class SamplingMode(IntEnum):
     ARGMAX      argmax of the raw logits
     RANDOM      temperature and filters
     PENALISED   also penalties
-    HOST        also options that only the host knows: logit bias, bans before `min_tokens`, log-probabilities. Never
-                captured
+    HOST        also options that only the host knows: logit bias, token ids that are forbidden before `min_tokens`
+                outputs, log-probabilities. Never captured
     """
 
     ARGMAX = 0
@@ -101,16 +101,18 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Owner of the sampling options that the host must know of each slot, up to date with the last launched step."""
+    """Samples the tokens of steps. Owner of those sampling options of each slot that decide how the host launches a
+    step.
+    """
 
     def __init__(self, state: DecodeState, ops: Ops, group: Group | None = None) -> None:
-        """`group`: the ranks that sample the same steps; all of them go on with the tokens of rank 0."""
+        """`group`: the ranks that sample the same steps; all of them continue with the tokens that rank 0 sampled."""
         self._group = group
         self._state = state
         self._ops = ops
-        self._top_logprobs: dict[int, int] = {}  # requested numbers, for slots that requested any
-        self._modes: dict[int, SamplingMode] = {}  # for slots whose mode is above ARGMAX
-        self._bans: dict[int, SamplingSpec] = {}  # for slots whose mode gets lower after `min_tokens` outputs
+        self._top_logprobs: dict[int, int] = {}  # requested number of each slot that requested log-probabilities
+        self._modes: dict[int, SamplingMode] = {}  # modes of the slots whose mode is above ARGMAX
+        self._bans: dict[int, SamplingSpec] = {}  # of slots whose mode becomes lower after `min_tokens` outputs
 
     def begin(self, slot: int, spec: SamplingSpec) -> None:
         """Record that the slot has a new request from the next launched step on."""
@@ -192,8 +194,8 @@ class Sampler:
         return drawn, None if proposed is None else accepted
 
     def _drafted_before(self, rows: Sequence[RowPlan], drafts: Tensor) -> Tensor:
-        """The drafts between a slot's last token and each row of logits: int64 `[N, K]`, padded with -1."""
-        decodes = len(drafts)  # decode rows come first, and all of them sample
+        """For each row of logits, the row's drafts before it, int64 `[N, K]`, padded with -1."""
+        decodes = len(drafts)  # decode rows come first, and every decode row samples
         of_row = [min(at, decodes - 1) for at, row in enumerate(rows) for _ in range(1 + row.drafts)]
         number = self._state.index([number for row in rows for number in range(1 + row.drafts)])
         before = torch.arange(drafts.shape[1], device=drafts.device) < number[:, None]

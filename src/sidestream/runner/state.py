@@ -1,5 +1,5 @@
 """Decode state on the device, by request slot: the last token, the blocks, the sampling options and the token counts of
-penalties. With drafts, also all tokens and their number, which the host learns only one step later.
+penalties. With drafts, also all tokens of the slot and their number, because the host learns these only one step later.
 
 Knows slots and tokens, never requests or logits. Only work on the compute stream uses it, so a slot's reset, its
 sampling and its next reset are ordered without a lock. The host never reads it.
@@ -26,7 +26,7 @@ from sidestream.types import RowStart, SamplingSpec
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """The sampling options of a slot that the host applies; `SamplingTensors` holds the other options, on the device.
+    """Those sampling options of a slot that the host applies. `SamplingTensors` holds the other options on the device.
 
     bias_ids    int64 `[n]`, distinct ids inside the vocabulary; `bias`: float32 `[n]`
     forbidden   int64 `[m]`, ids inside the vocabulary that may not be drawn before `spec.min_tokens` outputs; empty if
@@ -40,20 +40,20 @@ class SlotSampling:
 
 
 class DecodeState:
-    """Owner of the slots' device tensors; their single writer is the compute stream.
+    """Owner of the request slots' tensors on the device. Only the compute stream writes them.
 
     last_tokens    int64 `[num_slots + 1]`: the last token of each slot, drawn or given by `begin`
     block_tables   int32 `[num_slots + 1, table_width]`
     rules          the sampling options of each slot
-    lengths        int64 `[num_slots + 1]`: number of tokens of each slot that have KV; also the position of its last
-                   token, which has none yet
+    lengths        int64 `[num_slots + 1]`: number of tokens of each slot that have KV. It is also the position of the
+                   slot's last token, which has no KV yet
     history        int32 `[num_slots + 1, max_len + 1]`, all tokens of each slot; empty without `max_len`. The last
-                   column receives writes whose result is not used
+                   column takes writes that are not used
     hidden         `[num_slots + 1, hidden_size]`: the model's hidden state at the last position that has KV
     padding_slot   number of an additional slot for padding, which no request reads
 
-    `lengths`, `history` and `hidden` are used only with drafts. The `[num_slots + 1, vocab_size]` tables of penalties
-    (5 bytes an entry) are allocated when the first slot needs them; on a GPU, before serving.
+    `lengths`, `history` and `hidden` are used only with drafts. The tables of penalties, `[num_slots + 1, vocab_size]`
+    with 5 bytes an entry, are allocated when the first slot needs them; on a GPU, that is the warm-up.
     """
 
     def __init__(
@@ -68,19 +68,20 @@ class DecodeState:
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`uploads`: copies the host's numbers to the device; None: on a CPU. `max_len`: largest number of tokens of a
-        slot; 0: there is no `history`. `dtype`: dtype of hidden states.
+        """`uploads`: copies numbers from the host to the device; None: the device is a CPU. `max_len`: largest number
+        of tokens of a slot; 0: there is no `history`. `dtype`: dtype of hidden states.
         """
         self.num_slots = self.padding_slot = num_slots
         self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._uploads = uploads or Uploads(device)
         self._sampling: list[SlotSampling | None] = [None] * num_slots
-        # Blocking copies, because a fill on the device would run on a stream without fences. Zeros of numpy, because
-        # torch would fill with several threads and so create a second team of OpenMP threads, for this thread; with
-        # more threads than cores, the threads of the forward pass would then wake late (a step of SmolLM2-135M took 85
-        # ms instead of 45). Last tokens must be valid ids from the start: on a GPU, a step whose `begin` failed still
-        # looks them up, and an index outside the vocabulary ends the device.
+        # Initial values are made on the host and copied with blocking copies: a fill on the device would run on a
+        # stream that no fence covers. The zeros come from numpy, because torch would fill with several threads, and so
+        # start a second team of OpenMP threads. With more threads than cores, the threads of the forward pass then wake
+        # late (a step of SmolLM2-135M took 85 ms instead of 45). Last tokens must be valid ids from the start: on a
+        # GPU, a step whose `begin` failed still uses them as indices, and an index outside the vocabulary makes the
+        # CUDA context unusable.
         self.last_tokens = self._zeros((num_slots + 1,), np.int64)
         self.block_tables = self._zeros((num_slots + 1, table_width), np.int32)
         self.rules = SamplingTensors.greedy(num_slots + 1, self._device)
@@ -100,8 +101,9 @@ class DecodeState:
         """Initialise slots for new requests and for preempted requests that resume. Overwrites all earlier content
         (hazards H16, H18).
 
-        Runs before each slot's first chunk of an epoch, for all rows of a step at once, because a hundred requests that
-        arrive together would need hundreds of launches otherwise. Ignores ids outside the vocabulary.
+        Runs before the slot's first chunk of an epoch (the time from an admission to the next preemption). Handles all
+        slots of a step at once: for a hundred requests that arrive together, single calls would need hundreds of kernel
+        launches. Ignores ids outside the vocabulary.
         """
         for slot, start in begins:
             spec = start.sampling
@@ -133,10 +135,12 @@ class DecodeState:
             self.history.view(-1)[places] = self._uploads.together([torch.from_numpy(known)])[0]
         for slot, start in begins:
             if start.sampling.penalised:
-                self._fill_tables(slot, start)  # tables of other slots are never read, so they need no wiping
+                self._fill_tables(slot, start)  # not for other slots: their tables are never read
 
     def sampling_of(self, slot: int) -> SlotSampling:
-        """The host's sampling options of a slot. Raises InvariantError if `begin` was never called for it."""
+        """The sampling options of a slot that the host applies. Raises InvariantError if `begin` was never called for
+        it.
+        """
         found = self._sampling[slot]
         if found is None:
             raise InvariantError(f"slot {slot} draws, but it never began: its first chunk must carry RowStart")
@@ -148,8 +152,8 @@ class DecodeState:
         return SlotTensors(self.last_tokens, self.lengths, self.history, self.hidden, counts, self.rules.numbers)
 
     def seen_tables(self) -> tuple[Tensor, Tensor]:
-        """Counts in the output, int32, and presence in the prompt, bool; both `[num_slots + 1, vocab_size]`. Undefined
-        for slots without penalties.
+        """How often each token is in the output, int32, and whether it is in the prompt, bool; both `[num_slots + 1,
+        vocab_size]`. Undefined for slots without penalties.
         """
         if self._output_counts is None or self._in_prompt is None:
             shape = (self.num_slots + 1, self.vocab_size)

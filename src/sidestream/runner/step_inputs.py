@@ -1,9 +1,9 @@
 """The inputs of one step as a single buffer of int64 numbers, packed by the host for eager and for captured steps
 alike.
 
-A captured step (CUDA graph) has fixed sizes and addresses: each batch overwrites the whole buffer of its `GraphKey`.
-Rows of padding use the padding slot, write no KV, and their sampled tokens are not read (H18). An eager step has the
-exact sizes of its batch, so it has no padding.
+A captured step (CUDA graph) has fixed sizes and addresses: each batch overwrites the whole buffer of the `GraphKey`
+that it uses. Rows of padding use the padding slot, write no KV, and their sampled tokens are not read (H18). An eager
+step has the exact sizes of its batch, so it has no padding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Numbers = npt.NDArray[np.int64]
 # Smallest and largest number of prefill chunks in the sizes of a graph key.
 _CHUNKS, _MOST_CHUNKS = 8, 64
 _CHUNK_TOKENS = 16
-# Steps of at least _MANY_ROWS decode rows also have keys for few drafts. Steps with drafts and prefill also have keys
-# for at most _FEW_ROWS decode rows.
+# There are additional keys for steps with at least _MANY_ROWS decode rows and few drafts, and for steps with drafts,
+# prefill and at most _FEW_ROWS decode rows.
 _MANY_ROWS = 16
 _FEW_ROWS = 32
 SHORT_TOKENS = 16
-"""If a step has at most this many prefill tokens, attention splits the KV of its chunks as it does for decode rows.
-Short chunks often have a long context: after a prefix-cache hit, few tokens are left to compute.
+"""If a step has at most this many prefill tokens, attention splits the KV of its chunks among programs, as for decode
+rows. Short chunks often have a long context, because few tokens are left to compute after a prefix-cache hit.
 """
 
 
@@ -88,7 +88,7 @@ class InputSizes:
 
     @property
     def split_chunks(self) -> int:
-        """Number of chunks whose KV attention splits, as it does for decode rows."""
+        """Number of chunks for which attention splits the KV among programs, as for decode rows."""
         return min(_CHUNKS, self.chunks) if self.prefill_tokens <= SHORT_TOKENS else 0
 
     @property
@@ -100,7 +100,7 @@ class InputSizes:
 
 @dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
-    """The largest batch that one captured step can run.
+    """The sizes of the largest batch that one captured step can run.
 
     decodes       number of decode rows
     tokens        number of prefill tokens, all chunks together
@@ -127,7 +127,7 @@ class GraphKey:
 
     @property
     def sizes(self) -> InputSizes:
-        """The sizes of its inputs."""
+        """The sizes of the captured step's inputs."""
         logits = self.decodes + self.all_drafts + self.chunks
         first_drafting = 0 if self.drafts else self.decodes
         return InputSizes(
@@ -160,7 +160,7 @@ class GraphKey:
 
         A key for `chunk_tokens` lets the largest chunk run without padding. If `drafts` > 0, each number of decode rows
         has a key without drafts and a key with `drafts` drafts for each row. Large numbers of rows have a third key,
-        for a quarter of these drafts, because with drafts in few rows, the second key would compute mostly padding. For
+        for a quarter of these drafts: if only few rows have drafts, the second key would compute mostly padding. For
         the same reason, steps with prefill and drafts have a key for at most `_FEW_ROWS` decode rows. Without `chunks`
         there are only keys without prefill.
         """
@@ -334,9 +334,9 @@ def pack(
     mailbox_offset: int = 0,
     changes: TableChanges | None = None,
 ) -> Numbers:
-    """The content of a step's input buffer. The batch must fit into `sizes`; decode rows come first.
+    """Compute the content of a step's input buffer. The batch must fit into `sizes`, and its decode rows come first.
 
-    changes   changes of the device's block tables, at most one per row of `sizes`
+    changes   changed entries of the device's block tables, at most one for each row of `sizes`
     """
     columns, decodes = batch.columns, batch.num_decodes
     plain = not batch.speculates
@@ -393,7 +393,7 @@ def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, sta
     count = int(ends[-1]) if decodes else 0
     number = np.arange(count) - np.repeat(ends - counts, counts)  # index of each token within its row
     # rule: row-positions-come-from-the-device
-    lost = starts + counts != stops  # rows whose start only the device knows
+    lost = starts + counts != stops  # rows whose first position only the device knows
     parts.tokens[:count] = -1 - number
     parts.token_slots[:count] = np.repeat(decode_slots, counts)
     parts.positions[:count] = np.where(np.repeat(lost, counts), -1 - number, number + np.repeat(starts, counts))
@@ -445,7 +445,7 @@ def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
 
 @functools.lru_cache(maxsize=64)
 def _of_decodes(sizes: InputSizes, padding_slot: int, decodes: int) -> Numbers:
-    """The part of the content that all batches with `decodes` decode rows and no drafts have in common."""
+    """The content that all batches with `decodes` decode rows and no drafts have in common."""
     numbers = _padding(sizes, padding_slot).copy()
     parts = _Parts(*(numbers[part] for part in _slices(sizes)))
     parts.tokens[:decodes] = -1
@@ -465,8 +465,8 @@ class BlockTableMirror:
         self._held: list[tuple[int, ...]] = [()] * num_slots
 
     def changes(self, step: RowColumns) -> TableChanges:
-        """The changes for a step's rows; usually none. Updates the host's copy as if they were made: call `forget` if
-        they were not.
+        """The changes that a step's rows need; usually none. Updates the host's copy as if the step had made the
+        changes: call `forget` if the step fails.
         """
         indices: list[int] = []
         block_ids: list[int] = []
@@ -474,7 +474,7 @@ class BlockTableMirror:
         for slot, wanted in compress(zip(step.slot, step.block_ids, strict=True), others):
             held = self._held[slot]
             # rule: block-table-belongs-to-its-slots-owner
-            kept = len(held) if wanted[: len(held)] == held else 0  # 0: the slot has a new owner
+            kept = len(held) if wanted[: len(held)] == held else 0  # 0: another request has the slot now
             base = slot * self._width
             indices.extend(range(base + kept, base + len(wanted)))
             block_ids.extend(wanted[kept:])

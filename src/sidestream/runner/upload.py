@@ -2,8 +2,9 @@
 kernels read them.
 
 Even a small copy to the device waits while loads keep the copy engine busy: the 2 KB of a step took 40 ms during a load
-of 2 GiB. So on a GPU the integers are in mapped pinned memory, and a kernel copies them to device memory. Each step has
-its own region of this memory, as long as it holds its mailbox entry (hazard H17). On a CPU there is nothing to copy.
+of 2 GiB. So on a GPU, the host writes the integers to mapped pinned memory, and a kernel copies them to device memory.
+Each step has its own region of the mapped memory, for as long as it has its mailbox entry (hazard H17). On a CPU there
+is nothing to copy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MEMORY = "uploads"
 _REGION_BYTES = 1 << 20
 _ALIGNMENT = 16
 _NUMBER_BYTES = 8
-# The first bytes of a region are for the inputs of a captured step.
+# The first bytes of a region hold the inputs of a captured step.
 _INPUT_BYTES = 1 << 19
 
 
@@ -31,8 +32,8 @@ class Uploads:
     """The uploads of the step that is being enqueued. Single writer: the thread that enqueues the step.
 
     staging       uint8 `[regions, bytes]` on the host
-    mapped        the same memory under its device address. None, like `staging`: on a CPU
-    input_bytes   number of bytes of each region for `write`
+    mapped        the same memory under its address on the device. On a CPU, `staging` and `mapped` are None
+    input_bytes   number of bytes at the start of each region that `write` uses
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Uploads:
         self._device = torch.device(device)
         self._staging = staging
         self._mapped = mapped
-        # For each region, its inputs as int64 under the host address and under the device address.
+        # The region's bytes for `write` as int64, under the host address and under the device address, for each region.
         self._numbers: list[tuple[npt.NDArray[np.int64], Tensor]] = []
         if staging is not None and mapped is not None:
             pairs = zip(staging, mapped, strict=True)
@@ -57,7 +58,7 @@ class Uploads:
 
     @classmethod
     def of(cls, device: Device, *, num_regions: int) -> Uploads:
-        """Make the uploads of a device. `num_regions`: steps that may be launched with unread results at one time."""
+        """Make the uploads of a device. `num_regions`: largest number of launched steps whose results are unread."""
         if on_host(device.torch_device):
             return cls()
         memory = device.allocate_host(MEMORY, num_regions * _REGION_BYTES)
@@ -108,7 +109,7 @@ class Uploads:
         return self._region
 
     def into(self, target: Tensor, numbers: npt.NDArray[np.int64]) -> None:
-        """Overwrite `target`, int64 on the device, by the copy engine, which may be busy. Uses no region."""
+        """Overwrite `target`, int64 on the device. Uses the copy engine, which may be busy, and no region."""
         target.copy_(self._pinned(torch.from_numpy(numbers)), non_blocking=True)
 
     def _fetch(self, values: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class ReuseFinder:
         *,
         host_only: bool,
     ) -> Reuse:
-        """Reduce the found blocks (on the device and in tiers) to the reusable ones: those up to the last checkpoint."""
+        """Reduce the found blocks (on the device and in tiers) to the blocks before the last checkpoint."""
         known = count = len(hits) + len(sources)
         state_keys: Sequence[Key] = ()
         state_sources: Sequence[Source] = ()

@@ -1,4 +1,4 @@
-"""Speculative decoding: proposers that draft tokens on the device. Knows nothing about requests, blocks or the host."""
+"""Speculative decoding: proposers that draft tokens on the device. Knows nothing about requests or blocks."""
 
 from sidestream.speculate.ngram import NgramProposer
 from sidestream.speculate.proposer import Context, Proposer, StepTokens

@@ -1,5 +1,5 @@
-"""Drafts tokens with a smaller model, one after another. It computes KV for every token that the served model
-computes.
+"""Drafts tokens with a smaller model, one after another. The draft model computes its own KV for every token that the
+served model computes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class DraftModelProposer:
     """Drafts the tokens with the largest logits of `model`.
 
     num_layers   number of layers of the block pool for the draft model's KV, from `attach_draft`
-    vocab_size   vocabulary size of the served model, which contains all drafts
+    vocab_size   vocabulary size of the served model; all drafts are below it
     shape        shape of the draft model's KV
     """
 
@@ -50,5 +50,5 @@ class DraftModelProposer:
         self.model.forward(self._in_vocab(step.tokens), step.positions, step.batch.over(self.shape), no_logits)
 
     def _in_vocab(self, tokens: Tensor) -> Tensor:
-        """Clamp ids to the draft model's vocabulary; the vocabulary of the served model may be larger."""
+        """Clamp token ids to the draft model's vocabulary, because the served model's vocabulary may be larger."""
         return tokens.clamp(max=self.model.vocab_size - 1)

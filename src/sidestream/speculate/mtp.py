@@ -1,5 +1,5 @@
-"""Drafts tokens with a multi-token-prediction head of the model, one after another: each prediction is the head's next
-input.
+"""Drafts tokens with a multi-token-prediction head of the model, one after another: each drafted token is an input of
+the next one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sidestream.speculate.proposer import Context, StepTokens
 
 
 class MtpProposer:
-    """Drafts the tokens with the largest logits of a head that is attached to the model."""
+    """Drafts the tokens with the largest logits of the head, which is attached to the model."""
 
     name = "mtp"
     num_layers = 1

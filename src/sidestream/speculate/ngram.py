@@ -1,6 +1,6 @@
 """Prompt lookup (n-gram drafts): proposes the tokens that followed an earlier occurrence of the last few tokens.
 
-Needs no model. Works where output repeats input: code, edits, quotes.
+Needs no model. Helps where the output repeats the input: code, edits, quotes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sidestream.speculate.proposer import Context, StepTokens
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
     """Looks for an earlier occurrence of the row's last tokens, with at most `longest` and at least `shortest` tokens.
-    Takes the longest match, and the latest one if several are equally long (Saxena 2023).
+    Takes the longest match, and the latest among equally long matches (Saxena 2023).
 
-    Drafts the tokens after that occurrence, and repeats them if they are too few. Without an occurrence, repeats the
-    last token.
+    Drafts the tokens after that occurrence, and repeats these tokens if they are too few. Without an occurrence,
+    repeats the last token.
     """
 
     longest: int = 4

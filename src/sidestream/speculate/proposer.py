@@ -1,8 +1,8 @@
 """The protocol of proposers, and their inputs. Called on the compute stream, inside a step's work.
 
 A proposer may have its own KV, in additional layers of the block pool, and may read the model's hidden states. A
-proposer with KV gets all tokens that the model computes (`follow`). So its KV covers the same positions as the model's
-KV, and is stored and loaded with the same blocks (hazard H15).
+proposer with KV receives all tokens that the model computes, by calls of `follow`. So its KV covers the same positions
+as the model's KV, and is stored and loaded with the same blocks (hazard H15).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sidestream.ops import Ops
 class Context:
     """State of the rows to draft for. All tensors are on the device.
 
-    history   int32 `[request slots, width]`: all tokens of each request slot, including the last one; undefined after
-              that
+    history   int32 `[request slots, width]`: all tokens of each request slot, including the last one; columns after the
+              last token are undefined
     rows      int64 `[R]`: request slot of each row
     lengths   int64 `[R]`: number of tokens of each row, at least 1; undefined for an unused request slot
     tokens    int64 `[R]`: last token of each row
@@ -57,7 +57,7 @@ class StepTokens:
 
 
 class Proposer(Protocol):
-    """Proposes drafts. Any token of the vocabulary is a valid draft: a wrong one costs time and changes no output."""
+    """Proposes drafts. Any token of the vocabulary is a valid draft: a wrong draft costs time and changes no output."""
 
     @property
     def name(self) -> str:
@@ -84,8 +84,8 @@ class Proposer(Protocol):
         ...
 
     def follow(self, step: StepTokens) -> None:
-        """Compute the proposer's own KV for a step's tokens, including the drafts that the step verifies; rejected
-        positions are computed again later.
+        """Compute the proposer's own KV for a step's tokens, including the drafts that the step verifies. The positions
+        of rejected drafts are computed again later.
 
         If the proposer reads hidden states, `follow` may run at the same time as the model's forward pass. So it must
         not compute attention, and must not write memory that the model reads.
