@@ -277,9 +277,7 @@ def _size_states(
     left = budget - (count + RESERVED_STATES) * state_bytes
     _check_pool(left, blocks)
     region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes + scratch, count)
-    if (
-        region.stop_byte > budget + scratch * blocks.block_bytes
-    ):  # alignment moved the end of the region: use fewer blocks
+    if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment moved the region: use fewer blocks
         region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
     logger.info(
         "recurrent states: %.2f GiB of the KV memory, %d of %d bytes", (budget - left) / 2**30, count, state_bytes

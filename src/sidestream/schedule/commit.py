@@ -97,9 +97,7 @@ class Committer:
                 else:
                     if drafts:
                         request.settle_drafts(drafts, len(result.token_ids))
-                        if (
-                            result.token_ids
-                        ):  # a result without tokens: the logits were not finite, and no draft was verified
+                        if result.token_ids:  # else the logits were not finite, and no draft was verified
                             drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
                     request.committed_len += count  # rule: only-accepted-tokens-are-committed
                 if not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
