@@ -70,16 +70,17 @@ def build_engine(
     tiers     open persistent tiers by name, fastest first, to use instead of the tiers that `config.offload` names. The
               engine closes them; if this function raises, the caller must close them
     device    a device to use instead of opening the device that `config.device` names; the engine closes it
-    tracer    records the events that ordering depends on. Not used with a given `device`, which has its own tracer
+    tracer    records which device work waits for which, for the ordering checker. Not used with a given `device`, which
+              has its own tracer
     proposer  a proposer (of drafts) to use instead of the proposer that `config.speculative` names
-    defaults  default values of sampling options
+    defaults  values of sampling options that requests leave out
     threaded  False: the engine has no thread, see `Engine`
     ranks     the other ranks, each with a follower of `build_follower`; `model` is rank 0's share
     group     collectives among the ranks; None: there is one rank
     tell      progress callback: gets the current activity, its steps done, and its steps in total (0 and 0: unknown)
     """
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == CUDA
-    sizes_for(model, config, on_gpu=on_gpu)  # refuses wrong sizes before anything is opened
+    sizes_for(model, config, on_gpu=on_gpu)  # raises ConfigError for wrong sizes before anything is opened
     if on_gpu:
         use_compile_cache()
     with contextlib.ExitStack() as undo:
@@ -118,10 +119,11 @@ def build_follower(
     proposer: Proposer | None = None,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Follower:
-    """Build a rank other than 0 of `build_engine`, with the same config. Raises ConfigError; then nothing is left open.
+    """Build the follower of a rank other than 0, with the config that `build_engine` has on rank 0. Raises ConfigError,
+    after closing everything that it opened.
 
     model    the rank's share of the model
-    device   closed by the caller
+    device   the rank's device; the caller closes it
     take     returns the next message of rank 0; None: there is none now
     report   sends a message to rank 0
     """

@@ -1,7 +1,8 @@
 """Decides the sizes of an engine before any of its memory is allocated: blocks of the KV pool, recurrent states, and
 upper bounds of requests. Raises ConfigError for a config that does not fit the model or the memory.
 
-Called while an engine is built, on every rank with the same config. Reads the free memory of the GPU, allocates none.
+Called while an engine is built, on every rank with the same config. Reads how much memory of the GPU is free, but
+allocates none.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class BuildPlan:
         return {**parts, "reserved": reserved}
 
     def attention_spec(self) -> AttentionSpec:
-        """The sizes that attention must support, those of a draft model included."""
+        """The sizes that attention must support, including the sizes of a draft model."""
         return _attention_spec(self.model, self.sizes, self.max_drafts, self.device.torch_device, self.proposer)
 
 
@@ -152,7 +153,7 @@ def plan_build(
 ) -> BuildPlan:
     """Choose the size of the block pool, and derive the bounds of requests from it.
 
-    proposer   used instead of the proposer that the config names
+    proposer   makes drafts; used instead of the proposer that the config names
     """
     sizes = sizes_for(model, config, on_gpu=device.torch_device.type == CUDA)
     layout, proposer = model.layout, _proposer(config, proposer)
@@ -224,7 +225,7 @@ def _free_bytes(
 ) -> int:
     """Bytes for the block pool that are left on this rank's GPU after the weights and the attention buffers."""
     layout = model.layout
-    torch.cuda.empty_cache()  # returns the memory that the check of the loaded model used and torch has cached
+    torch.cuda.empty_cache()  # frees memory that torch has cached since the check of the loaded model
     spec = _attention_spec(model, sizes, max_drafts, device)
     kept = 0 if model.state_layout is None else model.state_layout.draft_bytes(sizes.max_running + 1, max_drafts)
     fits = pool_bytes(
@@ -257,7 +258,9 @@ def _attention_spec(
 def _size_states(
     states: StateLayout, blocks: KVLayout, config: EngineConfig, sizes: EngineSizes, budget: int, *, scratch: int
 ) -> StateRegion:
-    """Divide `budget` bytes between blocks and recurrent states. `scratch`: number of blocks outside the budget."""
+    """Divide `budget` bytes between blocks and recurrent states. `scratch`: number of scratch blocks, which are not
+    part of the budget.
+    """
     asked = None if config.state_memory is None else parse_bytes(config.state_memory, option="state_memory")
     state_bytes = blocks_per_state(states, blocks.block_bytes) * blocks.block_bytes
     count = num_states(
@@ -280,11 +283,16 @@ def _size_states(
     if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment moved the region: use fewer blocks
         region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
     logger.info(
-        "recurrent states: %.2f GiB of the KV memory, %d of %d bytes", (budget - left) / 2**30, count, state_bytes
+        "recurrent states: %.2f GiB of the KV memory, %d states of %d bytes",
+        (budget - left) / 2**30,
+        count,
+        state_bytes,
     )
     if count < sizes.max_running:
         logger.warning(
-            "state memory holds %d states, so that many requests run at most, not %d", count, sizes.max_running
+            "state memory holds %d recurrent states: at most that many requests run at once, not %d",
+            count,
+            sizes.max_running,
         )
     return region
 

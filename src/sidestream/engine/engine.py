@@ -112,14 +112,14 @@ class Engine:
         self.parts.inbox.put(lambda: self.streams.abort(handle, reason), anytime=True)
 
     def on_outputs(self, deliver: Callable[[], None]) -> None:
-        """Register `deliver`. The engine thread calls it after sinks got deltas: after each commit, and after requests
-        were ended.
+        """Register `deliver`. The engine thread calls it after it has called sinks: after the commit of each step, and
+        after other ends of requests.
         """
         self.streams.on_outputs(deliver)
 
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
-        """Keys of a prompt's complete blocks, and the version of the keys, which changes with the weights. Runs on the
-        submitting thread, because hashing a long prompt takes milliseconds.
+        """Keys (block hashes) of a prompt's complete blocks, and the version of the keys, which changes with the
+        weights. Runs on the submitting thread, because hashing a long prompt takes milliseconds.
         """
         # The version is read before the keys are computed: old keys with a new version would never be recomputed.
         version = self.parts.scheduler.keys_version
@@ -195,7 +195,7 @@ class Engine:
             raise failures[0]
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Block until no transfer is in flight, so that all complete blocks are in the tiers; False after
+        """Block until no transfer is in flight: then all complete blocks are in the tiers. Returns False after
         `timeout_s`.
         """
         transfers = self.parts.transfers
@@ -216,7 +216,7 @@ class Engine:
         """Make all blocks of all tiers unreachable at once (hazard H8). Running requests continue. Transfers in flight
         complete, but publish no block.
 
-        Blocks until the tiers' indices are empty, too.
+        Blocks the caller until the tiers' indices are empty, too.
         """
         transfers = self.parts.transfers
 
@@ -256,7 +256,7 @@ class Engine:
         and end all threads.
 
         Writes to disk may take `flush_s`; writes that have not begun by then are dropped, so a slow disk does not block
-        the close for long. Blocks. Idempotent.
+        the close for long. Blocks the caller. Idempotent.
         """
         parts = self.parts
         self.serving.drain()

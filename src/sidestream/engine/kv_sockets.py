@@ -78,7 +78,7 @@ class KVEventSockets:
         self._publisher.send_multipart((self._topic, sequence.to_bytes(_SEQUENCE_BYTES, "big"), batch))
 
     def close(self) -> None:
-        """Close the sockets. Blocks for at most half a second, while subscribers read the last messages."""
+        """Close the sockets. Blocks the caller for at most half a second, while subscribers read the last messages."""
         self._publisher.close()
         self._context.term()  # ends the replays' thread, which closes its socket
 

@@ -18,7 +18,7 @@ _GAUGE_PERIOD_S = 0.2
 
 
 def step_seconds(interval_s: float, host_s: float, *, before: bool, awaited: bool) -> float | None:
-    """Expected time of another step with the same rows; None if this step's times allow no estimate.
+    """Expected time of another step with the same rows; None if it cannot be estimated from this step.
 
     interval_s  time from the end of the previous step to the end of this step, as the host observed them. Exact only if
                 the host waited for both steps
@@ -44,7 +44,7 @@ class StepTimes:
         self._costs = parts.costs
         self._timeline = parts.timeline
         self._last_done_s = 0.0
-        self._prepare_s = deque[float]()  # time to plan and launch, for each step in flight
+        self._prepare_s = deque[float]()  # how long the host planned and launched each step in flight
         # The step that is being committed:
         self._prepared_s = self._done_s = self._interval_s = 0.0
         self._waits = 0

@@ -39,7 +39,7 @@ def _asking(**params: Any) -> SamplingSpec:
     return SamplingParams(**{"temperature": 0.0, **params}).spec(seed=0, eos_ids=())
 
 
-# Sampling options that need additional kernels.
+# Sampling options that use different kernels.
 GREEDY = _asking()
 _VARIANTS = (
     GREEDY,
@@ -86,7 +86,7 @@ class WarmUpSteps:
         return max(self.max_rows, -(-self.chunk_tokens // self.block_tokens))
 
     def on(self, block_ids: Sequence[int]) -> Iterator[BatchPlan]:
-        """The steps, which overwrite these blocks: one block for each row, or all blocks for one chunk."""
+        """The steps. They overwrite these blocks: each row uses one block, or one long chunk uses all of them."""
         size, count = self.block_tokens, min(self.max_rows, len(block_ids))
         for first in range(0, len(_VARIANTS), count):
             begun = [
@@ -115,7 +115,7 @@ class WarmUpSteps:
 
 
 def warm_up_row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec = GREEDY) -> RowPlan:
-    """A row that belongs to no request: a chunk of `num_tokens` tokens at the start of a sequence, which samples."""
+    """A row without a request: a first chunk of `num_tokens` tokens, after which a token is sampled."""
     return RowPlan(
         request_id=-1 - slot,
         slot=slot,
@@ -138,9 +138,9 @@ def make_ready(
     gated: bool,
     tell: Callable[[str, int, int], None],
 ) -> None:
-    """Warm up the kernels of a GPU, and capture forward passes unless `config.eager`. Blocks.
+    """Warm up the kernels of a GPU, and capture forward passes unless `config.eager`. Blocks the caller.
 
-    gated   whether steps may wait for loads
+    gated   whether steps may wait for loads of KV from tiers
     tell    see `build_engine`
     """
     sizes, model = plan.sizes, plan.model
@@ -163,7 +163,7 @@ def make_ready(
         has_states=model.state_layout is not None,
         chunks=not model.needs_chunk_lengths,
     )
-    gates = gated and not model.needs_chunk_lengths  # only steps with chunks wait for loads
+    gates = gated and not model.needs_chunk_lengths  # only steps with prefill wait for loads
     gate_layers = layers_per_group(model.layout, plan.device.segment_bytes) if gates else 0
     capture(executor, model, plan.proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
 
@@ -171,7 +171,7 @@ def make_ready(
 def run_warm_up(
     executor: Executor, blocks: FencedPool, steps: WarmUpSteps, tell: Callable[[str, int, int], None], what: str
 ) -> None:
-    """Run the steps on free blocks of the pool, and report the activity `what` to `tell`. Blocks."""
+    """Run the steps on free blocks of the pool, and report the activity `what` to `tell`. Blocks the caller."""
     tell(what, 0, 0)
     start_s = time.monotonic()
     lease = blocks.take(min(blocks.num_available, steps.num_blocks))
@@ -192,7 +192,7 @@ def capture(
     warm_up: Callable[[str], None],
     tell: Callable[[str, int, int], None],
 ) -> None:
-    """Compile the layers, warm up, and capture graphs. Blocks.
+    """Compile the layers, warm up, and capture graphs. Blocks the caller.
 
     If layers cannot be compiled, they are captured uncompiled. If they cannot be captured either, steps launch each
     kernel separately. The warm-up runs after that choice, because it must launch the same kernels as steps. Raises an

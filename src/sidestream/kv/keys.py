@@ -67,8 +67,8 @@ class BlockKeys:
         self._cached_chain = functools.lru_cache(maxsize=_CACHE_BYTES // piece_bytes)(_chain)
 
     def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> None:
-        """Append to `keys`, the keys of the first blocks of `tokens`, the keys of all further complete blocks. Callable
-        from any thread.
+        """Append the keys of complete blocks of `tokens` that `keys` lacks; `keys` has the keys of the first blocks.
+        Callable from any thread.
 
         `salt` is the salt of the request, and must be the same in every call for it. Requests with different salts
         never share a key.

@@ -390,8 +390,8 @@ class Executor:
         gate_layers: int = 0,
         tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Capture the steps of each key. Call it after `warm_up`, before the first real step. Blocks; reads and writes
-        no KV. See `Graphs`.
+        """Capture the steps of each key. Call it after `warm_up`, before the first real step. Blocks the caller; reads
+        and writes no KV. See `Graphs`.
         """
         self._graphs = None
         self._gate_stream = self._gate_stream or self._device.stream("gates")

@@ -94,7 +94,7 @@ class ForwardOutput(NamedTuple):
     """The output of a forward pass, for N packed positions.
 
     logits      `[N, vocab_size]`, in the model's dtype
-    positions   int64 `[N]`: positions in their sequences
+    positions   int64 `[N]`: positions of the tokens in their sequences
     hidden      `[N, hidden_size]`; None: the forward pass has already kept the hidden states that the slots need
     proposed    the step's drafts; None: it has none
     """
@@ -166,7 +166,7 @@ class Forward:
         if self._attention.reads_lengths_on_host:
             inputs = inputs.without_padding()
         sizes = inputs.sizes
-        if not sizes.num_tokens:  # the whole buffer was padding
+        if not sizes.num_tokens:  # the batch is empty: the whole buffer was padding
             empty = torch.zeros(0, device=self._device)
             return ForwardOutput(empty, empty.to(torch.int64))
         proposed = self._propose(inputs)
@@ -236,10 +236,10 @@ class Forward:
     ) -> ForwardOutput:
         """Run the model over packed tokens, int64 `[T]`, at positions, int64 `[T]`; and compute the proposer's KV.
 
-        logits_indices int64 `[N]` · rows: None if no proposer has its own KV · before_layer: called with each layer of
-        the proposer, in order, before the first of them is read or written · proposed: the drafts among the tokens ·
-        continues: each row has one token and continues its last step, and `before_layer` waits for nothing. Then the
-        proposer's inputs are known before the model runs, and both run at the same time
+        logits_indices int64 `[N]` · rows: None if no proposer has its own KV · before_layer: called with each of the
+        proposer's layers, in order, before the proposer reads or writes any of them · proposed: the drafts among the
+        tokens · continues: each row has one token and continues its last step, and `before_layer` waits for nothing.
+        Then the proposer's inputs are known before the model runs, and both run at the same time
         """
         hidden, proposer, at_logits = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:

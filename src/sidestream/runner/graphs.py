@@ -43,7 +43,7 @@ class GateEvent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """The graph of a pass, its output, and the graphs of sampling after it, by mode."""
+    """The graph of a forward pass, its output, and the graphs of sampling after the pass, by mode."""
 
     graph: Graph | None = None
     output: ForwardOutput | None = None
@@ -131,8 +131,8 @@ class Graphs:
         return list(self._captured)
 
     def capture(self, keys: Iterable[GraphKey], *, tell: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture the graphs of the keys, in order, and replay each once, on padding. Blocks; call it only before
-        serving.
+        """Capture the graphs of the keys, in order, and replay each once, on padding. Blocks the caller; call it only
+        before serving.
 
         If memory runs out, the graphs captured so far are kept, and a warning is logged. Raises other errors of a
         forward pass. `tell` is called with the number of captured keys and the number of all keys.
@@ -165,7 +165,9 @@ class Graphs:
         return next((captured for captured in self._fitting[demand] if drafts <= captured.key.all_drafts), None)
 
     def close_gates(self, gates: LayerGates) -> None:
-        """Make the next replay of a gated graph wait for these loads, each group of layers for its own loads."""
+        """Make the next replay of a gated graph wait for these loads: each group of layers waits for the loads of its
+        layers.
+        """
         for group, event in zip(self._groups, self._events, strict=True):
             for fence in dict.fromkeys(fence for layer in group for fence in gates.by_layer[layer]):
                 self._gates.wait(fence)  # rule: gate-is-recorded-behind-its-loads
@@ -206,7 +208,7 @@ class Graphs:
             gated = into is captured.gated
 
             def before_states() -> None:
-                if gated:  # a load copies states before all layers
+                if gated:  # a load copies states before the KV of all layers
                     self._stream.wait_external(self._events[0])  # rule: captured-states-wait-for-their-load
                     self._touch(lambda accesses: accesses.states())  # rule: captured-states-are-declared
 
@@ -264,7 +266,7 @@ class Graphs:
     def _draw(self, inputs: StepInputs, after: _Pass, mode: SamplingMode) -> None:
         """Sample from a pass's output, and deliver to the mailbox entry at the offset in the inputs."""
         output = after.output
-        if output is None or not len(output.logits):  # the torch backend computes no padding
+        if output is None or not len(output.logits):  # the batch was empty, and the torch backend computes no padding
             return
         with torch.inference_mode():
             drawn, accepted = self._sampler.sample(inputs, output, mode)

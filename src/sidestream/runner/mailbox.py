@@ -69,12 +69,12 @@ class Delivered(NamedTuple):
 
 
 class Mailbox:
-    """Owner of the entries of launched steps, in host memory that the device writes."""
+    """Owner of the mailbox's entries, in host memory that the device writes."""
 
     def __init__(
         self, num_entries: int, num_slots: int, vocab_size: int, device: Device, *, max_drafts: int = 0
     ) -> None:
-        """For steps of up to `num_slots` rows with up to `max_drafts` drafts each."""
+        """Allocates entries for steps of up to `num_slots` rows with up to `max_drafts` drafts each."""
         self._tracer: Tracer | None = device.tracer
         self._pool = FencedPool("mailbox", num_entries, tracer=device.tracer)
         width = min(TOP_LOGPROBS, vocab_size)
@@ -173,7 +173,9 @@ class Mailbox:
         tokens: Sequence[int],
         finite: Sequence[bool],
     ) -> Iterator[RowResult]:
-        """The result of each row: its tokens before the first non-finite logits, with log-probabilities."""
+        """The result of each row: its tokens up to the first position whose logits are not finite, with
+        log-probabilities.
+        """
         at, places = 0, len(tokens)
         for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
             whole = all(finite[at : at + length])

@@ -73,7 +73,7 @@ class SamplingMode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of a step's sampled tokens; zeros for rows that did not request any.
+    """Log-probabilities of a step's sampled tokens; zeros for rows that did not request log-probabilities.
 
     drawn     float32 `[N]`: log-probabilities of the sampled tokens
     top_ids   int64 `[N, k]`: ids of the k most likely tokens, most likely first, the lowest id first among equals. If a
@@ -115,7 +115,7 @@ class Sampler:
         self._bans: dict[int, SamplingSpec] = {}  # of slots whose mode becomes lower after `min_tokens` outputs
 
     def begin(self, slot: int, spec: SamplingSpec) -> None:
-        """Record that the slot has a new request from the next launched step on."""
+        """Record the sampling options of a new request, which has the slot from the next launched step on."""
         if spec.top_logprobs >= 0:
             self._top_logprobs[slot] = spec.top_logprobs
         else:

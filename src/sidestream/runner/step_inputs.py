@@ -1,9 +1,9 @@
-"""The inputs of one step as a single buffer of int64 numbers, packed by the host for eager and for captured steps
-alike.
+"""The inputs of one step: a single buffer of int64 numbers, which the host packs in the same way for eager and for
+captured steps.
 
 A captured step (CUDA graph) has fixed sizes and addresses: each batch overwrites the whole buffer of the `GraphKey`
-that it uses. Rows of padding use the padding slot, write no KV, and their sampled tokens are not read (H18). An eager
-step has the exact sizes of its batch, so it has no padding.
+that it uses. Rows of padding use the padding slot, write no KV, and their sampled tokens are not read (hazard H18). An
+eager step has the exact sizes of its batch, so it has no padding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InputSizes:
     draft_len        largest number of drafts of one row
     num_drafts       number of drafts of all rows together
     logits           rows of logits: one for each sampling row and one for each draft
-    first_drafting   index of the first decode row that may have drafts; equal to `decodes` if there is none
+    first_drafting   index of the first decode row that may have drafts; equal to `decodes` if no row may
     has_states       whether the model has recurrent state
     """
 
@@ -105,7 +105,7 @@ class GraphKey:
     decodes       number of decode rows
     tokens        number of prefill tokens, all chunks together
     drafts        number of drafts of each decode row
-    total_drafts  number of drafts of all rows together; 0: `drafts` for each row
+    total_drafts  number of drafts of all rows together; 0: every row may have `drafts` drafts
     has_states    whether the model has recurrent state
     """
 
@@ -203,7 +203,8 @@ class StepInputs:
     table_width       number of columns of the step's block tables
     padded            the buffer has the sizes of a graph key, so parts of it may be padding
     tokens            [T] ids; -1: the slot's last token; -2 - k: its draft k
-    positions         [T]; -1 - k: k tokens after the slot's last token, if only the device knows the length
+    positions         [T]; -1 - k: k tokens after the slot's last token, if only the device knows the number of the
+                      slot's tokens
     token_slots       [T] request slot of each token; for padding, the padding slot
     cu_seqlens_q      [B + 1] decode rows first, then chunks; rows of padding have no tokens
     kv_lens           [B]; 0 for padding; -k: k tokens more than the slot's length on the device
@@ -385,7 +386,9 @@ class _Parts(NamedTuple):
 
 
 def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, starts: Numbers, parts: _Parts) -> int:
-    """Pack the decode rows of a step with drafts, or of the step after it. Returns the number of tokens."""
+    """Pack the decode rows of a step with drafts, or of a step whose positions depend on drafts in flight. Returns the
+    number of packed tokens.
+    """
     stops = np.array(columns.stop[:decodes], np.int64)
     parts.sampling_rows[:decodes] = np.arange(decodes)
     counts = 1 + np.array(columns.drafts[:decodes], np.int64)
@@ -405,7 +408,7 @@ def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, sta
 
 
 def _pack_chunks(batch: BatchPlan, sizes: InputSizes, begin: int, block_tokens: int, parts: _Parts) -> None:
-    """Pack the chunks of prefill after `begin` tokens of decode rows."""
+    """Pack the prefill chunks, after the decode rows, which have `begin` tokens."""
     logit, sampling = begin, batch.num_decodes
     for at, row in enumerate(batch.rows[batch.num_decodes :], sizes.decodes):
         end = begin + row.stop - row.min_start
@@ -482,7 +485,7 @@ class BlockTableMirror:
         return TableChanges(indices, block_ids)
 
     def forget(self) -> None:
-        """Discard the copy, so that the next steps write the device's block tables completely."""
+        """Discard the host's copy, so that the next steps write the device's block tables completely."""
         self._held = [()] * len(self._held)
 
 
