@@ -30,7 +30,8 @@ from sidestream.speculate import NgramProposer, Proposer
 
 logger = logging.getLogger(__name__)
 
-# Smallest number of states with which a request can run: the state that it updates, and a copy that is kept for reuse.
+# Smallest number of states with which a request can run: the state that it updates, and a checkpoint (a state that is
+# kept for reuse).
 _FEWEST_STATES = 2
 
 

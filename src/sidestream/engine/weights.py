@@ -19,9 +19,9 @@ class WeightUpdates:
 
     Invariants:
     - After an announcement, no request begins with the old weights (hazard H26). Requests that have begun end with the
-      old weights (H8).
+      old weights (hazard H8).
     - After an update, no block computed with the old weights is reachable in any tier, and new blocks have other keys
-      (H8, H14).
+      (hazards H8, H14).
     """
 
     def __init__(

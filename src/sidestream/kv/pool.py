@@ -30,7 +30,8 @@ class PoolExhausted(SidestreamError):
 
 
 class Lease:
-    """The right to use some blocks of a pool, until `release`. Grows by `extend`; owned by one request or ticket.
+    """The right to use some blocks of a pool, until `release`. Owned by one request or one transfer. `extend` adds
+    blocks.
 
     after   unfinished fences of the blocks' earlier uses: the new owner's stream waits for them before it writes
     """
@@ -49,7 +50,7 @@ class Lease:
         return self._open
 
     def extend(self, other: Lease) -> None:
-        """Take over the blocks of `other`, which ends without a release."""
+        """Take over the blocks of the lease `other`, which ends without a release."""
         if other.pool is not self.pool or not other._open or not self._open:
             raise InvariantError(f"leases of {self.pool.name} and {other.pool.name} cannot be joined, or one has ended")
         other._open = False

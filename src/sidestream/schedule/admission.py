@@ -22,8 +22,8 @@ class Admission:
     """Starts waiting requests in order of rank.
 
     Invariants:
-    - While a request waits for a slot or for free blocks, no request of lower rank starts (H26). While a request waits
-      for the disk, or for blocks that a running request is about to complete, requests of lower rank may start.
+    - While a request waits for a slot or for free blocks, no request of lower rank starts (hazard H26). While a request
+      waits for the disk, or for blocks that a running request is about to complete, requests of lower rank may start.
     - Reused blocks are leased before new blocks are allocated, so the request cannot evict its own prefix (hazard H11).
     - While admission is paused, only preempted requests are admitted (hazard H8).
     """

@@ -43,8 +43,8 @@ class Committer:
 
     Invariants:
     - Rows of finished or preempted requests are dropped (hazard H10).
-    - `committed_len` grows by accepted tokens only, never by rejected drafts (H12).
-    - Blocks computed before logits that were not finite are not published (H9).
+    - `committed_len` grows by accepted tokens only, never by rejected drafts (hazard H12).
+    - Blocks computed before logits that were not finite are not published (hazard H9).
     """
 
     def __init__(

@@ -14,8 +14,7 @@ class Limits:
     aging_steps     number of steps without a request after which its priority improves by one
     max_promotions  how often one request may wait for the disk; then it recomputes its blocks
     max_probes      largest number of waiting requests that one step considers for admission
-    state_interval  number of blocks between two checkpoints (kept copies) of recurrent state in a prompt; 0: none at
-                    intervals
+    state_interval  number of blocks between two checkpoints (kept recurrent states) in a prompt; 0: none at intervals
     """
 
     block_tokens: int

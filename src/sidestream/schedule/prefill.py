@@ -19,7 +19,7 @@ class PrefillPlanner:
       not fit waits.
     - No chunk is planned before all copies of the request's load were submitted, so that the step can wait for their
       fences (hazard H5).
-    - A token is sampled only after the chunk that ends at the last known token (H25).
+    - A token is sampled only after the chunk that ends at the last known token (hazard H25).
     """
 
     def __init__(self, limits: Limits, *, tiers: TierView, allocator: Allocator) -> None:
@@ -68,8 +68,8 @@ class PrefillPlanner:
         step.prefills.append(self._row(request, start, stop, states, samples=stop == known))
 
     def _cut_for_state(self, request: Request, start: int, stop: int) -> int:
-        """The end of the chunk `[start, stop)`: `stop`, or an earlier position at which to make a checkpoint (a kept
-        copy of the recurrent state).
+        """The end of the chunk `[start, stop)`: `stop`, or an earlier position at which to make a checkpoint (a
+        recurrent state that is kept for reuse).
         """
         size = self._limits.block_tokens
         branch, interval = request.branch_blocks * size, self._limits.state_interval * size

@@ -9,9 +9,9 @@
 A finish (stop, length, abort, error) is possible from every state.
 
 Positions of one running request:
-    [0, committed_len)             KV computed, fence of its step observed
-    [committed_len, launched_len)  computed by a step in flight, or copied by a load in flight
-    [launched_len, len(blocks) * block_tokens)   allocated
+    [0, committed_len)             reused (perhaps still being loaded), or computed by a committed step
+    [committed_len, launched_len)  computed by a step in flight
+    [launched_len, len(blocks) * block_tokens)   allocated, not computed
 
 While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds: they count every draft as accepted.
 If `drafts_in_flight` is subtracted, they are lower bounds. A commit subtracts the rejected drafts from the upper
@@ -68,6 +68,7 @@ class Request:
     state: State = field(init=False, default=State.WAITING)
     finish_reason: str | None = field(init=False, default=None)
     epoch: int = field(init=False, default=0)
+    """Grows with each preemption: results of steps of an earlier epoch are dropped."""
     slot: Lease | None = field(init=False, default=None)
     """Its request slot on the device, while it runs."""
     blocks: Lease | None = field(init=False, default=None)
@@ -77,7 +78,7 @@ class Request:
     """Its recurrent states, while it runs; None: the model has no recurrent state."""
     branch_blocks: int = field(init=False, default=0)
     """Number of leading blocks that its last admission found. The prompt probably branches there from an earlier
-    prompt, so prefill makes a checkpoint (a kept copy of the recurrent state) there.
+    prompt, so prefill makes a checkpoint there (it keeps the recurrent state).
     """
     launched_len: int = field(init=False, default=0)
     launched_outputs: int = field(init=False, default=0)
@@ -119,8 +120,8 @@ class Request:
     """Numbers of cached tokens that its first admission found, by tier; None before that admission."""
     promotions: int = field(init=False, default=0)
     promoted_from: dict[Key, str] = field(init=False, default_factory=dict)
-    """By key, the tier in which each promoted block was when the promotion (a copy from disk to host memory) was
-    planned.
+    """Maps the key of each promoted block to the tier that held it before the promotion (a copy from disk to host
+    memory).
     """
     avoid_disk: bool = field(init=False, default=False)
     avoid_tiers: bool = field(init=False, default=False)

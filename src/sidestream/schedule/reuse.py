@@ -1,8 +1,8 @@
 """Reuse: finds the blocks that a waiting request need not compute, on the device and in tiers.
 
 The reused blocks are the first blocks of the request, without a gap. A model with recurrent state also needs a
-checkpoint (a kept copy of the state) at the end of these blocks, on the device or in a tier. So blocks after the last
-checkpoint are not reused (hazard H15).
+checkpoint (a kept state) at the end of these blocks, on the device or in a tier. So blocks after the last checkpoint
+are not reused (hazard H15).
 """
 
 from __future__ import annotations

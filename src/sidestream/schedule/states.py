@@ -1,4 +1,5 @@
-"""Recurrent states of running requests, and checkpoints: kept copies of states, from which later requests start.
+"""Recurrent states of running requests, and checkpoints: states that are kept, so that later requests can start from
+them. A state covers the tokens from which it was computed.
 
 A request owns one state. Each step of the request reads and overwrites this state. A step that makes a checkpoint
 instead writes its result to a new state, the checkpoint; the next step reads the checkpoint, and writes the request's
@@ -27,14 +28,14 @@ from sidestream.types import BlockId, Fence, Key, StateIds, StorePlan
 _PART = int.from_bytes(b"sidestream-st\0\0\0", "big")
 
 Source = str
-"""Name of the tier that holds a block."""
+"""Name of the tier that holds a block, such as host or disk."""
 
 BEGINS = -1
 """Stands for the id of the state to read, if the sequence begins and has no state yet."""
 
 
 def part_keys(key: Key, num_parts: int) -> list[Key]:
-    """Keys under which the tiers hold the parts of the checkpoint `key`."""
+    """Keys of the parts of the checkpoint `key`: tiers store a checkpoint in parts of one block each."""
     number = int.from_bytes(key, "big") ^ _PART
     return [(number ^ part).to_bytes(len(key), "big") for part in range(num_parts)]
 
@@ -61,8 +62,8 @@ class RequestStates:
     covered      lower bound of the tokens that the state covers after the last planned step
     reached      tokens that the state covers after the last committed step
     latest       id and key of the last checkpoint that was made while decoding
-    loaded       number of tokens that the checkpoint covers from which the request started, if it was loaded from a
-                 tier; else -1
+    loaded       if the request started from a checkpoint that was loaded from a tier: number of tokens that this
+                 checkpoint covers; else -1
     """
 
     own: Lease
