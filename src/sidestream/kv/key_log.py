@@ -2,7 +2,7 @@
 hash of a block's content; a findable block can be reused.
 
 Pools and tier indices write to the log when their keys change, and `engine.kv_events` turns the log into KV events. If
-nothing needs the log, their attribute `key_log` is None.
+nothing needs the log, the attribute `key_log` of pools and indices is None.
 
 Threads: the engine thread writes the device's part of the log and calls `KeyLog.drain`; the thread of the offload
 worker writes the parts of all other tiers. No call blocks, because a deque's `append` and `popleft` are atomic.
@@ -23,7 +23,7 @@ class KeysStored:
 
     On the device, the blocks are consecutive in one sequence:
 
-    parent      key of the block before the first one; None: the first one begins the sequence
+    parent      key of the block before the first one; None: these blocks begin the sequence
     token_ids   the blocks' tokens; empty in other tiers, which know no tokens
     salt        cache salt of the request
     """
@@ -59,7 +59,7 @@ class KeyLog:
         self.device = DeviceKeyLog(self._changes, block_tokens)
 
     def tier(self, name: str) -> TierKeyLog:
-        """The log of another tier than the device."""
+        """The writer for a tier other than the device."""
         return TierKeyLog(self._changes, name)
 
     def drain(self) -> list[KeyChange]:
@@ -77,17 +77,17 @@ class TierKeyLog:
         self._tier = tier
 
     def stored(self, keys: Sequence[Key]) -> None:
-        """These keys became findable."""
+        """Log that these keys became findable."""
         if keys:
             self._changes.append(KeysStored(self._tier, tuple(keys)))
 
     def removed(self, keys: Sequence[Key]) -> None:
-        """These keys are no longer findable."""
+        """Log that these keys are no longer findable."""
         if keys:
             self._changes.append(KeysRemoved(self._tier, tuple(keys)))
 
     def cleared(self, keys: Sequence[Key]) -> None:
-        """All findable keys, which are `keys`, are no longer findable."""
+        """Log that no key is findable any more. `keys`: all keys that were findable."""
         self.removed(keys)
 
 
@@ -104,11 +104,11 @@ class DeviceKeyLog(TierKeyLog):
         self._fresh: set[Key] = set()
 
     def stored(self, keys: Sequence[Key]) -> None:
-        """These keys became findable. A call of `sequence` with their tokens must follow."""
+        """Note that these keys became findable. A call of `sequence` with their tokens must follow."""
         self._fresh.update(keys)
 
     def cleared(self, keys: Sequence[Key]) -> None:
-        """No key is findable any more."""
+        """Log that no key is findable any more."""
         self._changes.append(KeysCleared())
 
     def sequence(self, keys: Sequence[Key], token_ids: Sequence[int], *, first: int, stop: int, salt: str) -> None:

@@ -201,11 +201,11 @@ class FencedPool:
             self.key_log.stored(keys)
 
     def match(self, keys: Sequence[Key]) -> list[int]:
-        """Blocks of the longest run of leading `keys` that are all findable. Read-only; any thread."""
+        """Blocks of the longest run of leading `keys` that are all findable. Callable from any thread."""
         return self._index.match(keys)
 
     def get(self, key: Key) -> int | None:
-        """The block that is findable under `key`. Read-only; any thread."""
+        """The block that is findable under `key`, or None. Callable from any thread."""
         return self._index.get(key)
 
     def is_cached(self, block_id: int) -> bool:

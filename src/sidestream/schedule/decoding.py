@@ -19,8 +19,8 @@ class DecodePlanner:
     Invariants:
     - A row is planned only if the request's blocks cover every token that it may write (hazard H11).
     - A request may be preempted to get a block for a token of a request of higher rank, but never for drafts.
-    - While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds; minus `drafts_in_flight` they
-      are lower bounds (hazard H19).
+    - While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds; if `drafts_in_flight` is
+      subtracted, they are lower bounds (hazard H19).
     """
 
     def __init__(self, limits: Limits, *, policy: SpecPolicy, allocator: Allocator, preemption: Preemption) -> None:

@@ -57,7 +57,7 @@ class PrefixCache:
         return self._keys.root if self._limits.prefix_cache else b""
 
     def keys_of(self, tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> list[Key]:
-        """Keys of the complete blocks of `tokens` in a request with this cache salt. Pure: any thread."""
+        """Keys of the complete blocks of `tokens` in a request with this cache salt. Callable from any thread."""
         keys: list[Key] = []
         if self._limits.prefix_cache:
             self._keys.extend(keys, tokens, salt=salt)

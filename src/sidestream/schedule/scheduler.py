@@ -185,7 +185,7 @@ class Scheduler:
         return self._prefix_cache.key_root
 
     def keys_of(self, tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> list[Key]:
-        """Keys of the complete blocks of `tokens` in a request with this cache salt. Pure: any thread."""
+        """Keys of the complete blocks of `tokens` in a request with this cache salt. Callable from any thread."""
         return self._prefix_cache.keys_of(tokens, salt=salt)
 
     def forget_all(self) -> None:

@@ -2,10 +2,10 @@
 only.
 
 The time of a step with drafts depends mostly on its depth: the largest number of drafts of any row. A captured forward
-pass computes that many positions for every row, and drafts are computed one after another. So the policy first chooses
-the depth of the step. It takes the depth (0 included) with which the step yields the most tokens a second, given the
-measured step time of each depth and the measured accept rate of each row. Up to that depth, each row gets those drafts
-that are likely enough to be accepted.
+pass computes as many positions for every row as the row with the most drafts needs, and drafts are computed one after
+another. So the policy first chooses the depth of the step: the depth (0 included) with which the step yields the most
+tokens a second, given the measured step time of each depth and the measured accept rate of each row. Up to that depth,
+each row gets those drafts that are likely enough to be accepted.
 
 A row whose own drafts are rejected still waits for the drafts of other rows. The policy counts this cost as the row's
 debt, in tokens. If the debt exceeds what `max_slowdown` allows, only depths that do not increase it are chosen.
@@ -25,8 +25,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# Weights of the newest observation in moving averages: of a row's accept rate; of the ratio of two step times, normally
-# and after _LONG_STEPS without a measurement; of the step time without drafts; of the accept rate of all rows.
+# Weights of the newest value in moving averages. _ACCEPT_WEIGHT: the accept rate of a row. _USUAL_WEIGHT: the accept
+# rate of all rows. _PLAIN_WEIGHT: the time of steps without drafts. _RATIO_WEIGHT: the time of steps with drafts, as a
+# ratio to steps without; _STALE_RATIO_WEIGHT: the same, if the last measurement is more than _LONG_STEPS steps old.
 _ACCEPT_WEIGHT = 0.1
 _RATIO_WEIGHT, _STALE_RATIO_WEIGHT, _PLAIN_WEIGHT = 0.2, 0.5, 0.5
 _USUAL_WEIGHT = 0.02
@@ -43,7 +44,7 @@ _SHARE = 0.5
 _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
 # Debt, in tokens, that every row may have, because the outcome of a step is known only one or two steps later.
 _PATIENCE = 1.0
-# A row that got no draft in this many steps with drafts gets one, so that its accept rate is measured again.
+# A row that got no draft in this many steps with drafts gets a draft, so that its accept rate is measured again.
 _PROBE_STEPS = 32
 # After _MEASURE_STEPS steps with drafts, the next _MEASURING steps have no drafts, so that the time of such steps is
 # measured again. If too few of them could be timed, further steps follow, up to _MEASURING_AT_MOST. The result is the
@@ -60,8 +61,8 @@ _REUSE_STEPS = 4
 # depth. So the trials cost less than a hundredth of the time. The first trial with a new number of rows comes earlier.
 _RETRY_STEPS = 128
 _FIRST_TRY_STEPS = 32
-# Number of steps after which the measured time of a depth is out of date; and the largest difference in tokens per row,
-# absolute and relative, between two steps whose times are compared.
+# After _LONG_STEPS steps, the measured time of a depth is out of date. The times of two steps are compared only if
+# their numbers of tokens per row differ by at most _NEAR_TOKENS plus the share _NEAR.
 _LONG_STEPS = 64
 _NEAR_TOKENS, _NEAR = 16, 0.05
 # Number of records to allocate at the start.
@@ -130,8 +131,8 @@ class _StepTimes:
     ratios     the same ratios; those of unmeasured depths are interpolated between measured depths
     last       by depth: number of its last step; `count` is the number of the last step of any depth
     samples    times of the last successive steps without drafts
-    plain_s    time of a step without drafts over `context` tokens per row: measured if `was_plain`, else derived from a
-               step with drafts; None: unknown
+    plain_s    time of a step without drafts, with `context` tokens per row: measured if `was_plain`, else derived from
+               the time of a step with drafts; None: unknown
     drafted    number of steps with drafts since the last measurement of steps without drafts
     measuring  index of the next step in a measurement of steps without drafts; 0: no measurement is running
     shallow    number of steps planned since the last step of the largest depth
@@ -202,7 +203,7 @@ def _num_drafts(chance: float, most: int, least: Sequence[float]) -> int:
 
 
 def _num_drafts_each(chances: Floats, most: Ints, least: Sequence[float]) -> Ints:
-    """`_num_drafts` for each row."""
+    """The same as `_num_drafts`, for all rows at once."""
     counts = most.copy()
     for count in range(int(most.max(initial=0)), 0, -1):
         counts[(counts == count) & (chances <= least[count - 1])] = count - 1

@@ -64,7 +64,7 @@ class CheckedRequest:
 
 
 class RequestChecker:
-    """Checks requests for one engine. Any thread."""
+    """Checks requests for one engine. Callable from any thread."""
 
     def __init__(self, bounds: Bounds, keys_of: KeysOf) -> None:
         self.bounds = bounds
