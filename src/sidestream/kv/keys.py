@@ -67,8 +67,8 @@ class BlockKeys:
         self._cached_chain = functools.lru_cache(maxsize=_CACHE_BYTES // piece_bytes)(_chain)
 
     def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> None:
-        """Append the keys of complete blocks of `tokens` that `keys` lacks; `keys` has the keys of the first blocks.
-        Callable from any thread.
+        """`keys` has the keys of the first blocks of `tokens`: append the keys of all further complete blocks. Callable
+        from any thread.
 
         `salt` is the salt of the request, and must be the same in every call for it. Requests with different salts
         never share a key.
@@ -89,8 +89,8 @@ class BlockKeys:
         """The parent key of a sequence's first block."""
         if not salt:  # rule: key-contains-the-requests-salt
             return self.root
-        # This hash is keyed and has a person string of its own, so no user can choose a salt whose hash is the key of a
-        # block.
+        # This hash is keyed, and has a personalisation string (`person`) of its own, so no user can choose a salt whose
+        # hash is the key of a block.
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self.root, person=b"sidestream-slt-1").digest()
 

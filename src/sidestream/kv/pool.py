@@ -281,8 +281,8 @@ class FencedPool:
         if self._tracer is not None:
             self._tracer.released(self.name, block_ids, after)
         after = merge_fences(after)
-        # Merged fences by earlier fences: most blocks of a lease have the same earlier fences, so each merge is done
-        # once.
+        # Maps the earlier fences of a block to its merged fences. Most blocks of a lease have the same earlier fences,
+        # so few merges are computed.
         merged: dict[tuple[Fence, ...], tuple[Fence, ...]] = {}
         idle: list[int] = []
         # In reverse, so that the end of a sequence is evicted before its start, which more sequences share.

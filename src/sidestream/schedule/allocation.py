@@ -1,5 +1,5 @@
-"""Allocates the request slots and device blocks of requests: at admission, when decoding needs more blocks, and until
-the request ends or is preempted.
+"""Allocates request slots and device blocks to requests: at admission, and when decoding needs more blocks. Releases
+them when a request ends or is preempted.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class Allocator:
     def start(self, request: Request, reuse: Reuse) -> tuple[Sequence[BlockId], tuple[Fence, ...]]:
         """Give the request a slot, the blocks that it reuses, and new blocks for its other tokens.
 
-        Returns the new blocks into which tiers' blocks are loaded, and the fences of the last uses of all new blocks.
+        Returns those new blocks that a load from tiers will fill, and the fences of the last uses of all new blocks.
         The load and the first step must wait for these fences.
         """
         hits = reuse.hits
         states: RequestStates | None = None
         after: tuple[Fence, ...] = ()
-        if self._states is not None:  # before blocks are taken: when a block is evicted, its checkpoint is, too
+        if self._states is not None:  # first: taking blocks may evict a block, and with it its checkpoint
             stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_state_parts > 0
             states, after = self._states.start(_last_key(request, reuse.num_blocks), stop=stop, loads=loads)
         blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted

@@ -23,7 +23,7 @@ class StepBuilder:
     prefills        rows that compute a chunk of a prompt
     after           fences that the step waits for: last uses of the blocks that were allocated for it
     undrafted       number of rows without drafts by reason, see `StepPlan`
-    arriving        requests without a row, by rank: the step could begin before their loads end
+    arriving        requests, by rank, that get no row because their loads end later than the step could begin
     """
 
     prefill_budget: int

@@ -115,7 +115,7 @@ class TierLoads:
         return next((index for index, source in enumerate(sources) if source != HOST), len(sources))
 
     def is_worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
-        """Whether there are blocks to load, and `TierView.worth_loading` advises it."""
+        """Whether there are blocks to load and `TierView.worth_loading` returns True."""
         return bool(sources) and self._view.worth_loading(sources, num_blocks=num_blocks)
 
     def cached_tokens(self, request: Request, *, num_hits: int, loaded: Sequence[Key]) -> CachedTokens:
