@@ -101,9 +101,9 @@ class DecodeState:
         """Initialise slots for new requests and for preempted requests that resume. Overwrites all earlier content
         (hazards H16, H18).
 
-        Runs before the slot's first chunk of an epoch (the time from an admission to the next preemption). Handles all
-        slots of a step at once: for a hundred requests that arrive together, single calls would need hundreds of kernel
-        launches. Ignores ids outside the vocabulary.
+        Runs before a request's first chunk in a slot, also after a preemption. Handles all slots of a step at once: for
+        a hundred requests that arrive together, single calls would need hundreds of kernel launches. Ignores ids
+        outside the vocabulary.
         """
         for slot, start in begins:
             spec = start.sampling
