@@ -466,8 +466,8 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
             fail if stage == "compile_layers" else partial(compile_layers, backend=counting([])),
         )
         tell = lambda what, done, total: done or told.append(what)  # noqa: E731
-        steps = WarmUpSteps(2, parts.layout.block_tokens, 16)
-        warm_up = partial(run_warm_up, executor, parts.blocks, steps, tell)
+        small = WarmUpSteps(2, parts.layout.block_tokens, 16)
+        warm_up = partial(run_warm_up, executor, parts.blocks, small, tell)
         llm.engine.call(
             lambda: capture(executor, model, None, [GraphKey(2)], gate_layers=0, warm_up=warm_up, tell=tell)
         )
