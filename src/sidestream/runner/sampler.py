@@ -76,8 +76,8 @@ class Logprobs:
     """Log-probabilities of a step's sampled tokens; zeros for rows that did not request log-probabilities.
 
     drawn     float32 `[N]`: log-probabilities of the sampled tokens
-    top_ids   int64 `[N, k]`: ids of the k most likely tokens, most likely first, the lowest id first among equals. If a
-              row requested fewer than k, its first columns count
+    top_ids   int64 `[N, k]`: ids of the k most likely tokens, most likely first, the lowest id first among equals. A
+              row that requested fewer than k uses its first columns
     top       float32 `[N, k]`: log-probabilities of `top_ids`
     """
 
@@ -153,8 +153,8 @@ class Sampler:
         """Sample at all logits and update the slots. Returns the sampled tokens, and the accept lengths of the sampling
         rows, int64 `[B]`, or None if the step has no drafts.
 
-        batch   the step's batch. Required by mode HOST, and by PENALISED with drafts. None: the call may be captured,
-                and also samples at padding
+        batch   the step's batch. Required by mode HOST, and by PENALISED with drafts. None: the call may be captured in
+                a graph; then it samples at padding, too
         """
         state, proposed = self._state, output.proposed
         count = len(output.logits) if batch is None else InputSizes.of(batch).logits
@@ -270,7 +270,7 @@ def _sampling_rows(batch: BatchPlan | None) -> list[RowPlan]:
 
 
 def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For each id: the index of its list, and its flat index in logits `[len(ids), width]`."""
+    """For each id in `ids`: the index of the list that holds it, and its flat index in logits `[len(ids), width]`."""
     of = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     return of, np.concatenate(ids) + of * width
 

@@ -86,9 +86,9 @@ class RequestChecker:
     def _check(
         self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str
     ) -> tuple[int, npt.NDArray[np.int64]]:
-        """Check everything except types. Returns the number of tokens that may be emitted, and the prompt as an array.
-        The prompt is checked as an array: checking tens of thousands of tokens one by one would delay the first token
-        by milliseconds.
+        """Check everything except types. Returns the largest number of output tokens, and the prompt as an array. The
+        prompt is checked as an array: checking tens of thousands of tokens one by one would delay the first token by
+        milliseconds.
         """
         bounds = self.bounds
         if not prompt:
@@ -148,7 +148,7 @@ class RequestChecker:
 
 
 def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
-    """A copy as plain ints. Raises RequestRejected for any other type, bool included."""
+    """A copy of the token ids as plain ints. Raises RequestRejected for an id of another type, such as bool."""
     try:
         numbers = tuple(values)
     except TypeError:
