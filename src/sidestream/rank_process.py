@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
         kind = type(error).__name__ if isinstance(error, SidestreamError) else "ProcessFailed"
         with contextlib.suppress(OSError):
             link.report(Refused(kind, str(error)))
-        os._exit(1)  # threads may wait for other ranks in a collective
+        os._exit(1)  # without cleanup: threads may wait for other ranks in a collective
     os._exit(0)
 
 

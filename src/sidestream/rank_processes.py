@@ -51,7 +51,7 @@ def check_ranks(config: EngineConfig) -> None:
 
 
 def threads_of_rank(config: EngineConfig) -> int:
-    """Threads of each rank's forward pass on a CPU: all ranks together use the cores of one."""
+    """Threads of each rank's forward pass on a CPU. All ranks together use as many as one rank alone would."""
     return config.compute_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
 
 
@@ -71,7 +71,7 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._decoders: list[FrameDecoder] = []
-        self._messages: list[deque[ToLeader]] = []  # received and not handled yet
+        self._messages: list[deque[ToLeader]] = []  # messages that were received and not handled yet
         self._ending = threading.Lock()
         device = torch_device(config.device)
         try:
@@ -110,7 +110,7 @@ class RankProcesses:
         return error
 
     def close(self) -> None:
-        """End the group and the processes, which were told to end. Blocks. Idempotent."""
+        """End the group, and wait for the processes, which have received `End`. Blocks. Idempotent."""
         for process in self._processes:
             try:
                 process.wait(_KILL_S)
@@ -128,7 +128,7 @@ class RankProcesses:
                 process.wait(_KILL_S)
             for each in self._sockets:
                 each.close()
-            if hasattr(self, "group"):  # else the start failed before
+            if hasattr(self, "group"):  # otherwise the start failed before the group existed
                 self.group.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -146,7 +146,7 @@ class RankProcesses:
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     env=environment,
-                    process_group=0,  # Ctrl-C at the terminal reaches the owner only
+                    process_group=0,  # so that Ctrl-C at the terminal reaches only the process of rank 0
                 )
             )
         self._sockets.append(ours)

@@ -10,7 +10,7 @@ from sidestream.types import Fence, LayerGates
 FenceName = tuple[str, int]
 """A stream, and the number of a piece of work: rank 0 numbers the work that it sends for each stream, from 1."""
 
-# Failures of the other ranks that are remembered; each is read when its fence is observed.
+# Number of failures of other ranks that are kept. A failure is read when its fence is observed.
 _MAX_FAILURES = 4096
 
 
@@ -18,8 +18,7 @@ class Progress:
     """The work that the other ranks have reported as done. One thread writes it, any thread reads it.
 
     size      number of ranks
-    observed  called with rank, and stream and tick of rank 0's fence, when a thread learns from a report that this work
-              is done on that rank
+    observed  called when a thread learns that a rank has done some work: rank, and stream and tick of rank 0's fence
     """
 
     def __init__(self, size: int, *, observed: Callable[[int, str, int], None] | None = None) -> None:
@@ -45,7 +44,7 @@ class Progress:
         """The failure of the work on any other rank."""
         return self._failures.get(name)
 
-    # ------------------------------------------------------------------ the thread that hears of the other ranks
+    # ------------------------------------------------------------------ the thread that reads reports
 
     def raise_to(self, rank: int, names: Iterable[FenceName]) -> None:
         """Record that the work of each stream up to its number is done on `rank`."""

@@ -1,7 +1,8 @@
-"""A rank other than 0: carries rank 0's messages out on its own device, and reports what is done.
+"""A rank other than 0, which follows rank 0: it runs the work of rank 0's messages on its own
+device, and reports finished work.
 
 It decides nothing. A turn takes the messages that have come, enqueues their work, and polls the fences of earlier work;
-it never blocks. Messages are taken in order. Everything that a message names was sent before it.
+it never blocks. Messages are taken in order. A message names only work that was sent before it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _GROWTH_POLL_S = 0.05
 
 
 class _Track:
-    """One stream, and the fences of its work that were not seen done yet, with the numbers of rank 0's messages."""
+    """A stream of this rank, and the fences of its unfinished work with the work's numbers in rank 0's messages."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -43,7 +44,7 @@ class Follower:
 
     memory   the device's blocks, as on rank 0
     tiers    the rank's tiers, whose pools and indices are not used; None: no offload
-    take     returns the next message of rank 0; None: there is none now
+    take     returns the next message of rank 0, or None if none has arrived
     report   sends a message to rank 0
     """
 
@@ -73,10 +74,10 @@ class Follower:
 
     def turn(self) -> Rest:
         """Take the messages that have come, and report what is done. Returns the fences that cause the next turn."""
-        self._take_messages()  # first: the other ranks wait for this one in the step's collectives
+        self._take_messages()  # Messages come first: the other ranks wait for this rank in the step's collectives.
         self._report_ready()
         self._report_passed()
-        self._take_messages()  # there may be room for a step now
+        self._take_messages()  # Finished steps may have made room for another message.
         fences = tuple(track.fences[0][1] for track in self._tracks.values() if track.fences)
         return Rest(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
 
@@ -210,7 +211,8 @@ class Follower:
         if self._ready.final:
             return
         memory = self._host.memory
-        final = not self._device.grows(memory)  # read first: if the memory does not grow, `ready_bytes` below is final
+        # Read before `ready_bytes`: if the memory does not grow, its bytes are final.
+        final = not self._device.grows(memory)
         ready = Ready(self._device.ready_bytes(memory), final)
         if ready != self._ready:
             self._ready = ready

@@ -1,4 +1,4 @@
-"""Rank 0: a device and an executor that do on every rank what they do here.
+"""Rank 0's device and executor, whose work is repeated on every rank.
 
 The scheduler, the pools and the offload worker know of one device. A copy or a step is sent to the other ranks before
 rank 0's caller gets its fence: if a message refers to a fence, its receiver has the work of that fence already. A fence
@@ -82,7 +82,7 @@ class Ranks:
 
     def close(self) -> None:
         """End rank 0's threads, let the other ranks finish all work that was sent, and end them. Blocks. Idempotent."""
-        for joint in self._threads:  # first: no thread may send a copy after `End`
+        for joint in self._threads:  # The threads end first: none may send a copy after `End`.
             if joint.thread is not None:
                 joint.thread.close()
         if not self._closed:
@@ -94,7 +94,7 @@ class Ranks:
         """Call `end` with the reason when a rank is lost, on any thread."""
         self._on_loss = end
 
-    # ------------------------------------------------------------------ the thread that hears of the other ranks
+    # ------------------------------------------------------------------ the thread that reads reports
 
     def take_in(self, rank: int, message: ToLeader) -> None:
         """Apply a message of `rank`."""
@@ -110,7 +110,7 @@ class Ranks:
             case Ready():
                 self._ready[rank] = message
                 self._wake()
-            case _:  # a heartbeat
+            case _:  # `Beat`: the rank is alive, and nothing else
                 pass
 
     def lose(self, error: DeviceLost) -> None:
@@ -218,7 +218,8 @@ class _JointThread:
         """The thread's turn. Rank 0's device wakes the thread when rank 0's part of a fence is done; a report wakes it
         for the parts of other ranks.
         """
-        self._resting_for_fences = True  # set before fences are polled: a report during the turn causes another turn
+        # Set before the turn polls fences, so that a report during the turn causes another turn.
+        self._resting_for_fences = True
         rest = self._turn()
         self._resting_for_fences = bool(rest.fences)
         waiting = []
@@ -269,7 +270,7 @@ class _JointDevice:
 
     def grows(self, memory: Memory) -> bool:
         """See `Device.grows`."""
-        others = self._ranks.grows  # read first: if False, `ready_bytes` of the other ranks is final
+        others = self._ranks.grows  # Read before `ready_bytes`: if it is False, the bytes of the other ranks are final.
         return self._device.grows(memory) or others
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:

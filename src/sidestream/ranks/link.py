@@ -24,19 +24,19 @@ from sidestream.ranks.leader import Ranks
 from sidestream.ranks.messages import Beat, Begin, ToLeader, ToRank
 
 SILENCE_S = 10.0
-"""A rank that has sent nothing for so long hangs. A rank sends a beat at least every `_BEAT_S`."""
+"""Seconds without a message after which a rank counts as hanging. A rank sends a `Beat` at least every `_BEAT_S`."""
 _BEAT_S = 0.5
-# Polling interval of a rank while its device has work: reports may be so late, which delays only transfers.
+# Polling interval of a rank while its device has work. It may delay a report, and so a transfer, but no step.
 _POLL_S = 0.5e-3
 _READ_BYTES = 1 << 18
-# Unsent bytes at which a rank counts as hanging; steps and copies in flight are far fewer.
+# Unsent bytes at which a rank counts as hanging. The messages of all steps and copies in flight are far smaller.
 _MAX_BACKLOG = 256 << 20
 _END_S = 60.0
 """Longest wait for the ranks to finish their work and end."""
 
 
 class SocketTransport:
-    """Rank 0's sockets, by rank from 1; and the thread that reads the reports of the other ranks. See `Transport`.
+    """Rank 0's sockets to the other ranks, by rank from 1, and the thread that reads their reports. See `Transport`.
 
     how_ended   called with a rank whose socket was closed or is silent; returns what is known of its end
     end         ends all other ranks at once
@@ -53,8 +53,8 @@ class SocketTransport:
         self._sockets = tuple(sockets)
         self._how_ended = how_ended
         self._end = end
-        self._encoder = FrameEncoder(sent=1)  # each rank has had its Begin
-        self._lock = threading.Lock()  # guards the backlogs
+        self._encoder = FrameEncoder(sent=1)  # frame 1 of each socket was `Begin`
+        self._lock = threading.Lock()  # guards `_backlogs`
         self._backlogs: tuple[deque[memoryview], ...] = tuple(deque() for _ in sockets)
         self._decoders = tuple(decoders)
         self._bell, self._rung = socket.socketpair()
@@ -62,10 +62,10 @@ class SocketTransport:
         self._closing = False
         self._thread: threading.Thread | None = None
         self.ranks = Ranks(len(self._sockets) + 1, self, progress=Progress(len(self._sockets) + 1))
-        """Rank 0's handle of the other ranks; lost as soon as one of them is."""
+        """Rank 0's handle of the other ranks. It counts as lost as soon as one rank is lost."""
 
     def start(self, received: Sequence[Iterable[ToLeader]], *, silence_s: float = SILENCE_S) -> None:
-        """Begin to read reports, once every rank follows. `received`: those of each rank that were read before."""
+        """Begin to read reports. Call it when every rank follows. `received`: messages of each rank read before."""
         for rank, messages in enumerate(received, start=1):
             for message in messages:
                 self.ranks.take_in(rank, message)
@@ -81,7 +81,8 @@ class SocketTransport:
             for each, backlog in zip(self._sockets, self._backlogs, strict=True):
                 if backlog or (left := _write(each, frame)):
                     backlog.append(frame if backlog else left)
-                    with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: so are the ranks
+                    # A full bell wakes the thread anyway. A closed bell means that the ranks have ended.
+                    with contextlib.suppress(OSError):
                         self._bell.send(b"\0")
 
     def close(self) -> None:
@@ -105,7 +106,7 @@ class SocketTransport:
             readable, writable, _ = select.select(
                 [*(self._sockets[rank] for rank in self._open), self._rung], wanting, [], _BEAT_S
             )
-            # One wait at most: the time in which the machine was suspended does not count.
+            # At most the time-out of `select`, so that time in which the machine was suspended does not count.
             waited_s, now_s = min(time.monotonic() - now_s, _BEAT_S), time.monotonic()
             if self._rung in readable:
                 with contextlib.suppress(BlockingIOError):
@@ -159,8 +160,8 @@ class SocketTransport:
 
 
 def _write(each: socket.socket, frame: memoryview) -> memoryview:
-    """Write what the socket takes now; returns the rest. The bytes for a closed socket are dropped: its reader sees
-    the end.
+    """Write as many bytes as the socket takes now. Returns the remaining bytes. If the socket is closed, the
+    bytes are dropped, and the reading thread notices it.
     """
     while frame:
         try:
@@ -173,7 +174,7 @@ def _write(each: socket.socket, frame: memoryview) -> memoryview:
 
 
 def decoder_of_reports() -> FrameDecoder:
-    """A decoder for rank 0's side."""
+    """A decoder of the messages that rank 0 receives."""
     return FrameDecoder(msgspec.msgpack.Decoder(ToLeader))
 
 
@@ -199,7 +200,7 @@ class RankConnection:
         return None
 
     def take(self) -> ToRank | None:
-        """The next message; None: there is none now. Raises EngineStopped if rank 0 has closed the connection."""
+        """The next message; None if none has arrived. Raises EngineStopped if rank 0 has closed the connection."""
         if not self._messages:
             try:
                 data = self._connection.recv(_READ_BYTES, socket.MSG_DONTWAIT)
