@@ -538,7 +538,7 @@ def test_records_of_deleted_storages_are_dropped() -> None:
         judge.submitted("stream1" if number % 2 else "default", [Access(name, 0, 64, write=True)], "write")
         judge.recorded_stream(name, "stream1")
         judge.freed(name)
-    assert not judge.findings and not judge.origins and not judge._checker._shadows
+    assert not judge.findings and not judge.origins and not judge._checker._memories.shadows
 
 
 class Stub:

@@ -409,7 +409,7 @@ def test_a_pool_that_never_gives_out_a_number_twice_does_not_grow() -> None:
         )
         checker.took("disk", [10_000], ())
         assert len(remembered(checker)) < 5000
-        assert len(checker._shadows["disk"].cells) < 5000
+        assert len(checker._memories.shadows["disk"].cells) < 5000
         assert {7, 8} <= remembered(checker), "these are still findable"
         assert checker.findings == []
     finally:

@@ -29,8 +29,9 @@ from sidestream.device.sim import SimDevice, make_policy
 from sidestream.testing.findings import Finding, Report
 from sidestream.testing.guard import Guard
 from sidestream.testing.leases import Dying, Leases, settle
+from sidestream.testing.memories import Memories
 from sidestream.testing.order import Order
-from sidestream.testing.shadow import Cell, Clock, Op, Read, Shadow, Written, calling_site, learn
+from sidestream.testing.shadow import calling_site, learn
 from sidestream.types import Access, Accesses, Fence, Key
 
 Poison = Callable[[str, int, int, Sequence[Fence]], None]
@@ -65,9 +66,7 @@ class Checker:
         self._lock = threading.Lock()
         self._order = Order()
         self._leases = Leases(self._order, self._report)
-        self._shadows: dict[str, Shadow] = {}
-        self._sizes: dict[str, int] = {}
-        self._knows_all_memories = False
+        self._memories = Memories(self._leases, self._report)
         self._submissions = 0
         self._sweep_at = _SWEEP_FROM
 
@@ -101,7 +100,7 @@ class Checker:
         with self._lock:
             op = self._order.submit(fence, label or "work", site)
             op.declared = declared
-            self._declare(op, declared, op.writes, op.reads)
+            op.writes, op.reads = self._memories.declare(op, declared)
             self._submissions += 1
             if self._submissions % _PRUNE_EVERY == 0:
                 self._prune()
@@ -118,7 +117,7 @@ class Checker:
                 stream.known = op.before
             stream.clock[op.stream] = op.tick
             stream.running = op
-            self._apply(op, stream.clock, op.writes, op.reads)
+            self._memories.apply(op, stream.clock, op.writes, op.reads)
             op.writes, op.reads = [], []
 
     def waited(self, stream: str, fence: Fence) -> None:
@@ -136,11 +135,9 @@ class Checker:
         with self._lock:
             here = self._order.stream(stream)
             if here.running is not None:
-                writes: list[Written] = []
-                reads: list[Read] = []
                 here.running.declared = [*here.running.declared, *declared]
-                self._declare(here.running, declared, writes, reads, late=True)
-                self._apply(here.running, here.clock, writes, reads)
+                writes, reads = self._memories.declare(here.running, declared, late=True)
+                self._memories.apply(here.running, here.clock, writes, reads)
 
     def finished(self, fence: Fence) -> None:
         """See `Tracer.finished`."""
@@ -174,9 +171,9 @@ class Checker:
         with self._lock:
             self._order.advance()
             op = self._order.host_op(label or "touch", site)
-            self._declare(op, declared, op.writes, op.reads)
-            self._apply(op, self._order.host, op.writes, op.reads)
-            op.writes, op.reads, op.over = [], [], True
+            writes, reads = self._memories.declare(op, declared)
+            self._memories.apply(op, self._order.host, writes, reads)
+            op.over = True
 
     def stalled(self, reason: str) -> None:
         """See `Tracer.stalled`."""
@@ -189,13 +186,13 @@ class Checker:
     def allocated(self, memory: str, num_bytes: int) -> None:
         """See `Tracer.allocated`."""
         with self._lock:
-            self._sizes[memory] = num_bytes
+            self._memories.allocate(memory, num_bytes)
 
     def refuse_unknown(self) -> None:
         """From now on, report accesses to a memory that was neither allocated nor backs a pool. Not for devices on
         which work uses memory of others.
         """
-        self._knows_all_memories = True
+        self._memories.refuse_unknown()
 
     def declared(self, stream: str) -> Sequence[Access]:
         """All accesses that the running work of a stream has declared so far."""
@@ -214,13 +211,7 @@ class Checker:
     def backed(self, pool: str, memory: str, item_bytes: int, first: int = 0) -> None:
         """See `Tracer.backed`."""
         with self._lock:
-            shadow = self._shadow(memory)
-            if first:
-                while shadow.beyond is not None:
-                    shadow = shadow.beyond
-                shadow.beyond = Shadow(memory, first)
-                shadow = shadow.beyond
-            self._leases.pool(pool).back(shadow, item_bytes)
+            self._leases.pool(pool).back(self._memories.part(memory, first), item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Tracer.took`. Each id is poisoned after the fences of its own last uses."""
@@ -262,95 +253,10 @@ class Checker:
     def forget(self, memory: str) -> None:
         """Delete the records of a memory, and of the pool of the same name, which will not be used again."""
         with self._lock:
-            self._shadows.pop(memory, None)
+            self._memories.shadows.pop(memory, None)
             self._leases.pools.pop(memory, None)
 
-    # ------------------------------------------------------------------ bytes
-
-    def _shadow(self, memory: str) -> Shadow:
-        shadow = self._shadows.get(memory)
-        if shadow is None:
-            shadow = self._shadows[memory] = Shadow(memory)
-        return shadow
-
-    def _declare(
-        self, op: Op, accesses: Sequence[Access], writes: list[Written], reads: list[Read], *, late: bool = False
-    ) -> None:
-        """Sort accesses by id into `writes` and `reads`, and check the leases. `late`: declared by work that already
-        runs.
-        """
-        shadows, stream = self._shadows, op.stream
-        for access in accesses:
-            start, stop, write = access.start, access.stop, access.write
-            if not 0 <= start <= stop <= self._sizes.get(access.memory, -1):
-                self._check_bounds(op, access)
-            shadow = shadows.get(access.memory) or self._shadow(access.memory)
-            while shadow.beyond is not None and start >= shadow.beyond.first:
-                shadow = shadow.beyond
-            size, first = shadow.item_bytes or stop, shadow.first
-            while start < stop:
-                number, written_after = (start - first) // size, 0
-                upto = first + (number + 1) * size
-                if upto > stop:
-                    upto = stop
-                if shadow.item_bytes:
-                    item = shadow.items.get(number)
-                    if late or item is None or item.lease is None or (write and item.published):
-                        written_after = self._leases.use(op, shadow, number, (shadow.memory, start, upto), write=write)
-                    else:  # the usual case: the id is leased
-                        item.users[stream] = op
-                        if write:
-                            item.writers[stream] = op
-                        written_after = item.taken
-                if write:
-                    writes.append((shadow, start, upto))
-                else:
-                    reads.append((shadow, start, upto, written_after))
-                start = upto
-
-    def _check_bounds(self, op: Op, access: Access) -> None:
-        """Report an access to bytes that its memory does not have. A tier that is no memory has ids without end."""
-        size, shadow = self._sizes.get(access.memory), self._shadows.get(access.memory)
-        if size is not None or (self._knows_all_memories and (shadow is None or not shadow.pool)):
-            self._report.beyond(op, access, size)
-
-    def _apply(self, op: Op, clock: Clock, writes: list[Written], reads: list[Read]) -> None:
-        """Compare accesses, which happen now, with earlier accesses, and record them. Writes come first, because work
-        may read its own writes.
-        """
-        known = clock.get
-        for shadow, start, stop in writes:
-            cell = shadow.cells.get(start)
-            if cell is None or cell.stop != stop:
-                cells = shadow.carve(start, stop)
-                for part in cells:
-                    self._check_write(op, clock, shadow, part)
-                cell = shadow.join(cells)
-                cell.reads = {}
-            elif cell.reads:
-                self._check_write(op, clock, shadow, cell)
-                cell.reads = {}
-            elif (last := cell.write) is not None and last.tick > known(last.stream, 0):
-                self._check_write(op, clock, shadow, cell)
-            cell.write = op
-        stream = op.stream
-        for shadow, start, stop, written_after in reads:
-            cell = shadow.cells.get(start)
-            for part in (cell,) if cell is not None and cell.stop == stop else shadow.carve(start, stop):
-                last = part.write
-                if last is None or last.seq < written_after:
-                    self._report.unwritten(op, shadow, part)
-                elif last.tick > known(last.stream, 0):
-                    self._report.race(op, False, last, True, clock, (shadow.memory, part.start, part.stop))
-                part.reads[stream] = op
-
-    def _check_write(self, op: Op, clock: Clock, shadow: Shadow, cell: Cell) -> None:
-        where, last = (shadow.memory, cell.start, cell.stop), cell.write
-        if last is not None and last.tick > clock.get(last.stream, 0):
-            self._report.race(op, True, last, True, clock, where)
-        for read in cell.reads.values():
-            if read.tick > clock.get(read.stream, 0):
-                self._report.race(op, True, read, False, clock, where)
+    # ------------------------------------------------------------------ private
 
     def _doomed(self, dying: Dying) -> list[tuple[str, int, int, tuple[Fence, ...]]]:
         if self._poison is None:
@@ -372,8 +278,7 @@ class Checker:
             self._sweep_at = max(_SWEEP_FROM, 2 * self._size())
 
     def _size(self) -> int:
-        cells = sum(len(shadow.cells) for shadow in self._shadows.values())
-        return cells + sum(len(pool.items) for pool in self._leases.pools.values())
+        return self._memories.num_cells() + sum(len(pool.items) for pool in self._leases.pools.values())
 
 
 def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
