@@ -32,7 +32,7 @@ from sidestream.errors import ConfigError
 from sidestream.kv.key_log import KeyLog, KeysCleared, KeysRemoved, KeysStored
 from sidestream.metrics import Metrics
 from sidestream.testing.torture import POLICIES, draw_workload, run_schedule
-from sidestream.testing.torture import run as torture_run
+from sidestream.testing.torture import life as torture_life
 
 PROMPT = list(range(1, 41))
 # Workloads that take 0.2 s at most, a third of them with resets, new weights or logits that are not finite.
@@ -91,7 +91,7 @@ def held_by(engine: Any) -> dict[str, set[int]]:
 
 def test_after_each_step_of_torture_the_events_say_which_keys_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules with evictions, resets, new weights, logits that are not finite, faults of tiers and restarts."""
-    make_config, build = torture_run._config, torture_run.build_engine
+    make_config, build = torture_life._config, torture_life.build_engine
     checked = dict.fromkeys(("steps", "batches", "GPU", "CPU", "DISK"), 0)
 
     def build_watched(*args: Any, **kwargs: Any) -> Any:
@@ -114,9 +114,9 @@ def test_after_each_step_of_torture_the_events_say_which_keys_are_held(monkeypat
         return engine
 
     monkeypatch.setattr(
-        torture_run, "_config", lambda *args: dataclasses.replace(make_config(*args), kv_events=KVEventsConfig())
+        torture_life, "_config", lambda *args: dataclasses.replace(make_config(*args), kv_events=KVEventsConfig())
     )
-    monkeypatch.setattr(torture_run, "build_engine", build_watched)
+    monkeypatch.setattr(torture_life, "build_engine", build_watched)
     for seed in SEEDS:
         policy = make_policy(POLICIES[seed % len(POLICIES)], random.Random(seed))
         outcome = run_schedule(draw_workload(seed), policy)

@@ -166,7 +166,7 @@ def test_only_steps_that_fail_may_end_a_request_with_an_error() -> None:
 
 def spoiling(deed: str) -> AbstractContextManager[None]:
     """At the end, before anything is judged, `deed` happens."""
-    judged = 'self.judge_balance(life, "idle")'
+    judged = 'self.judge_balance(life, clients, "idle")'
     changed = Become(f"engine, parts = life.engine, life.engine.parts; {deed}; {judged}")
     return doctored(Verdict.judge_idle, judged, changed)()
 
@@ -202,7 +202,7 @@ def test_what_is_spoilt_at_the_end_is_noticed(spoilt: str, oracle: str, text: st
 def test_a_block_that_is_wrong_when_it_becomes_findable_is_noticed_though_it_is_right_at_the_end() -> None:
     early = doctored(
         Verdict.judge_idle,
-        'self.judge_balance(life, "idle")',
+        'self.judge_balance(life, clients, "idle")',
         Become("contents = self.contents.blocks; contents.clear(); contents.update(self.kept)"),
     )
     late = doctored(
@@ -239,7 +239,7 @@ def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files
 
 
 def test_an_exception_says_where_it_came_from() -> None:
-    broken = doctored(Verdict.judge_idle, 'self.judge_balance(life, "idle")', Become("self._nobody"))
+    broken = doctored(Verdict.judge_idle, 'self.judge_balance(life, clients, "idle")', Become("self._nobody"))
     with broken():
         outcome = run(PLAIN)
     (finding,) = [finding for finding in outcome.findings if finding.oracle == "error"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sidestream.testing.findings import Finding as Objection
+from sidestream.testing.torture.clients import Clients
 from sidestream.testing.torture.contents import contents_of
 from sidestream.testing.torture.judge import (
     still_findable,
@@ -15,11 +15,9 @@ from sidestream.testing.torture.judge import (
     wrong_entries,
     wrong_states,
 )
+from sidestream.testing.torture.life import Life
 from sidestream.testing.torture.oracle import Reference
 from sidestream.testing.torture.workload import DAMAGE, Workload
-
-if TYPE_CHECKING:
-    from sidestream.testing.torture.run import Life
 
 ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
 """The checks of a schedule. Findings are sorted in this order.
@@ -72,9 +70,9 @@ class Verdict:
         """All findings, in the order of `ORACLES`."""
         return tuple(sorted(self._findings, key=lambda finding: ORACLES.index(finding.oracle)))
 
-    def judge_idle(self, life: Life) -> None:
+    def judge_idle(self, life: Life, clients: Clients) -> None:
         """Checks for an engine that still serves, after all requests and transfers have ended."""
-        self.judge_balance(life, "idle")
+        self.judge_balance(life, clients, "idle")
         for text in (
             *wrong_blocks(life.engine, life.device, self.contents),
             *wrong_states(life.engine, life.device, self.contents),
@@ -83,11 +81,11 @@ class Verdict:
         self.judge_disk(life, "at the end")
         life.checker.check_idle()
 
-    def judge_balance(self, life: Life, when: str) -> None:
+    def judge_balance(self, life: Life, clients: Clients, when: str) -> None:
         """Check that nothing is in use or kept."""
         for text in unbalanced(life.engine, life.disk):
             self.find("balance", f"{when}: {text}")
-        for name, count in (life.border.left() if life.border is not None else {}).items():
+        for name, count in (clients.border.left() if clients.border is not None else {}).items():
             self.find("balance", f"{when}: {count} {name} are kept")
 
     def judge_forgotten(self, life: Life) -> None:
@@ -103,14 +101,14 @@ class Verdict:
         for text in wrong_entries(life.disk, self.contents, damaged=damaged):
             self.find("content", f"{when}: {text}")
 
-    def judge_answers(self, life: Life, *, over: bool) -> None:
+    def judge_answers(self, clients: Clients, *, over: bool) -> None:
         """Check that the clients received the reference's output.
 
         over   the engine is closed or dead: a prefix of the output is right, too
         """
-        for (number, index), received in life.received.items():
-            versions = (0, 1) if (number, index) in life.straddles else (life.started[number],)
-            ends = over or number in life.gone
+        for (number, index), received in clients.received.items():
+            versions = (0, 1) if (number, index) in clients.straddles else (clients.started[number],)
+            ends = over or number in clients.gone
             faults = [
                 list(wrong_answer(self._workload, number, received, samples[number, index], over=ends))
                 for samples in (self._reference.samples[version] for version in versions)

@@ -1,0 +1,170 @@
+"""One engine of a schedule, with its simulated devices, its disk tiers and its other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig
+from sidestream.device.sim import Policy
+from sidestream.device.sim.policies import HOST
+from sidestream.engine import Engine, build_engine
+from sidestream.offload.loads import layers_per_group
+from sidestream.ranks.fences import local_fence
+from sidestream.runner.step_inputs import GraphKey
+from sidestream.testing.checker import Checker
+from sidestream.testing.guard import Guard
+from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
+from sidestream.testing.torture.contents import Contents
+from sidestream.testing.torture.judge import wrong_when_published
+from sidestream.testing.torture.oracle import SALT, state_bytes, toy_of
+from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
+from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Workload
+from sidestream.testing.toy import ToyDraftHead, ToyProposer
+from sidestream.testing.trace import Recorder, TraceLine
+from sidestream.types import Fence
+
+
+class Life:
+    """One engine, from start to close or crash.
+
+    checker   checks the device's work
+    recorder  the device's tracer, in front of the checker
+    head      proposes drafts
+    disk      the disk tier of rank 0; None: there is none
+    disks     the disk tiers of all ranks
+    others    the ranks other than 0; None: there are none
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        policy: Policy,
+        script: Script,
+        contents: Contents,
+        *,
+        weights: int,
+        lines: list[TraceLine] | None,
+    ) -> None:
+        self.checker = Checker(poison=self._poison)
+        self.recorder = Recorder(
+            self.checker,
+            self._actor,
+            lines,
+            lambda what, memory, where, key: wrong_when_published(self.device, contents, what, memory, where, key),
+        )
+        self.device = ScriptedDevice(policy, script, tracer=self.recorder, guard=Guard(self.checker))
+        self.device.pin_s = workload.pin_s
+        if workload.layer_groups:
+            self.device.segment_bytes = 1
+        self.model = ScriptedModel(toy_of(workload), self.device)
+        self.model.weights = weights
+        self.head = ToyDraftHead(toy_of(workload), width=max(1, workload.drafts))
+        self.disk: ScriptedTier | None = None
+        self.disks: list[ScriptedTier] = []
+        self.others: SimRanks | None = None
+        try:
+            if workload.disk_blocks:
+                self.disk = scratch().open(self.model, self.device, num_blocks=workload.disk_blocks)
+                self.disks.append(self.disk)
+            if workload.ranks > 1:
+                self.others = self._start_ranks(workload)
+            self.engine: Engine = build_engine(
+                self.model if self.others is None else RankToy(self.model, self.others.groups[0]),
+                _config(workload, self.model),
+                device=self.device,
+                threaded=False,
+                ranks=None if self.others is None else self.others.ranks,
+                group=None if self.others is None else self.others.groups[0],
+                tiers=None if self.disk is None else {"disk": self.disk},
+                proposer=self._proposer(workload),
+            )
+            if workload.layer_groups:  # steps join loads long before their end: schedules do not measure time
+                self.engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]
+            if workload.captured:
+                self._capture(workload)
+        except BaseException:
+            self.crash()
+            raise
+
+    def _start_ranks(self, workload: Workload) -> SimRanks:
+        """Start the ranks other than 0, each with its own toy and disk."""
+        ranks = SimRanks(self.device, workload.ranks)
+        for rank in range(1, workload.ranks):
+            if workload.disk_blocks:
+                self.disks.append(scratch().open(self.model, self.device, num_blocks=workload.disk_blocks, rank=rank))
+            ranks.start(
+                rank,
+                RankToy(toy_of(workload), ranks.groups[rank]),
+                _config(workload, self.model),
+                tiers={"disk": self.disks[-1]} if workload.disk_blocks else None,
+                proposer=RankProposer(self._proposer(workload), self.model.vocab_size),
+            )
+        return ranks
+
+    def _proposer(self, workload: Workload) -> ToyProposer:
+        return ToyProposer(self.head, model=self.model if workload.leaves_hidden else None)
+
+    def _capture(self, workload: Workload) -> None:
+        """Capture one shape and, if the workload has drafts, a shape with few drafts and one without. All other batches
+        run eagerly, between captured steps.
+        """
+        parts, layout = self.engine.parts, self.model.layout
+        has_states = workload.states > 0
+        few = (
+            [
+                GraphKey(workload.max_running, 0, workload.drafts, total_drafts=1, has_states=has_states),
+                GraphKey(workload.max_running, has_states=has_states),
+            ]
+            if workload.drafts
+            else []
+        )
+        for executor in (parts.executor, *(() if self.others is None else self.others.executors)):
+            executor.capture(
+                [GraphKey(workload.max_running, workload.chunk_tokens, workload.drafts, has_states=has_states), *few],
+                gate_layers=0 if parts.transfers is None else layers_per_group(layout, self.device.segment_bytes),
+            )
+
+    def crash(self) -> None:
+        """Stop like a killed process. Idempotent; does nothing after a close."""
+        self.device.kill()
+        for disk in self.disks:
+            disk.crash()
+
+    def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
+        self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # the memory is rank 0's
+
+    def _actor(self) -> str:
+        return self.device.turns.current.name if hasattr(self, "device") else HOST
+
+
+def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
+    size = model.layout.block_bytes
+    offload = (
+        OffloadConfig(host=workload.slots * size * workload.ranks, load_deadline_s=LOAD_DEADLINE_S)
+        if workload.slots
+        else None
+    )
+    return EngineConfig(
+        kv_memory=workload.blocks * size + state_bytes(model, workload.states),
+        state_memory=state_bytes(model, workload.states) or None,
+        block_tokens=model.layout.block_tokens,
+        chunk_tokens=workload.chunk_tokens,
+        token_budget=workload.chunk_tokens + workload.max_running,
+        max_running=workload.max_running,
+        asynchronous=workload.asynchronous,
+        offload=offload,
+        speculative=SpeculativeConfig(max_drafts=workload.drafts, adaptive=False) if workload.drafts else None,
+        max_waiting=workload.waiting,
+        salt=SALT,
+    )
+
+
+_scratches: list[Scratch] = []
+
+
+def scratch() -> Scratch:
+    """This process's directories for disk tiers."""
+    if not _scratches or not _scratches[-1].is_ours:
+        _scratches.append(Scratch())
+    return _scratches[-1]
