@@ -1,21 +1,24 @@
-"""Finds races and lease errors in the recorded submissions, waits and leases, even if they had no effect in this order
-of execution.
+"""Finds races and lease errors, even if they had no effect in this run.
 
-A tracer (see `sidestream.types.Tracer`) that computes happens-before with vector clocks, one for each stream and one
-for the host. It has its own records of bytes and leases, and does not rely on those of pools and leases. Two unordered
-accesses are a race even if the result was right in this run. Called from any thread.
+A checker is a tracer (`sidestream.types.Tracer`): devices and pools report each submission, wait and lease to it. It
+computes the happens-before relation with vector clocks, one for each stream and one for the host. It keeps its own
+records of bytes and leases, so an error in a pool's records cannot hide a finding. Called from any thread.
+
+An id is the number of a block or slot in a pool. A lease is a reference that keeps an id from reuse. A fence marks the
+end of one piece of work on a stream. An id is findable (published) while its key is in a cache index.
 
     race             two unordered accesses to the same bytes, at least one of them a write
-    unwritten        a read of bytes that were never written, or not since their id was taken
-    undeclared       work that made an access without declaring it (only with a `Guard`)
-    beyond           an access to bytes that no memory has
-    unleased         work on an id without a lease, or a release of such an id
-    early_release    an id released while work still uses it: the host has not seen the work done, and no fence of the
-                     release covers it
-    early_publish    an id made findable before the host saw its bytes complete
+    unwritten        a read of bytes that were never written, or that were not written since the pool handed out their
+                     id
+    undeclared       an access that its work did not declare (detected only with a `Guard`)
+    beyond           an access outside the bounds of a memory
+    unleased         an access to an id without a lease, or a release of such an id
+    early_release    an id released while work still uses it: the host has not seen the end of the work, and no fence
+                     given with the release comes after the work
+    early_publish    an id published before the host saw that all its bytes are written
     published_write  a write to a findable id
-    failed_publish   an id made findable although the work that wrote it failed
-    stall            the host blocked where it must not
+    failed_publish   an id published although the work that wrote it failed
+    stall            the host blocked for a reason that is not allowed
     leak             an id still leased when all work is done
 """
 
@@ -36,15 +39,15 @@ from sidestream.types import Access, Accesses, Fence, Key
 
 Poison = Callable[[str, int, int, Sequence[Fence]], None]
 
-# Number of submissions between two deletions of records that are no longer needed.
+# Every so many submissions, records that cannot matter any more are deleted.
 _PRUNE_EVERY = 256
 _SWEEP_FROM = 4096
 
 
 class Checker:
-    """Reports races and lease errors. Each device with its pools has its own checker, attached before their first work.
+    """Reports races and lease errors of one device and its pools. Attach it before their first work.
 
-    findings   the findings; for each kind and memory, a pair of call sites is reported once
+    findings   all findings so far; the same pair of call sites is reported once for each kind and memory
     """
 
     def __init__(
@@ -54,8 +57,8 @@ class Checker:
         allowed_waits: frozenset[str] = frozenset({"step"}),
         max_findings: int = 100,
     ) -> None:
-        """`poison` is called with memory, start, stop and fences of bytes that must not be read once those fences are
-        done.
+        """`poison` receives bytes that must not be read any more: memory, start, stop, and the fences after which it
+        may overwrite the bytes.
 
         `allowed_waits` are the reasons for which the host may block. At most `max_findings` are kept.
         """
@@ -95,8 +98,8 @@ class Checker:
     # ------------------------------------------------------------------ events of a device
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """See `Tracer.submitted`. Asks for the accesses at once."""
-        declared, site = accesses(), calling_site()  # without the lock: this callback may run any code
+        """See `Tracer.submitted`. Calls `accesses` immediately."""
+        declared, site = accesses(), calling_site()  # outside the lock, because `accesses` may run any code
         with self._lock:
             op = self._order.submit(fence, label or "work", site)
             op.declared = declared
@@ -124,8 +127,8 @@ class Checker:
         """See `Tracer.waited`."""
         with self._lock:
             waiting, op = self._order.stream(stream), self._order.op(fence)
-            # None: the record was deleted, because the host knew that the work was done before it submitted any work
-            # that is still unfinished.
+            # None: the record was deleted. Before the host submitted the oldest unfinished work, it knew that this work
+            # was done, so the wait adds no order.
             if op is not None and op.final is not None:
                 learn(waiting.clock, op.final)
 
@@ -159,7 +162,7 @@ class Checker:
     def observed(self, fence: Fence) -> None:
         """See `Tracer.observed`."""
         if fence.tick <= self._order.host.get(fence.stream, 0):
-            return  # known already; no lock is taken, because the host may poll often
+            return  # already known; returns without the lock, because the host may poll often
         with self._lock:
             op = self._order.op(fence)
             if op is not None and op.final is not None:
@@ -189,8 +192,8 @@ class Checker:
             self._memories.allocate(memory, num_bytes)
 
     def refuse_unknown(self) -> None:
-        """From now on, report accesses to a memory that was neither allocated nor backs a pool. Not for devices on
-        which work uses memory of others.
+        """From now on, report accesses to a memory that was neither allocated nor assigned to a pool. Do not call it
+        for a device whose work uses memory that another device allocated.
         """
         self._memories.refuse_unknown()
 
@@ -214,7 +217,7 @@ class Checker:
             self._leases.pool(pool).back(self._memories.part(memory, first), item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Tracer.took`. Each id is poisoned after the fences of its own last uses."""
+        """See `Tracer.took`. The id's old bytes are poisoned once its last users are done."""
         site = calling_site()
         with self._lock:
             doomed = self._doomed(self._leases.took(pool, ids, site))
@@ -246,12 +249,14 @@ class Checker:
         self._overwrite(doomed)
 
     def check_idle(self) -> list[Finding]:
-        """Report ids that are still leased when all work is done: one finding per pool, also added to `findings`."""
+        """Report ids that are still leased, one finding per pool. Call it when all work is done. Findings are also
+        added to `findings`.
+        """
         with self._lock:
             return list(self._leases.leaks())
 
     def forget(self, memory: str) -> None:
-        """Delete the records of a memory, and of the pool of the same name, which will not be used again."""
+        """Delete the records of a memory, and of the pool of the same name. Neither may be used again."""
         with self._lock:
             self._memories.shadows.pop(memory, None)
             self._leases.pools.pop(memory, None)
@@ -282,8 +287,8 @@ class Checker:
 
 
 def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
-    """A simulated device with the given `policy` (see `make_policy`) and `seed`, and a checker that traces it and
-    poisons its memory. A guard verifies the accesses that work declares.
+    """A simulated device, and a checker that traces the device and poisons its free memory. A guard verifies the
+    accesses that work declares. `policy` and `seed` decide the order of execution (see `make_policy`).
 
     The caller closes the device. Raises ConfigError for an unknown policy.
     """

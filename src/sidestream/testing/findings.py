@@ -1,7 +1,8 @@
-"""Writes the messages of the checker's findings: one sentence for each broken rule, with work, call sites, streams and
-bytes.
+"""Writes the messages of the checker's findings. A message is one sentence that names the broken rule, the work, its
+call sites, its streams and the bytes. Called by the checker only, under its lock.
 
-Only the checker calls it, under its lock. Messages are built only when a rule is broken.
+An id is a block or slot number of a pool; a lease keeps an id from reuse; an id is findable while its key is in a cache
+index.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sidestream.testing.shadow import HOST, Cell, Clock, Item, Lease, Op, Pool, 
 from sidestream.types import Access
 
 Where = tuple[str, int, int]
-"""Memory, start and stop; for a pool without memory, its name and the id."""
+"""Memory, start and stop. For a pool without a memory: its name, the id, and the id + 1."""
 
 _LISTED = 8
 
@@ -24,12 +25,12 @@ class Finding:
 
     kind            see `sidestream.testing.checker`
     message         the finding as a sentence
-    first, second   `file:line function, label` of the operations, in the order of submission; second is empty for
-                    findings about one operation
-    streams         streams of the operations, in the same order
+    first, second   `file:line function, label` of the two operations, in the order of submission; `second` is empty for
+                    a finding about one operation
+    streams         the stream of each operation, in the same order
     works           `stream:tick` of each operation, or `"host"`, in the same order
-    accesses        access of each operation, `"reads"` or `"writes"`; empty for kinds that are not about an access
-    memory, start, stop   the bytes; for a pool without memory, its name and the id
+    accesses        `"reads"` or `"writes"` for each operation; empty for kinds that are not about an access
+    memory, start, stop   the bytes. For a pool without a memory: its name, the id, and the id + 1
     """
 
     kind: str
@@ -48,8 +49,8 @@ class Finding:
 
 
 class Report:
-    """The findings of one run, at most `max_findings`. For each kind and memory, a pair of call sites is reported
-    once.
+    """The findings of one run, at most `max_findings`. The same pair of call sites is reported once for each kind and
+    memory.
     """
 
     def __init__(self, max_findings: int) -> None:
@@ -58,8 +59,8 @@ class Report:
         self._known: dict[object, Finding] = {}
 
     def race(self, op: Op, writes: bool, other: Op, other_writes: bool, clock: Clock, where: Where) -> None:
-        """Report that `op` and `other` access the same bytes, but `op`'s `clock` does not order the two. The message
-        names them in the order of submission, not of execution.
+        """Report that `op` and `other` access the same bytes, and that `op`'s vector clock `clock` does not include
+        `other`. The message names both operations in the order of submission, not of execution.
         """
         if other.seq < op.seq:
             earlier, later, known = other, op, f" (it knows of {other.stream} up to {clock.get(other.stream, 0)})"
@@ -74,7 +75,7 @@ class Report:
         self._add("race", message, where, earlier, later, accesses=verbs)
 
     def unwritten(self, op: Op, shadow: Shadow, cell: Cell) -> None:
-        """Report that `op` reads bytes that were not written."""
+        """Report that `op` reads bytes that were not written since their id was handed out, or never."""
         where = (shadow.memory, cell.start, cell.stop)
         since = (
             "ever wrote"
@@ -90,8 +91,8 @@ class Report:
         self._add("undeclared", f"{op} {verb} {_bytes(where)}, and has not declared it", where, op, accesses=(verb,))
 
     def beyond(self, op: Op, access: Access, size: int | None) -> None:
-        """Report that `op` declared an access to bytes that its memory does not have; size: of the memory, None: there
-        is no such memory.
+        """Report that `op` declared an access outside the bounds of a memory. `size` is the memory's size; None: no
+        memory has this name.
         """
         where = (access.memory, access.start, access.stop)
         verb = _verb(access.write)
@@ -113,7 +114,7 @@ class Report:
         self._add("unleased", f"{end} released {_id(pool.name, number, where)}, which had no open lease", where, end)
 
     def taken_twice(self, pool: Pool, item: Item, lease: Lease, site: Site) -> None:
-        """Report that an id with an open lease was taken again for writing."""
+        """Report that a pool handed out an id for new contents while a lease of the id was open."""
         where, held = pool.span(item.number), lease_op(f"lease of {pool.name}", lease.site)
         again = lease_op(f"take from {pool.name}", site)
         self._add(
@@ -125,7 +126,9 @@ class Report:
         )
 
     def early_release(self, pool: Pool, item: Item, use: Op, lease: Lease) -> None:
-        """Report that `lease` ended, and none of its fences comes after `use`."""
+        """Report that `lease` ended while the host had not seen `use` done, and that no fence given with a release
+        comes after `use`.
+        """
         where, end = pool.span(item.number), lease_op(f"release of {pool.name}", lease.site)
         given = ", ".join(f"{fence.stream}:{fence.tick}" for fence in lease.after) or "none"
         story = f"{end} released {_id(pool.name, item.number, where)}, which {use} uses"
@@ -148,7 +151,7 @@ class Report:
         )
 
     def incomplete(self, pool: Pool, item: Item, byte: int, publish: Op) -> None:
-        """Report that an id became findable although one of its bytes was not written."""
+        """Report that an id became findable although byte `byte` of its memory was not written."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
         self._add("early_publish", f"{story}, but no work wrote {where[0]}[{byte}] since it was taken", where, publish)
@@ -162,8 +165,8 @@ class Report:
         )
 
     def published_write(self, op: Op, pool: str, item: Item, where: Where) -> None:
-        """Report that `op` writes an id that is findable. The kind is `early_publish` if `op` was submitted before the
-        publication.
+        """Report that `op` writes a findable id. If `op` was submitted before the publication, the kind is
+        `early_publish`.
         """
         kind, when = ("published_write", "was") if op.seq > item.published else ("early_publish", "has become")
         self._add(
@@ -202,7 +205,7 @@ class Report:
 
 
 def lease_op(label: str, site: Site) -> Op:
-    """An operation of the host on a lease, for a finding."""
+    """A host operation on a lease, to name it in a finding."""
     return Op(HOST, 0, 0, label, site, None)
 
 

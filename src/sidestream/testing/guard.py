@@ -1,12 +1,12 @@
-"""Verifies the accesses that work declares on a simulated device: while work runs, only the memory that it has declared
-exists.
+"""Verifies the accesses that work declares on a simulated device. Running work sees only the memory that it has
+declared.
 
-Before work runs, and each time that it goes on after other actors, all bytes that it has not declared are replaced by
-poison. When it stops, only the bytes that it has declared as written are kept; a change of other bytes is a finding,
-and all bytes get their content back. So work that reads bytes without a declaration computes with poison, and its
-result is wrong. Knows neither pools nor the engine. Called by the actor whose turn it is.
+Work runs in turns with other streams and threads (actors). When a turn begins, all bytes that the work has not declared
+are replaced by poison (a fixed byte). Work that reads such bytes computes a wrong result. When the turn ends, bytes
+that the work declared as written are kept, and all other bytes are restored. A change of any other byte is a finding.
+Called by the actor whose turn it is.
 
-Accesses of host threads are not verified: they run between pieces of work.
+Accesses of host threads are not verified, because host code runs between the turns of work, when all memory is visible.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _Arena:
-    """Memories side by side, so that few operations save, hide and compare all of them.
+    """One allocation that holds many memories, so that one copy saves, hides or compares all of them.
 
-    data     the bytes that work reads and writes
-    saved    their content while work runs
-    shown    the bytes that the running work was given
+    data     the bytes that the running work reads and writes
+    saved    the true content of all bytes during a turn
+    shown    the content of `data` at the begin of the turn: poison where nothing was declared
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -42,7 +42,7 @@ class _Arena:
         self.used = 0
 
     def take(self, num_bytes: int) -> int | None:
-        """The first of `num_bytes` new bytes; None: there is no room."""
+        """Reserve `num_bytes` and return the offset of the first; None: too little space is left."""
         start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
         if start + num_bytes > len(self.data):
             return None
@@ -54,7 +54,7 @@ Range = tuple[_Arena, int, int, bool]
 
 
 class Guard:
-    """See `sidestream.device.sim.Guard`. Reports findings to `checker`, which also knows what work has declared."""
+    """See `sidestream.device.sim.Guard`. Gets the declared accesses from `checker`, and reports findings to it."""
 
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
@@ -111,12 +111,14 @@ class Guard:
         content[first + start : first + stop] = POISON
 
     def require(self, stream: str, access: Access) -> None:
-        """Report an access of running work to a memory that is not bytes, such as a file, if it was not declared."""
+        """Report an access of running work that was not declared. For memories without bytes here, such as files."""
         if access not in self._checker.declared(stream):
             self._checker.undeclared(stream, access)
 
     def _ranges_of(self, declared: Sequence[Access]) -> list[Range]:
-        """The declared accesses to bytes, reads first: a range that is also written counts as written."""
+        """The ranges of the declared accesses: arena, start, stop, and whether it is a write. Memories without bytes
+        are left out.
+        """
         ranges = []
         for access in declared:
             place = self._places.get(access.memory)

@@ -1,6 +1,9 @@
-"""Records the leases and published keys of all pools, and checks their use, without relying on the pools and leases.
+"""Records which ids of pools are leased and which are published, and checks each use of an id against these records.
 
-Has no lock: `Checker` holds one.
+A lease is a reference that keeps an id (block or slot number) from reuse; a published id can be found in a cache index.
+The records do not read the pools' own state, so an error in a pool is found.
+
+Has no lock: the caller (`Checker`) holds one.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from sidestream.testing.shadow import Clock, Item, Lease, Op, Pool, Shadow, Site
 from sidestream.types import Fence
 
 Dying = list[tuple[Pool, Item]]
-"""Ids that no work may read after the fences of their last uses."""
+"""Ids whose contents are dead: no work may read them once the fences in `Item.after` are done."""
 
 
 class Leases:
-    """The ids of all pools: their leases, users and keys."""
+    """The ids of all pools: leases, work that uses the ids, and publications."""
 
     def __init__(self, order: Order, report: Report) -> None:
         self._order = order
@@ -102,8 +105,8 @@ class Leases:
         return dying
 
     def use(self, op: Op, shadow: Shadow, number: int, where: tuple[str, int, int], *, write: bool) -> int:
-        """Record that `op` uses an id, and check that the id was leased when `op` was submitted. Returns the `seq`
-        after which the bytes of the id must have been written.
+        """Record that `op` uses an id, and check that the id was leased when `op` was submitted. Returns a position in
+        the order of events: a read is valid only if the bytes were written after it.
         """
         item = shadow.items.get(number)
         lease = None if item is None else item.lease_at(op.seq)
@@ -119,7 +122,7 @@ class Leases:
         return lease.taken
 
     def leaks(self) -> Iterable[Finding]:
-        """Report the ids that are leased now, with one finding for each pool."""
+        """Report the ids that are leased now; one finding per pool."""
         for pool in self.pools.values():
             held = [item for item in pool.items.values() if item.lease is not None]
             if held and (leak := self._report.leak(pool, held)) is not None:
@@ -136,12 +139,14 @@ class Leases:
         lease.until, lease.after, lease.site, item.lease = self._order.seq, tuple(item.after.values()), site, None
         oldest = self._order.unfinished[0].seq if self._order.unfinished else lease.until
         item.past = [past for past in item.past if past.until > oldest]
-        if oldest < lease.until:  # work that was submitted earlier may still declare that it uses this id
+        if oldest < lease.until:  # unfinished work that was submitted during the lease may still declare an access
             item.past.append(lease)
         return lease
 
     def _judge(self, book: Pool, item: Item, use: Op, lease: Lease) -> None:
-        """Check whether `lease` ended after `use`. If this depends on a fence that is not done yet, check later."""
+        """Report an early release unless the host saw `use` done, or a fence given with the release comes after `use`.
+        If a fence is not done yet, its order is unknown, so a `Verdict` waits for it.
+        """
         if use.tick <= self._order.host.get(use.stream, 0):
             return
         awaited: list[Op] = []
@@ -183,7 +188,7 @@ class Leases:
 
 
 def settle(verdict: Verdict, clock: Clock) -> None:
-    """Update `verdict`: one of the fences that it waits for is done, with this clock."""
+    """Update `verdict`: one of its awaited fences is done, with this clock."""
     if clock.get(verdict.use.stream, 0) >= verdict.use.tick:
         verdict.awaited = 0
     elif verdict.awaited:

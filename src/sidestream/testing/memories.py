@@ -1,7 +1,7 @@
 """Records the accesses to the bytes of all memories, and checks each access against earlier accesses.
 
-Reports races, reads of unwritten bytes, and accesses beyond the end of a memory. Leases of ids are checked by `Leases`.
-Has no lock: `Checker` holds one.
+Reports races, reads of unwritten bytes, and accesses beyond the end of a memory. Asks `Leases` whether an id was leased
+when work used it. Has no lock: the caller (`Checker`) holds one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Memories:
         return shadow
 
     def part(self, memory: str, first: int) -> Shadow:
-        """The records of a pool's bytes. If `first` is not 0, the pool's bytes are a new part of the memory, from byte
-        `first` on.
+        """The records of a pool's bytes. If `first` is not 0, the pool's bytes begin there, and get records of their
+        own.
         """
         shadow = self.shadow(memory)
         if first:
@@ -64,7 +64,7 @@ class Memories:
     def declare(self, op: Op, accesses: Sequence[Access], *, late: bool = False) -> tuple[list[Written], list[Read]]:
         """Check leases and bounds of accesses. Returns the writes and the reads, split at the borders of ids.
 
-        late   the work runs already
+        late True: the work is running already
         """
         writes: list[Written] = []
         reads: list[Read] = []

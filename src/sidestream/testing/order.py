@@ -1,7 +1,8 @@
-"""The happens-before relation of a run: clocks of streams and host threads, and the work submitted to streams.
+"""The happens-before relation of a run: vector clocks of streams and host threads, and the work submitted to streams.
 
-A clock holds, for each stream and each host thread, the last operation that is known to be done. Has no lock: `Checker`
-holds one.
+A vector clock holds, for each stream and each host thread, the number of the last operation that is known to be done. A
+host is a group of threads that share one clock: the main thread's group, and one for each thread that calls `split`.
+Has no lock: the caller (`Checker`) holds one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from sidestream.types import Fence
 class StreamClock:
     """The clock of one stream.
 
-    clock   clock of all work that happens before the next work of the stream
-    known   the host's clock that `clock` includes already
-    works   works of the stream, by tick, as long as some stream or host does not know that they are done
+    clock   vector clock: all work that happens before the stream's next work
+    known   the last host clock that was merged into `clock`
+    works   work of the stream, by tick (number on the stream); deleted when every host knows that it is done
     """
 
     __slots__ = ("clock", "known", "name", "running", "works")
@@ -35,23 +36,23 @@ class StreamClock:
 class Order:
     """The vector clocks of one device and its host threads.
 
-    seq          number of the last submission or lease event
-    unfinished   works from the first unfinished one on, in the order of submission; later ones may be finished
+    seq          number of the last event: submission, host access or lease event
+    unfinished   submitted work in order, beginning with the first unfinished work; later entries may be finished
     """
 
     def __init__(self) -> None:
         self.seq = 0
         self.unfinished: deque[Op] = deque()
-        # Clocks by host. They are replaced, not changed, because submissions keep them.
+        # Clocks by host. Submitted work keeps a reference to a clock, so clocks are replaced, never changed in place.
         self._hosts: dict[str, Clock] = {HOST: {}}
-        self._apart: dict[int, str] = {}  # threads that have their own clocks
+        self._apart: dict[int, str] = {}  # thread ident → host, for threads with a clock of their own
         self._letters: dict[
             str, deque[tuple[int, Clock]]
-        ] = {}  # the senders' clocks of unreceived messages, by channel
+        ] = {}  # by channel: number and sender's clock of each message that has not arrived
         self._streams: dict[str, StreamClock] = {}
 
     def next(self) -> int:
-        """The number of the next event."""
+        """Count one event; returns its number."""
         self.seq += 1
         return self.seq
 
@@ -73,7 +74,7 @@ class Order:
         self._hosts[name] = {}
 
     def join(self, name: str) -> None:
-        """End a host: its clock is added to the calling thread's clock."""
+        """End the host `name`, and merge its clock into the calling thread's clock."""
         self._apart = {thread: other for thread, other in self._apart.items() if other != name}
         self.learn(self._hosts.pop(name, {}))
 
@@ -82,24 +83,26 @@ class Order:
         self._letters.setdefault(channel, deque()).append((number, self.host))
 
     def receive(self, channel: str, number: int) -> None:
-        """Add the clocks of all messages up to this one to the calling thread's clock."""
+        """Merge the clocks of all messages up to this one into the calling thread's clock."""
         letters = self._letters.get(channel, deque())
         while letters and letters[0][0] <= number:
             self.learn(letters.popleft()[1])
 
     def learn(self, clock: Clock) -> None:
-        """Add a clock to the calling thread's clock."""
+        """Merge a clock into the calling thread's clock."""
         known = dict(self.host)
         learn(known, clock)
         self._hosts[self.name] = known
 
     def advance(self) -> None:
-        """Advance the calling thread's own time, so that its next operation is after all work submitted so far."""
+        """Increment the calling thread's own entry, so that work submitted earlier is not ordered after the next host
+        operation.
+        """
         name = self.name
         self._hosts[name] = {**self._hosts[name], name: self._hosts[name].get(name, 0) + 1}
 
     def host_op(self, label: str, site: Site) -> Op:
-        """An operation of the calling thread."""
+        """A new operation of the calling thread."""
         return Op(self.name, self.host.get(self.name, 0), self.next(), label, site, None)
 
     # ------------------------------------------------------------------ streams
@@ -112,7 +115,7 @@ class Order:
         return stream
 
     def op(self, fence: Fence) -> Op | None:
-        """The work of a fence; None if its record was deleted, or if the fence does not belong to a stream."""
+        """The work that ends with a fence; None if its record was deleted, or if the fence does not belong to a stream."""
         stream = self._streams.get(fence.stream)
         return None if stream is None else stream.works.get(fence.tick)
 
@@ -124,14 +127,14 @@ class Order:
         return op
 
     def drop_finished(self) -> None:
-        """Drop finished works up to the first unfinished one."""
+        """Remove finished work from the front of `unfinished`."""
         while self.unfinished and self.unfinished[0].over:
             self.unfinished.popleft()
 
     def prune(self) -> tuple[Clock, int]:
-        """Delete records of work that happens before all unfinished and all future work: every host knew that it was
-        done when it submitted its oldest unfinished work. Returns the clock of this work, and the number of the oldest
-        unfinished work.
+        """Delete records of work that happens before all unfinished and all future work. Returns the common part of all
+        clocks of hosts and unfinished work (work up to this clock was deleted), and the `seq` of the oldest unfinished
+        work.
         """
         oldest = self.unfinished[0].seq if self.unfinished else self.seq + 1
         floor, *others = {
@@ -141,5 +144,5 @@ class Order:
             floor = {name: min(tick, clock[name]) for name, tick in floor.items() if name in clock}
         for stream in self._streams.values():
             for tick in list(takewhile(floor.get(stream.name, 0).__ge__, stream.works)):
-                stream.works.pop(tick).final = None  # cells may refer to the work for long
+                stream.works.pop(tick).final = None  # frees the clock: cells may keep the work itself for long
         return floor, oldest

@@ -1,8 +1,10 @@
-"""Records the last accesses to bytes and ids, and the leases that covered them. Contains no rules, and knows neither
-devices nor pools.
+"""The checker's records: the last accesses to each byte range and id, and the leases of each id. Contains no rules.
 
-A memory is a map of cells, which are split where accesses begin and end, so that overlapping accesses are compared byte
-by byte. Called by the checker only, under its lock.
+An id is a block or slot number of a pool; a lease keeps an id from reuse; an id is findable while its key is in a cache
+index. `seq` numbers all submissions, host accesses and lease events in one order.
+
+A memory is a list of cells (byte ranges). Cells are split where accesses begin and end, so that overlapping accesses
+are compared byte by byte. Called by the checker only, under its lock.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from sidestream.types import Access, Fence
 HOST = "host"
 
 Clock = dict[str, int]
-"""A vector clock: for each stream and for the host, the tick up to which all work is known to be done. Never changed in
-place, because clocks are shared.
+"""A vector clock: for each stream and each host, the tick (work number) up to which all work is known to be done. A
+clock that work keeps (`Op.before`, `Op.final`) is never changed in place, because others may keep it too.
 """
 
 Site = tuple[CodeType, int]
-"""A call site: code and instruction. Cheap to record; the line number is computed for messages only."""
+"""A call site: code and instruction offset. The line number is computed only for messages, which is cheaper."""
 
-# Findings name the caller of these files.
-_TORCH = importlib.util.find_spec("torch")  # not imported here
+# Findings name the first caller outside these files as the call site.
+_TORCH = importlib.util.find_spec("torch")  # found without an import, which is slow
 _ROOM = Path(sidestream.device.__file__).parent
 _PASSED_OVER = (
     str(_ROOM),
@@ -43,7 +45,7 @@ _hidden_files: dict[str, bool] = {}
 
 
 def hide_frames_of(path: str) -> None:
-    """Findings name the caller of this file's functions, not the file itself."""
+    """Let findings name the caller of this file's functions as the call site, not the file itself."""
     _hidden_files[path] = True
 
 
@@ -63,23 +65,23 @@ def calling_site() -> Site:
 
 @lru_cache(maxsize=1024)
 def read_site(site: Site) -> str:
-    """`file:line function`, the file with its directory."""
+    """The call site as `directory/file:line function`."""
     code, at = site
     line = next((line for start, stop, line in code.co_lines() if start <= at < stop), None)
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line or code.co_firstlineno} {code.co_name}"
 
 
 class Op:
-    """One piece of work of a stream, or one access by the host, which is done at once.
+    """One operation: a piece of work on a stream, or an access by the host, which is done immediately.
 
-    seq            position among all submissions, accesses and lease events
-    before         the host's clock at its submission; None once it is done
-    final          the clock that a host gets by waiting for it; None before it is done, and after every host knows it
-    failure        the exception of the work, for messages
-    declared       all accesses that it has declared so far; empty once it is done
-    writes, reads  accesses declared at its start: memory, start, stop; for reads also the `seq` after which the bytes
-                   must have been written
-    verdicts       releases that may turn out to be correct once this work's waits are known
+    seq            position in the order of all events
+    before         the host's clock at the submission; None after the end
+    final          the clock that a waiter for this work gets; None before the end, and after the record was pruned
+    failure        the exception of the work, as text for messages
+    declared       all accesses that the work has declared so far; empty after the end
+    writes, reads  accesses declared at the submission: memory, start, stop; for a read also the `seq` after which the
+                   bytes must have been written
+    verdicts       suspected early releases, decided when this work ends and its clock is known
     """
 
     __slots__ = (
@@ -128,7 +130,10 @@ class Op:
 
 
 class Verdict:
-    """A release that was too early unless one of `awaited` turns out to come after `use`."""
+    """A suspected early release. It is reported if no awaited fence turns out to come after `use`.
+
+    awaited   number of fences given with the release that are not done yet; 0: decided
+    """
 
     __slots__ = ("awaited", "report", "use")
 
@@ -139,7 +144,7 @@ class Verdict:
 
 
 class Cell:
-    """A byte range with one access history: its last write, and each stream's last read since."""
+    """A byte range with one access history: the last write, and the last read of each stream since that write."""
 
     __slots__ = ("reads", "start", "stop", "write")
 
@@ -150,18 +155,18 @@ class Cell:
         self.reads: dict[str, Op] = reads or {}
 
     def ops(self) -> list[Op]:
-        """The last accesses."""
+        """The operations of the last accesses."""
         return [*self.reads.values()] if self.write is None else [self.write, *self.reads.values()]
 
 
 class Lease:
-    """One period in which an id was leased: from the first lease until no lease is left. Further leases in this period
-    change only the count.
+    """One period in which an id was leased without interruption. Several leases may overlap in one period
+    (`Item.leases` counts them).
 
-    since, until   `seq` at its begin and at its end; until 0: still leased
-    taken          `seq` at which the id was last taken for new contents
-    after          the fences of its releases, once it has ended
-    site           call site of the last release
+    since, until   `seq` at the begin and at the end; until 0: still leased
+    taken          `seq` at which the pool last handed out the id for new contents
+    after          the fences given with the releases, after the end
+    site           call site of the first lease; after the end, of the last release
     """
 
     __slots__ = ("after", "since", "site", "taken", "until")
@@ -178,12 +183,12 @@ class Item:
     """One id of a pool.
 
     leases      number of open leases
-    lease       the current period; None: the id is not leased
-    past        ended periods, kept while work submitted during them may still declare accesses
-    taken       `seq` at which its contents were last discarded
+    lease       the current leased period; None: the id is not leased
+    past        ended periods, kept as long as work that was submitted during them is unfinished
+    taken       `seq` at which the pool last handed out the id, which discards the contents
     published   `seq` at which it became findable; 0: it is not findable
-    users       the last work of each stream that accesses it since it was taken, and the last work of each that writes
-    after       the last fence of each stream given with a release
+    users       by stream: the last work that uses the id since `taken`. `writers`: the last work that writes the id
+    after       by stream: the last fence given with a release
     """
 
     __slots__ = ("after", "lease", "leases", "number", "past", "published", "taken", "users", "writers")
@@ -200,7 +205,9 @@ class Item:
         self.after: dict[str, Fence] = {}
 
     def note(self, op: Op, write: bool) -> None:
-        """Record that `op` accesses it. Running work may declare an access after later work was submitted."""
+        """Record that `op` accesses the id. Running work may declare an access after later work of its stream did, so
+        the later work stays recorded.
+        """
         for ops in (self.users, self.writers) if write else (self.users,):
             last = ops.get(op.stream)
             if last is None or last.tick < op.tick:
@@ -214,22 +221,22 @@ class Item:
                 self.after[fence.stream] = fence
 
     def last_uses(self) -> list[Op | Fence]:
-        """The work that accesses it, and the fences that its next owner must wait for."""
+        """The work that uses the id, and the fences that the next owner must wait for."""
         return [*self.users.values(), *self.after.values()]
 
     def lease_at(self, seq: int) -> Lease | None:
-        """The period in which something was submitted; None: the id was not leased."""
+        """The leased period that contains the event `seq`; None: the id was not leased at that event."""
         if self.lease is not None and self.lease.since < seq:
             return self.lease
         return next((lease for lease in reversed(self.past) if lease.since < seq < lease.until), None)
 
 
 class Shadow:
-    """One memory, or a part of it: its cells, and the pool whose ids represent its bytes, if there is one.
+    """One memory, or a part of it: its cells, and the pool that divides its bytes into ids, if there is one.
 
-    first        first byte of the part
+    first        offset of the part's first byte in the memory
     item_bytes   bytes of one id; 0: there is no pool
-    beyond       the next part of the memory, if that part belongs to another pool
+    beyond       the next part of the memory, which belongs to another pool; None: there is none
     """
 
     def __init__(self, memory: str, first: int = 0) -> None:
@@ -252,7 +259,7 @@ class Shadow:
         found, here = [], start
         while here < stop:
             begin = starts[at] if at < len(starts) else stop
-            if begin > here:  # not accessed before
+            if begin > here:  # a gap: bytes that were never accessed
                 cells[here] = Cell(here, min(begin, stop))
                 starts.insert(at, here)
             elif cells[here].stop > stop:
@@ -272,7 +279,7 @@ class Shadow:
         return [cell for cell in cells if cell.stop > start]
 
     def join(self, cells: list[Cell]) -> Cell:
-        """Merge neighbouring cells that the next write covers."""
+        """Merge adjacent cells into one, because the next write covers all of them."""
         first, last = cells[0], cells[-1]
         if first is not last:
             at = bisect_left(self._starts, first.start)
@@ -297,7 +304,7 @@ class Shadow:
 
 
 class Pool:
-    """Ids of one pool, and their memory, once it was reported."""
+    """Ids of one pool. `shadow` holds the records of the pool's memory; None: the pool has not reported a memory."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -305,21 +312,23 @@ class Pool:
         self.shadow: Shadow | None = None
 
     def back(self, shadow: Shadow, item_bytes: int) -> None:
-        """Record that the pool's ids represent bytes of `shadow`."""
+        """Record that the pool divides the bytes of `shadow` into ids."""
         self.shadow = shadow
         shadow.pool, shadow.item_bytes, shadow.items = self.name, item_bytes, self.items
 
     def span(self, number: int) -> tuple[str, int, int]:
-        """Memory, start and stop of an id; pool name and id if its memory is not known."""
+        """Memory, start and stop of an id. Without a memory: the pool's name, the id, and the id + 1."""
         if self.shadow is None:
             return self.name, number, number + 1
         size, first = self.shadow.item_bytes, self.shadow.first
         return self.shadow.memory, first + number * size, first + (number + 1) * size
 
     def sweep(self, floor: Clock, oldest: int) -> None:
-        """Delete free ids to which no later event can refer, because pools may use new ids without end.
+        """Delete free ids to which no later event can refer. Otherwise records would grow for ever: some pools never
+        reuse an id.
 
-        All future events know `floor`, and none of them was submitted before `oldest`.
+        floor    all unfinished and future work happens after this clock
+        oldest   `seq` of the oldest unfinished work
         """
         gone: set[int] = set()
         for item in list(self.items.values()):
