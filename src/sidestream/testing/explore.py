@@ -1,12 +1,15 @@
 """Runs a program on the simulated device in many orders, and reduces the first failing one to a short interleaving.
 
-    explore(program)                    schedules of all policies until the first finding, which is then shrunk
-    replay(program, "late", 17)         one of these schedules again
-    replay(program, found.turns)        the shrunk schedule again
+    explore(program)                    run different schedules until one has a finding, then shrink that schedule
+    replay(program, "late", 17)         repeat the schedule of this policy and seed
+    replay(program, found.turns)        repeat the shrunk schedule
+
+An actor is the host, a stream or a thread. Actors run in turns; a schedule is the sequence of decisions about which
+actor runs next, and a policy makes these decisions. An oracle is a check of the run.
 
 A program is a function of a `SimDevice`. It allocates memories, makes streams, submits work that declares the tensors
 it reads and writes (`SimStream.submit`, `SimDevice.host_touched`), and orders the streams. It raises AssertionError
-when its results are wrong. Nothing of Sidestream's engine takes part.
+when its results are wrong. It does not need Sidestream's engine.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ shadow.hide_frames_of(__file__)
 class Problem:
     """One thing that is wrong with a run.
 
-    oracle     "checker": the ordering checker has a finding, `objection`. "assertion": the program or its work raised
-               AssertionError. "deadlock": no thread or stream can continue. "error": any other exception
+    oracle     "checker": the ordering checker has a finding; `objection` is that finding. "assertion": the program or
+               its work raised AssertionError. "deadlock": no thread or stream can continue. "error": any other
+               exception
     text       the finding as a sentence
     """
 
@@ -62,11 +66,12 @@ class Problem:
 class Run:
     """The result of one schedule.
 
-    problems   the checker's findings first; empty: the run is clean
-    turns      decisions that switched to another actor: decision number → chosen actor. `replay` repeats the schedule
+    problems   all findings, those of the ordering checker first; empty: the run is correct
+    turns      decisions that switched to another actor: decision number → chosen actor. Give it to `replay` to repeat
+               the schedule
     decisions  number of decisions
-    actors     names of all actors that could be chosen in some decision: the host, streams and threads
-    lines      the interleaving
+    actors     names of all actors that the policy could choose at some decision
+    lines      the events of all actors in their order; empty unless requested
     """
 
     problems: tuple[Problem, ...]
@@ -94,9 +99,9 @@ class Run:
 class Found:
     """A failing schedule, and a short one with the same kind of problem.
 
-    schedule      its number, from 1
+    schedule      number of the failing schedule, from 1
     policy, seed  give both to `replay` to repeat the schedule
-    problem       its first problem
+    problem       the first problem of the failing schedule
     turns         the forced switches of the shrunk schedule: decision number → actor
     shrunk        the shrunk schedule's run, with its interleaving
     runs          number of runs that shrinking took
@@ -115,15 +120,15 @@ class Found:
 class Exploration:
     """The result of `explore`.
 
-    schedules   number of schedules that were run, without those of shrinking
-    found       None: no schedule had a finding
+    schedules   number of schedules that were run, not counting those for shrinking
+    found       the failing schedule; None: no schedule failed
     """
 
     schedules: int
     found: Found | None
 
     def __str__(self) -> str:
-        """The shrunk interleaving and the calls that repeat it, for people."""
+        """The events of the shrunk schedule, and the calls that repeat it."""
         found = self.found
         if found is None:
             return f"no finding in {self.schedules} schedules"
@@ -135,10 +140,10 @@ class Exploration:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a program may do without a finding.
+    """Things that a program may do without a finding.
 
     waits    reasons for which the host may block: those of `SimDevice.wait_host`, `"queue full"` and `"pageable copy"`
-    faults   exceptions that work may raise, such as injected faults; the program reads them from the fences
+    faults   exceptions that work may raise, such as injected faults. The program can read them from the fences
     """
 
     waits: Collection[str] = ("step",)
@@ -156,12 +161,12 @@ def explore(
     policies: Sequence[str] = (),
     rules: Rules = DEFAULT_RULES,
 ) -> Exploration:
-    """Run `program` in `schedules` orders, until the first finding, and shrink it; blocks.
+    """Run `program` under up to `schedules` schedules until one has a finding, and shrink that schedule. Blocks.
 
-    The `policies` are used in turn (see `sidestream.device.sim.policies`). By default they are random, late, early, PCT
-    (probabilistic concurrency testing) of depth 2 and 3, and for each stream or thread one policy that starves it.
-    Schedule `n` has seed `seed + n`. The result depends on the arguments only, if the program has no other source of
-    chance.
+    The policies take turns (see `sidestream.device.sim.policies`). The default is random, late, early, PCT
+    (probabilistic concurrency testing) of depth 2 and 3, and one policy for each stream or thread that runs it as late
+    as possible. Schedule `n` has seed `seed + n`. The result depends only on the arguments, if the program itself is
+    deterministic.
 
     Raises ConfigError for an unknown policy, a number out of range, or a program that fails differently each time.
     """
@@ -183,16 +188,16 @@ def replay(
     rules: Rules = DEFAULT_RULES,
     trace: bool = True,
 ) -> Run:
-    """Run one schedule: of a policy with its seed, or of the turns of a shrunk schedule.
+    """Run one schedule: that of a policy and seed, or the `turns` of a shrunk schedule (`Found.turns`).
 
-    `trace`: record the interleaving. Raises ConfigError for an unknown policy.
+    `trace`: record the events in `Run.lines`. Raises ConfigError for an unknown policy.
     """
     chosen = make_policy(policy, random.Random(seed)) if isinstance(policy, str) else Steered(dict(policy))
     return run_program(program, chosen, rules=rules, trace=trace)
 
 
 def run_program(program: Program, policy: Policy, *, rules: Rules = DEFAULT_RULES, trace: bool = False) -> Run:
-    """Run `program` once on a fresh device, run the work that it leaves, and apply the oracles.
+    """Run `program` once on a new device, run its unfinished work to the end, and apply the oracles.
 
     Never raises for an error of the program, except for an interrupt.
     """
@@ -212,7 +217,7 @@ def run_program(program: Program, policy: Policy, *, rules: Rules = DEFAULT_RULE
     try:
         try:
             program(device)
-        except AssertionError as error:  # the work that is left may tell the cause
+        except AssertionError as error:  # findings about the unfinished work may name the cause
             raised.append(_problem(error, ""))
         device.close()
         if not raised:
@@ -229,7 +234,9 @@ def run_program(program: Program, policy: Policy, *, rules: Rules = DEFAULT_RULE
 def _schedules(
     program: Program, schedules: int, seed: int, policies: Sequence[str], rules: Rules
 ) -> Iterator[tuple[str, Run]]:
-    """Each schedule's policy and run. The first run tells the names of the streams and the length of the program."""
+    """Run the schedules one by one; yields policy and run of each. The default policies depend on the stream names and
+    the number of decisions of earlier runs.
+    """
     for number in range(schedules):
         policy = policies[number % len(policies)] if policies else "random"
         run = replay(program, policy, seed + number, rules=rules, trace=False)
@@ -241,8 +248,8 @@ def _schedules(
 
 
 def _shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
-    """A short schedule that fails as `run` does: its first problem has the same kind. Returns its run, and the number
-    of replays.
+    """Find a shorter schedule whose first problem has the same kind as that of `run`. Returns the run of the shorter
+    schedule, and the number of replays.
 
     Raises ConfigError when `run` cannot be repeated.
     """
@@ -267,7 +274,7 @@ def _shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
 
 
 def _problem(error: BaseException, work: str) -> Problem:
-    """The problem for an exception that the program raised, or its work: then `work` is the label of the work."""
+    """The problem for an exception of the program. If work raised the exception, `work` is the work's label."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{work + ', ' if work else ''}{Path(at.filename).name}:{at.lineno} {at.name}"
     match error:

@@ -64,7 +64,7 @@ class Memories:
     def declare(self, op: Op, accesses: Sequence[Access], *, late: bool = False) -> tuple[list[Written], list[Read]]:
         """Check leases and bounds of accesses. Returns the writes and the reads, split at the borders of ids.
 
-        late True: the work is running already
+        late   True: the work is running already
         """
         writes: list[Written] = []
         reads: list[Read] = []

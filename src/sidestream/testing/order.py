@@ -115,7 +115,7 @@ class Order:
         return stream
 
     def op(self, fence: Fence) -> Op | None:
-        """The work that ends with a fence; None if its record was deleted, or if the fence does not belong to a stream."""
+        """The work that ends with a fence; None if its record was deleted, or if the fence belongs to no stream."""
         stream = self._streams.get(fence.stream)
         return None if stream is None else stream.works.get(fence.tick)
 

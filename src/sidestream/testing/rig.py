@@ -1,6 +1,5 @@
-"""The offload connector and worker without an engine: a device, its pools, and methods in place of the scheduler.
-
-For benchmarks and for tests on hardware. Used by one thread, which takes the place of the engine thread.
+"""Runs the offload connector and its worker without an engine: a `Rig` holds a device and its pools, and the caller
+takes the place of the scheduler. For benchmarks and for tests on hardware. Used by one thread.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from sidestream.offload.tiers.host import HostTier
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Fence, Key, LoadPlan, StorePlan
 
-# Polling interval for the end of transfers.
+# Longest wait between two polls for the end of transfers.
 _LOOK_AGAIN_S = 0.01
 _PATIENCE_S = 60.0
-# Clock cycles per second of a busy H100. On a slower GPU, `busy` takes longer, which does no harm.
+# Clock cycles per second of a busy H100. A GPU with a lower clock is busy for longer than asked, which is harmless.
 _CYCLES_A_SECOND = 1.75e9
 
 
@@ -37,8 +36,8 @@ class Rig:
     """`num_blocks` device blocks and `num_slots` host slots. Both pools hand out their ids in a random order (`seed`),
     so that consecutive blocks of a transfer are not adjacent in memory.
 
-    layered    True: the device's blocks are in one tensor per layer, as in other engines; False: in one tensor
-    together   the tensors of the layers are adjacent slices of one allocation
+    layered    True: the device's blocks are in one tensor per layer, as in vLLM; False: in one tensor for all layers
+    together   with `layered`: the tensors are adjacent slices of one allocation
     """
 
     def __init__(
@@ -97,13 +96,15 @@ class Rig:
         return [next(self._numbers).to_bytes(16, "little") for _ in range(num)]
 
     def store(self, keys: Sequence[Key], block_ids: Sequence[int], *after: Fence) -> Fence:
-        """Submit one store. The returned fence is done when this and all earlier transfers have settled."""
+        """Submit one store (device blocks to host slots), which begins after the fences `after`. The returned fence is
+        done when this and all earlier transfers have ended.
+        """
         self.transfers.submit([StorePlan(tuple(keys), tuple(block_ids), after)])
         return self._submitted()
 
     def load(self, keys: Sequence[Key], blocks: Lease) -> Fence:
-        """Submit one load under an unused request id. The returned fence is done when this and all earlier transfers
-        have settled.
+        """Submit one load (host slots to device blocks) under an unused request id. The returned fence is done when
+        this and all earlier transfers have ended.
         """
         self.transfers.submit([LoadPlan(next(self._numbers), 0, tuple(keys), tuple(blocks.ids), blocks.after)])
         return self._submitted()
@@ -114,19 +115,19 @@ class Rig:
         return fence
 
     def poll(self) -> None:
-        """Receive the offload worker's events."""
+        """Process the offload worker's events. Failed loads are added to `failures`."""
         self._notified.clear()
         self.failures.extend(event for event in self.transfers.poll() if isinstance(event, LoadFailed))
 
     def until(self, done: Callable[[], bool], *, patience_s: float = _PATIENCE_S) -> None:
-        """Poll until `done`. Raises DeviceError after a timeout."""
+        """Poll until `done()` is True. Raises DeviceError after `patience_s`."""
         until_s = time.monotonic() + patience_s
         while not done():
             if time.monotonic() > until_s:
                 raise DeviceError(f"transfers did not end within {patience_s:.0f} s")
             self.poll()
             if not done():
-                self._notified.wait(_LOOK_AGAIN_S)  # as the engine thread does when it has nothing to compute
+                self._notified.wait(_LOOK_AGAIN_S)  # an idle engine thread waits in the same way
 
     def settle(self) -> None:
         """Poll until no transfer is running."""
@@ -151,7 +152,7 @@ def busy(device: Device, seconds: float) -> None:
 
 
 def in_groups(items: Sequence[Key], size: int) -> Iterator[Sequence[Key]]:
-    """The items, `size` at a time."""
+    """Slices of `size` items; the last may be shorter."""
     return (items[first : first + size] for first in range(0, len(items), size))
 
 

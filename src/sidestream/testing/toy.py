@@ -1,13 +1,15 @@
-"""Models whose next token is a hash of every KV byte that they attend to: one stale byte changes the text.
+"""Toy models for tests. The next token is a hash of every KV byte that the model attends to, so one stale byte changes
+the text.
 
-As in a transformer, each token reads the KV of a layer up to its position before the next layer is written, and the KV
-of the next layer depends on that. So a read that is too early makes wrong KV, even in a chunk that draws no token. No
-weights, no rounding: outputs are equal or wrong. For tests and for the torture test.
+As in a transformer, a token reads the KV of layer N up to its position, and its KV of layer N + 1 depends on that. So a
+read that is too early leads to wrong KV, even in a prefill chunk that samples no token. There are no weights and no
+rounding: an output is bit-equal to the reference, or it is wrong.
 
-    ToyModel            keys and values of every token
-    RecurrentToyModel   the same, and in each block a recurrent state that is written when the block is full
-    ToyDraftHead        drafts the next tokens of either model; the number of right drafts is known
-    ToyProposer         a ToyDraftHead as the proposer of an engine
+    ToyModel            a model with keys and values only
+    RecurrentToyModel   also writes a recurrent state into each KV block when the block is full
+    StatefulToyModel    also keeps one recurrent state per sequence, outside the KV pool
+    ToyDraftHead        drafts next tokens; the number of correct drafts is known in advance
+    ToyProposer         makes a ToyDraftHead the draft proposer of an engine
     ToyItself           a proposer that drafts with the model itself, on any device
 """
 
@@ -34,20 +36,20 @@ from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
 
 _PRIME = (1 << 31) - 1
-# Of each position, and of each part of its KV.
+# Hash weights: `_WEIGHTS` for each position and each of the 4 numbers of its KV; `_PARTS` for each of the 4 numbers.
 _WEIGHTS = np.arange(1, 4 * 4096 + 1, dtype=np.int64).reshape(-1, 4) * 48271 % _PRIME
 _PARTS = np.arange(4) * 611953
 STATE_WIDTH = 40
-"""Numbers of a `StatefulToyModel`'s state; only the last one counts."""
+"""Size of a `StatefulToyModel`'s state in numbers. Only the last number is used."""
 
 
 class ToyModel:
-    """Writes numbers to the KV pool that are computed from token, position, layer and the KV of earlier layers, and
-    draws tokens from the numbers that it reads there.
+    """A model whose KV is computed from token, position, layer and the KV of earlier layers, and whose next token is
+    computed from the KV that it reads in the pool.
 
-    The logits are zero except for one token, so greedy and sampled draws agree. `eos_every`: about one token in this
-    many is the end of sequence, id 0. `leaves_hidden` adds two layers to the pool: for a `ToyProposer`'s own KV, and
-    for hidden states.
+    The logits are zero except for one token, so greedy and random sampling give the same token. `eos_every`: about one
+    in `eos_every` tokens is the end of sequence, id 0; 0: none. `leaves_hidden` adds two layers to the pool: for a
+    `ToyProposer`'s own KV, and for hidden states.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class ToyModel:
         *,
         states: StateBatch | None = None,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward`. With `states` on the host only."""
+        """See `ForwardModel.forward`. `states` is supported on the host only."""
         self._advance_states(tokens, states)
         if isinstance(batch, DeviceBatch):
             return self._forward_on_device(tokens, positions, batch, logit_rows)
@@ -105,7 +107,7 @@ class ToyModel:
         states: StateBatch | None = None,
     ) -> torch.Tensor:
         """See `ForwardModel.forward_with_hidden`. The hidden state of a token is one number that depends on all KV up
-        to the token. It is repeated `hidden_size` times, the size of one layer of a block.
+        to the token. The number is repeated `hidden_size` times, which fills one layer of a block.
         """
         assert isinstance(batch, PagedBatch), "hidden states are read on the host"
         self._advance_states(tokens, states)
@@ -115,11 +117,11 @@ class ToyModel:
         return self._logits(batch, logit_rows, mixed)
 
     def hidden(self, seen: npt.NDArray[np.int64]) -> int:
-        """The hidden state after KV `seen`: exact in float32, never 0."""
+        """The hidden state of a token that attended to the KV hashed in `seen`. Exact in float32, never 0."""
         return 1 + self._hash(seen) % (1 << 20)
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
-        """The hidden state after `tokens`, computed without any pool; 0 after none."""
+        """The hidden state after `tokens`, computed without a KV pool; 0 if `tokens` is empty."""
         given = tuple(tokens)
         if given not in self._hidden_after:
             self._hidden_after[given] = self.hidden(self._reference(np.array(given))) if given else 0
@@ -132,7 +134,8 @@ class ToyModel:
         blocks, offsets = slots // size, slots % size
         ends = np.array(batch.cu_seqlens_q)
         rows = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-        # Index of each token among the KV of its row. Drafts beyond a row's blocks have higher positions.
+        # Index of each token among the KV of its row. Not the position: drafts beyond a row's blocks have higher
+        # positions.
         last = np.array(batch.kv_lens) - ends[1:]
         at = last[rows] + np.arange(len(ids))
         tables = batch.block_tables[:, : self.layout.num_blocks_for(max(batch.kv_lens, default=0))].numpy()
@@ -152,18 +155,18 @@ class ToyModel:
         return logits
 
     def _seen_at(self, batch: PagedBatch, index: int, mixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The numbers that determine the token drawn after the batch's token `index`."""
+        """The numbers that determine the next token after the batch's token `index`."""
         return mixed[index : index + 1]
 
     def _forward_on_device(
         self, tokens: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """`forward` with bit-equal results, by operations that never synchronise with the host, so that it can be
-        captured.
+        """The same results as `forward`, bit by bit, computed without host synchronisation, so that a CUDA graph can
+        capture it.
         """
         pool, size, layers = batch.kv, self.layout.block_tokens, self._num_attended
         if not isinstance(pool, torch.Tensor) or layers != self.layout.num_layers:
-            raise InvariantError("on a GPU there is only the toy without a recurrent state, over one pool")
+            raise InvariantError("on a GPU, a toy model needs a single KV pool, and cannot have a recurrent state")
         # Padding rows repeat the write of the first real token, to that token's slot. If there is no real token, they
         # write back the bytes that are already there.
         real = batch.slot_mapping >= 0
@@ -193,7 +196,7 @@ class ToyModel:
         return torch.zeros(len(logit_rows), self.vocab_size, device=tokens.device).scatter_(1, drawn[:, None], 100.0)
 
     def next_token(self, seen: npt.NDArray[np.int64]) -> int:
-        """The token drawn after the KV that was hashed to the numbers `seen`, int64 `[N]`."""
+        """The next token, given the KV hashed to the numbers `seen`, int64 `[N]`."""
         mixed = self._hash(seen)
         if self._eos_every and mixed % self._eos_every == 0:
             return 0
@@ -204,7 +207,7 @@ class ToyModel:
         return int((seen * weights % _PRIME).sum() % _PRIME) * 69621 % _PRIME
 
     def expected(self, prompt: Sequence[int], num_outputs: int) -> list[int]:
-        """The output of the model after `prompt`, computed without any pool: the reference."""
+        """The reference output of the model after `prompt`, computed without a KV pool."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + num_outputs:
             tokens.append(self.next_token(self._reference(np.array(tokens))))
@@ -218,17 +221,17 @@ class ToyModel:
         return self._num_layers
 
     def _after_layers(self, batch: PagedBatch) -> None:
-        """Extra writes of a variant, after all keys and values are written."""
+        """Hook for subclasses: more writes, after all keys and values are written."""
 
     def _advance_states(self, tokens: torch.Tensor, states: StateBatch | None) -> None:
-        """Read and write the recurrent states of a variant, before everything else."""
+        """Hook for subclasses: read and write the recurrent states, before the first layer."""
 
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The same numbers as `_seen_at` after the last token, computed from the tokens without a pool."""
+        """The numbers that `_seen_at` gives for the last token, computed from the tokens without a KV pool."""
         return self._computed(tokens)[1][-1:]
 
     def _computed(self, tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Keys and values, float32 `[layers, 2, T, 2]`, and the result of `_run_layers`, computed without a pool."""
+        """Keys and values, float32 `[layers, 2, T, 2]`, and the result of `_run_layers`, computed without a KV pool."""
         positions, layers = np.arange(len(tokens)), []
         mixed = np.zeros(len(tokens), dtype=np.int64)
         for layer in range(self._num_attended):
@@ -238,11 +241,12 @@ class ToyModel:
 
 
 class RecurrentToyModel(ToyModel):
-    """A toy model with a recurrent state: an extra layer, written for each block with its last token.
+    """A toy model with a recurrent state in its KV pool: an extra layer, written once per block, together with the
+    block's last token.
 
     The state of a block is a hash of the previous state and of the block's keys and values; the next token depends on
-    the states of all complete blocks. A block whose state was not copied too is not a hit; using it as one changes the
-    text (H15).
+    the states of all complete blocks. A block without its state must not count as a cache hit: its use would change the
+    text (hazard H15).
     """
 
     def __init__(
@@ -255,7 +259,7 @@ class RecurrentToyModel(ToyModel):
         eos_every: int = 0,
         leaves_hidden: bool = False,
     ) -> None:
-        """`num_layers` does not count the layer of the state."""
+        """`num_layers` does not include the layer for the state."""
         super().__init__(
             block_tokens=block_tokens,
             num_layers=num_layers + 1,
@@ -300,8 +304,8 @@ class RecurrentToyModel(ToyModel):
 
 
 class StatefulToyModel(ToyModel):
-    """A toy model with a recurrent state besides its KV, as hybrid models have: one number per sequence, which each
-    token changes. The next token depends on the KV and on the state.
+    """A toy model with KV and a recurrent state, like a hybrid model. The state is one number per sequence, and each
+    token changes it. The next token depends on the KV and on the state.
     """
 
     def __init__(
@@ -322,7 +326,7 @@ class StatefulToyModel(ToyModel):
             eos_every=eos_every,
             leaves_hidden=leaves_hidden,
         )
-        # The number is the last of many, so that it lies where a block's last layer does.
+        # Only the last number is used: it lies at the end, as the last layer of a KV block does.
         self.state_layout = StateLayout((StateTensor(0, "recurrent", 0, (STATE_WIDTH,), "float32"),), 1, "float32")
         self.fingerprint = f"toy-stateful-{num_layers}-{vocab_size}-{eos_every}" + "-hidden" * leaves_hidden
         self._after: list[int] = []  # the state after each packed token of the current forward
@@ -364,19 +368,19 @@ def _advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeRun:
-    """The result of a speculative loop: the tokens, and the accepted drafts of each round."""
+    """The result of a loop of draft and verification: the tokens, and the accept length of each round."""
 
     tokens: tuple[int, ...]
     accept_lengths: tuple[int, ...]
 
 
 class ToyDraftHead:
-    """Drafts `width` tokens from the hidden value on the device; pure functions, so that the right accept lengths are
-    known.
+    """Drafts `width` tokens from a hidden value on the device. All methods are pure functions, so the correct accept
+    lengths are known.
 
-    The number of right drafts is `accepted`, between 0 and `width`, if `hidden` is that of the context. With a stale
-    value no draft is right: the text stays right, because the model verifies every draft, and only the accept lengths
-    show the error (H19).
+    If the hidden value belongs to the context, `accepted` drafts are correct, between 0 and `width`. With a stale
+    value, no draft is correct. The text stays correct, because the model verifies every draft, so only the accept
+    lengths show the error (hazard H19).
     """
 
     def __init__(self, model: ToyModel, *, width: int = 3) -> None:
@@ -399,20 +403,20 @@ class ToyDraftHead:
         right = self.accepted(context) if hidden == self.hidden(context) else 0
         truth = self.model.expected(context, self.width)
         truth += [0] * (self.width - len(truth))
-        wrong = [1 + token % (self.model.vocab_size - 1) for token in truth]  # a neighbour
+        wrong = [1 + token % (self.model.vocab_size - 1) for token in truth]  # never equal to `token`
         return tuple(truth[:right] + wrong[right:])
 
     def accept_length(self, context: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many leading `drafts` are the model's own next tokens."""
+        """Number of leading `drafts` that equal the model's next tokens."""
         pairs = zip(drafts, self.model.expected(context, len(drafts)), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def verify(self, context: Sequence[int], drafts: Sequence[int]) -> list[int]:
-        """One round: the accepted drafts and the next token of the model. At least one token."""
+        """The output of one verification: the accepted drafts and one more token of the model."""
         return self.model.expected(context, self.accept_length(context, drafts) + 1)
 
     def expected(self, prompt: Sequence[int], rounds: int) -> SpeculativeRun:
-        """The reference: every round drafts from the hidden value of its own context."""
+        """The reference of a speculative loop, in which every round uses the correct hidden value."""
         context, accept_lengths = list(prompt), []
         for _ in range(rounds):
             drafts = self.drafts(context, self.hidden(context))
@@ -422,11 +426,11 @@ class ToyDraftHead:
 
 
 class HiddenSource(Protocol):
-    """The source of the expected hidden states of a toy."""
+    """Computes the hidden states that a toy model must leave."""
 
     @property
     def hidden_size(self) -> int:
-        """Size of a hidden state; all its values are one number."""
+        """Size of a hidden state, whose values are all equal."""
         ...
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
@@ -435,7 +439,8 @@ class HiddenSource(Protocol):
 
 
 class ToyProposer:
-    """Drafts like a `ToyDraftHead`, from each row's device state: if that is stale, the accept lengths show it.
+    """Drafts like a `ToyDraftHead`, from the state of each row on the device. If that state is stale, all drafts are
+    wrong, which the accept lengths show.
 
     model   a model with hidden states. The row's last hidden state must match its tokens, and so must the hidden state
             before each token, which `follow` keeps as KV. None: hidden states are not checked
@@ -449,8 +454,8 @@ class ToyProposer:
         self.hidden_size, self.num_layers = (0, 0) if model is None else (model.hidden_size, 1)
 
     def propose(self, context: Context, count: int) -> torch.Tensor:
-        """See `Proposer.propose`; `count` is at most the head's width. Reads the state on the host: for devices whose
-        streams are host threads.
+        """See `Proposer.propose`; `count` is at most the head's width. Reads the state on the host, so the device must
+        be the host or simulated.
         """
         drafts = []
         for row, (history, length) in enumerate(
@@ -460,7 +465,8 @@ class ToyProposer:
             fresh = self._model is None or self._knows(context, row, tokens)
             drafts.append(self.head.drafts(tokens, self.head.hidden(tokens) if fresh else 0)[:count])
         if self._model is not None:
-            # Like a head that runs on its own drafts, write KV at their positions: wrong KV, which `follow` overwrites.
+            # A real draft head writes KV at the positions of its drafts. Write wrong KV there, which `follow` must
+            # overwrite.
             for step in range(count):
                 batch = context.attend(context.lengths - 1 + step)
                 assert isinstance(batch, PagedBatch)
@@ -479,7 +485,7 @@ class ToyProposer:
         ]
 
     def follow(self, step: StepTokens) -> None:
-        """See `Proposer.follow`: keeps the hidden state before each token, in the last but one layer."""
+        """See `Proposer.follow`. Stores the hidden state before each token in the second to last layer of the pool."""
         assert isinstance(step.batch, PagedBatch)
         assert step.before is not None
         step.batch.before_layer(step.batch.kv.shape[1] - 2)
@@ -496,8 +502,8 @@ class ToyItself:
     """Drafts the model's own next tokens after each row's last token; at every position that is a multiple of
     `wrong_every`, it drafts a wrong token. Never synchronises with the host.
 
-    It reads the KV that steps read: with stale or foreign KV, its drafts are rejected. Verification overwrites the KV
-    that it writes.
+    It reads the same KV as the engine's steps. If the KV is stale or belongs to another request, its drafts are
+    rejected. It also writes KV, which the verification overwrites.
     """
 
     name = "toy"
@@ -521,7 +527,7 @@ class ToyItself:
         return torch.stack(drafts, dim=1)
 
     def follow(self, step: StepTokens) -> None:
-        """Does nothing: it has no state."""
+        """Does nothing: this proposer has no state."""
 
 
 def _written(
@@ -530,13 +536,15 @@ def _written(
     layer: int,
     mixed: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float32]:
-    """Float32 `[T, 4]`: keys and values of each token; whole numbers below 2**20, so exact. mixed: see `_mixed`."""
+    """Keys and values of each token, float32 `[T, 4]`: whole numbers below 2**20, exact in float32. `mixed`: see
+    `_mixed`.
+    """
     base = tokens * 7919 + positions * 104729 + (layer * 1299709) + mixed
     return ((base[:, None] + _PARTS) % (1 << 20)).astype(np.float32)
 
 
 def _sums(kv: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """int64 `[..., T]`: for each position, a weighted sum of the bits of `kv`, `[..., T, 4]`, up to the position."""
+    """For each position, a weighted sum of the bits of `kv[..., T, 4]` up to the position; int64 `[..., T]`."""
     products = kv.view(np.int32) * _WEIGHTS[: kv.shape[-2]]
     products %= _PRIME
     sums: npt.NDArray[np.int64] = products.sum(-1).cumsum(-1)
@@ -544,12 +552,14 @@ def _sums(kv: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
 
 def _mixed(mixed: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each token, a hash of the KV of all layers so far, below 2**31. `sums`: of the last layer, see `_sums`."""
+    """For each token, a hash of the KV of all layers so far, below 2**31. `sums` is `_sums` of the last layer."""
     return (mixed * 69621 + sums) % _PRIME
 
 
 def _state(before: npt.NDArray[np.int64] | None, block: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Float32 `[2, T, 2]`: the state after a block, from the bits of its `[layers, 2, T, 2]` and the previous state."""
+    """The state after a block, float32 `[2, T, 2]`: computed from the bits of the block's KV `[layers, 2, T, 2]` and
+    from the previous state.
+    """
     weights = (np.arange(1, block.size + 1, dtype=np.int64) * 16807 % _PRIME).reshape(block.shape)
     mixed: npt.NDArray[np.int64] = (block * weights % _PRIME).sum(axis=0)
     if before is not None:
@@ -559,5 +569,5 @@ def _state(before: npt.NDArray[np.int64] | None, block: npt.NDArray[np.int64]) -
 
 
 def _bits(kv: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Numbers that differ if a single bit differs."""
+    """The bits of each value as a number."""
     return np.ascontiguousarray(kv).view(np.int32).astype(np.int64)
