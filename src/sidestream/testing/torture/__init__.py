@@ -1,23 +1,26 @@
-"""The torture test: runs the real engine on the simulated device under schedules drawn from a seed.
+"""The torture test: runs the real engine on the simulated device, many times, in different orders of execution.
+
+A workload is a set of requests and faults, drawn from a seed. A schedule is one run of a workload in one order of
+execution, which a policy decides. An oracle is a check of a run. A mutation removes one rule from the code.
 
     torture(...)          many schedules of the unmodified code
-    hunt(...), kill(...)  schedules of the code without one of its rules, until an oracle reports a failure
-    check_excuses(...)    the same for rules that no schedule has to detect, and the unit tests that detect them
+    hunt(...), kill(...)  schedules with a mutation, until an oracle reports a failure
+    check_excuses(...)    check the mutations that no schedule can detect, and the unit tests that detect them
     run_schedule(...)     one schedule
     shrink(...)           reduce a failing schedule
     load_replay(...)      read a failing schedule from a file
 
-Results depend on the seed only: not on a clock, on operating system threads or on other processes.
+Results of these functions depend on the seed only, not on a clock, threads or other processes.
 
-The transfer engine alone on a real device, where timing also affects the result
+Without an engine, block transfers on a real device, where timing also affects the result
 (`sidestream.testing.torture.hardware`):
 
     torture_device(...)   block transfers of the unmodified code
-    hunt_device(...)      the same without one of its rules
+    hunt_device(...)      block transfers with a mutation
 
 A whole engine on a real device (`sidestream.testing.torture.service`):
 
-    torture_service(...)  requests to a toy model that reads every byte
+    torture_service(...)  requests to a toy model whose text depends on every KV byte
 """
 
 from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture

@@ -1,7 +1,6 @@
-"""Clients of a schedule that reach the engine through real front ends and a real server, joined by in-memory
-connections, in one thread.
-
-A seed decides when and how many bytes move. The connections lose nothing, but front ends may die.
+"""Connects the clients of a schedule to the engine through real front ends and a real server. All run in one thread,
+joined by in-memory connections. A seed decides when bytes move, and how many. Connections lose no bytes, but front ends
+may die.
 """
 
 from __future__ import annotations
@@ -30,14 +29,19 @@ _MOST_TURNS = 20_000
 _UNBOUNDED = 1 << 30
 
 Tell = Callable[[int, Delta], None]
-"""Called with new output of the request with this number."""
+"""Receives new output of a request: its number, and the output."""
 Fail = Callable[[int, SidestreamError, bool], None]
-"""Called when a request's output ends, with whether the engine rejected it."""
+"""Receives the error that ended a request: its number, the error, and whether the engine rejected the request."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A client that reads its output until no sample is left: `reading` continues once `until` is done."""
+    """A client that reads the output of one request until all samples have ended.
+
+    left      numbers of the samples that have not ended
+    reading   the running read call
+    until     the future that `reading` waits for
+    """
 
     number: int
     answer: OutputQueue
@@ -111,8 +115,8 @@ class Border:
         self._capacity = rng.choice((256, 1024, _UNBOUNDED))
         self._selector = WireSelector(rng)
         owner, self._owner = wire_pair(rng, capacity=_UNBOUNDED)
-        # A fixed process id. A real id may have more or fewer digits, but the same seed must split frames at the same
-        # bytes.
+        # A fixed process id: with a real id, the length of messages would depend on its digits, and a seed would not
+        # repeat.
         info = msgspec.structs.replace(engine_info(engine, model="toy", model_name="toy"), pid=0)
         self._server = EngineServer(
             engine,
@@ -138,7 +142,7 @@ class Border:
         seat.readers[number] = _Reader(number, answer, set(range(params.n)))
 
     def end(self, number: int) -> set[int]:
-        """End a request because its client has disconnected, or because a stop string was found in one of its samples.
+        """End a request as if its client had disconnected, or as if a stop string was found in one of its samples.
         Returns the numbers of the samples that end.
         """
         seat = self._seat_of[number]
@@ -153,7 +157,7 @@ class Border:
         return ended
 
     def hang_up(self) -> list[int]:
-        """End or kill a front end, and replace it by a new one. Returns the requests of the old front end."""
+        """Close or kill a random front end, and replace it. Returns the numbers of its running requests."""
         place = self._rng.randrange(len(self._seats))
         seat = self._seats[place]
         numbers = list(seat.readers)
@@ -174,12 +178,13 @@ class Border:
     # ------------------------------------------------------------------ time
 
     def turn(self, *, between_steps: bool = False) -> None:
-        """Let the parties that the seed chooses poll once.
+        """Let front ends, clients and the server each poll once, in random order; the seed decides which of them are
+        left out.
 
-        between_steps   the engine is not inside a step, and may get ahead of the server
+        between_steps   True: the engine is not inside a step, so it may run further steps during this call
         """
         if self._turning:
-            return  # the engine has advanced inside a turn
+            return  # called by an engine step inside a turn
         self._turning, self._runs_ahead, self._selector.share = True, between_steps, self._share
         try:
             self._look(self._share)
@@ -187,7 +192,7 @@ class Border:
             self._turning = self._runs_ahead = False
 
     def settle(self) -> bool:
-        """Run until all sent bytes have arrived; False if that does not end."""
+        """Poll until all sent bytes have arrived. Returns False if they do not arrive after many polls."""
         self._selector.share = 1.0
         for _ in range(_MOST_TURNS):
             if self.is_quiet:
@@ -196,7 +201,7 @@ class Border:
         return False
 
     def close(self) -> None:
-        """Release everything; the clients receive nothing more."""
+        """Close the front ends and the server. The clients receive no more output."""
         for seat in self._seats:
             seat.stop()
         self._server.finish(Reply(0))
@@ -210,7 +215,9 @@ class Border:
                 actor()
 
     def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
-        """The engine thread may advance a lot before the server learns the engine's id for the request."""
+        """Replaces `Engine.enqueue`: sometimes runs many steps before the server learns the request's id, as the engine
+        thread could.
+        """
         handle = Engine.enqueue(self._engine, request, sink)
         if self._runs_ahead and self._rng.random() < 0.1:
             for _ in range(self._rng.randint(1, 20)):
@@ -221,7 +228,7 @@ class Border:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether everything that was sent has arrived and was read."""
+        """Whether all messages have arrived, and clients have read all output."""
         wires = [end for seat in self._seats for end in (seat.wire, seat.wire.peer)]
         return (
             not any(wire.incoming and not wire.closed for wire in wires)
@@ -236,7 +243,7 @@ class Border:
         )
 
     def left(self) -> dict[str, int]:
-        """Number of objects that each side keeps for requests, by name."""
+        """Number of objects that front ends and server keep for requests, by name; empty if there are none."""
         kept: dict[str, Sized] = {}
         for place, seat in enumerate(self._seats):
             kept[f"streams of front end {place}"] = seat.client._streams

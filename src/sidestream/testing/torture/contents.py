@@ -1,7 +1,6 @@
-"""The contents that keys identify, by the keys that the code under test computes.
-
-A mutation of the key function changes these keys, too. So another hash of the same parts has no finding, but a key
-without a part of its block's identity has one: two blocks that differ in this part have the same key (H14).
+"""The expected cache content of each key (block hash). The keys are computed by the code under test, so a different
+hash function is no error. But if the code leaves out a part of a block's identity, two different blocks have the same
+key, which is a finding (hazard H14).
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class Contents:
     """The contents of keys in one schedule.
 
     block_bytes  bytes of a block
-    blocks       the KV of each key's block, the same in every tier
+    blocks       the KV bytes of each key's block; equal in every tier
     states       the recurrent state at the end of each key's block; empty: the model has none
-    parts        parts of checkpoints in tiers, by key: for each compared range, its first byte and its content; other
-                 bytes of a part are undefined
-    collisions   sentences about keys of blocks that differ in a part of their identity
+    parts        by key, a tier block that holds a part of a checkpoint of the recurrent state: first byte and content
+                 of each range to compare. Other bytes are undefined
+    collisions   findings: one sentence for each pair of different blocks with the same key
     """
 
     block_bytes: int
@@ -44,7 +43,7 @@ class Contents:
 
 
 def contents_of(workload: Workload, reference: Reference) -> Contents:
-    """The contents of all keys that the workload's requests may use."""
+    """Compute the contents of all keys that the workload's requests may use."""
     model = ScriptedModel(toy_of(workload))
     contents = Contents(model.layout.block_bytes)
     identities: dict[Key, tuple[int, str, tuple[int, ...]]] = {}
@@ -75,7 +74,9 @@ def _shared_with_other_engines(
     identities: dict[Key, tuple[int, str, tuple[int, ...]]],
     computed: tuple[Computed, ...],
 ) -> Iterator[str]:
-    """Keys that engines with another model, layout or salt compute for the first of these tokens."""
+    """Keys of the first computed tokens in engines with another model, layout or salt. They must differ from this
+    engine's key.
+    """
     if not computed:
         return
     layout, first = model.layout, computed[0]
@@ -108,7 +109,7 @@ def _words(identity: tuple[int, str, tuple[int, ...]]) -> str:
 
 
 def _parts_of(model: ScriptedModel, states: dict[Key, int]) -> dict[Key, tuple[tuple[int, bytes], ...]]:
-    """The parts of the checkpoints of one sample, whose states are in the order of its blocks."""
+    """The parts of a sample's checkpoints. `states` are in the order of the blocks."""
     layout, size = model.state_layout, model.layout.block_bytes
     if layout is None:
         return {}

@@ -1,8 +1,6 @@
-"""Checks of an idle engine, and of the output that its clients received. Each function returns its findings as
-sentences; without findings, the check has passed.
-
-Reads private state of all packages on purpose, because the engine's own bookkeeping is under test. Called by the thread
-that runs the engine.
+"""Checks of an idle engine, and of the output that its clients received. Each function yields its findings as
+sentences. Reads private state on purpose, because the engine's bookkeeping is under test. Called by the thread that
+runs the engine. Codes such as H15 name the hazards of docs/ordering.md.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from sidestream.testing.torture.workload import Workload
 from sidestream.testing.toy import ToyDraftHead
 from sidestream.types import BatchPlan, Key, RowResult
 
-# Log-probabilities of equal logits may differ by rounding between batch sizes.
+# Log-probabilities computed in batches of different sizes may differ by rounding.
 _TOLERANCE = 1e-4
 
 
 def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
-    """Everything that an engine without requests and transfers still holds, or counts wrongly."""
+    """Resources that an idle engine still holds, and counters that are not back at 0."""
     parts = engine.parts
     if engine.unfinished:
         yield f"{engine.unfinished} requests are counted as unfinished"
@@ -63,8 +61,8 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
 def wrong_accept_lengths(
     head: ToyDraftHead, scheduler: Scheduler, batch: BatchPlan, results: Sequence[RowResult]
 ) -> Iterator[str]:
-    """Rows of a step before its commit whose accepted drafts differ from those that `head` computes from the request's
-    own tokens.
+    """Rows whose accept length differs from the one that `head` computes from the request's tokens. Call it before the
+    step's commit.
     """
     sampling = (row for row in batch.rows if row.samples)
     for row, result in zip(sampling, results, strict=True):
@@ -83,7 +81,7 @@ def wrong_accept_lengths(
 
 
 def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
-    """Blocks that are still findable in a cache that was just reset (H8)."""
+    """Blocks that are still findable although the cache was just reset (H8)."""
     parts = engine.parts
     counts = {
         "device": parts.blocks.num_keys + (0 if parts.states is None else parts.states.num_keys),
@@ -108,16 +106,16 @@ def wrong_blocks(engine: Engine, device: ScriptedDevice, contents: Contents) -> 
 def wrong_when_published(
     device: ScriptedDevice, contents: Contents, what: str, memory: str, where: slice, key: Key
 ) -> Iterator[str]:
-    """The block in these bytes of the memory, which becomes findable now under a key, if it does not hold that key's
-    content. Recurrent states and entries on disk are compared when the engine is idle: see wrong_states.
+    """Check a block that becomes findable under `key`: do the bytes `where` of `memory` hold the key's content?
+    Recurrent states and entries on disk are compared later, when the engine is idle (`wrong_states`, `wrong_entries`).
     """
     if memory in ("kv", "host") and where.stop - where.start == contents.block_bytes:
         yield from _differing(f"published: {what}", key, device.memory(memory).data[where].numpy().tobytes(), contents)
 
 
 def wrong_states(engine: Engine, device: ScriptedDevice, contents: Contents) -> Iterator[str]:
-    """Checkpoints of recurrent states that are findable under a key but do not hold the state at the end of its block,
-    or belong to no findable block.
+    """Findable checkpoints of recurrent states that do not hold the state at the end of their key's block, or whose
+    block is not findable.
     """
     parts = engine.parts
     region = parts.state_region
@@ -135,10 +133,11 @@ def wrong_states(engine: Engine, device: ScriptedDevice, contents: Contents) -> 
 
 
 def wrong_entries(disk: ScriptedTier, contents: Contents, *, damaged: bool) -> Iterator[str]:
-    """Published entries on disk whose payload is not the key's content. `damaged`: the script damages files, and reads
-    detect that.
+    """Published entries on disk whose payload is not the key's content. `damaged`: the workload damages files, so
+    entries that cannot be read are no finding.
     """
-    for key, slot in list(disk.index._slots.items()):  # no thread writes now, and the ledger belongs to another thread
+    # Reads another thread's index, which is safe because no thread writes now.
+    for key, slot in list(disk.index._slots.items()):
         entry = slot.entry
         payload = disk.peek(entry)
         if payload is not None:
@@ -152,7 +151,7 @@ def wrong_answer(
 ) -> Iterator[tuple[str, str]]:
     """Oracle and message for each error in one client's output.
 
-    over   for this client the engine is closed or dead: a prefix of the answer is enough, and so is an abort
+    over   the engine is closed or dead for this client, so a prefix of the answer or an abort is also correct
     """
     asked = workload.requests[number]
     count, who = len(received.tokens), f"request {number}"
@@ -160,10 +159,9 @@ def wrong_answer(
         yield "answered", f"{who} never ended: it received {count} of {len(expected.tokens)} tokens"
     if received.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
         yield "answered", f"{who} was aborted, although its client did not ask for it"
-    restarts = any(
-        event.kind in ("crash", "restart", "device_lost", "copies_lost") for event in workload.events
-    )  # a client that asks again may do so after the abort
-    in_step = not restarts and not workload.front_ends  # with front ends, the engine may get ahead of its server
+    # After a restart, clients may repeat a request later than its abort. With front ends, an abort may arrive late.
+    restarts = any(event.kind in ("crash", "restart", "device_lost", "copies_lost") for event in workload.events)
+    in_step = not restarts and not workload.front_ends
     if asked.abort_at is not None and in_step and count > (asked.abort_at - asked.at) * (1 + workload.drafts):
         yield (
             "answered",
@@ -210,6 +208,6 @@ def _findable(pool: FencedPool) -> list[tuple[Key, int]]:
 
 
 def _kept(engine: Engine) -> dict[str, int]:
-    """Number of objects kept per request, transfer or step."""
+    """Number of objects that the engine keeps for requests, transfers and steps, by name."""
     kept = {"output streams": len(engine.streams), **engine.parts.scheduler.sizes()}
     return kept if engine.parts.transfers is None else kept | engine.parts.transfers.sizes()

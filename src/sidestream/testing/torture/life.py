@@ -26,10 +26,11 @@ from sidestream.types import Fence
 
 
 class Life:
-    """One engine, from start to close or crash.
+    """One engine with its devices, from start to close or crash. A schedule with a restart has several, one after
+    another.
 
-    checker   checks the device's work
-    recorder  the device's tracer, in front of the checker
+    checker   finds races and lease errors in the device's work
+    recorder  receives the device's events, and forwards them to the checker
     head      proposes drafts
     disk      the disk tier of rank 0; None: there is none
     disks     the disk tiers of all ranks
@@ -79,7 +80,7 @@ class Life:
                 tiers=None if self.disk is None else {"disk": self.disk},
                 proposer=self._proposer(workload),
             )
-            if workload.layer_groups:  # steps join loads long before their end: schedules do not measure time
+            if workload.layer_groups:  # rows may join a step long before their load ends
                 self.engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]
             if workload.captured:
                 self._capture(workload)
@@ -88,7 +89,7 @@ class Life:
             raise
 
     def _start_ranks(self, workload: Workload) -> SimRanks:
-        """Start the ranks other than 0, each with its own toy and disk."""
+        """Start the ranks other than 0, each with its own toy model and disk tier."""
         ranks = SimRanks(self.device, workload.ranks)
         for rank in range(1, workload.ranks):
             if workload.disk_blocks:
@@ -106,8 +107,8 @@ class Life:
         return ToyProposer(self.head, model=self.model if workload.leaves_hidden else None)
 
     def _capture(self, workload: Workload) -> None:
-        """Capture one shape and, if the workload has drafts, a shape with few drafts and one without. All other batches
-        run eagerly, between captured steps.
+        """Capture one batch shape and, if the workload has drafts, a shape with one draft and a shape without drafts.
+        Batches of other shapes run eagerly.
         """
         parts, layout = self.engine.parts, self.model.layout
         has_states = workload.states > 0
@@ -132,7 +133,7 @@ class Life:
             disk.crash()
 
     def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # the memory is rank 0's
+        self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # only rank 0's memory
 
     def _actor(self) -> str:
         return self.device.turns.current.name if hasattr(self, "device") else HOST
@@ -164,7 +165,7 @@ _scratches: list[Scratch] = []
 
 
 def scratch() -> Scratch:
-    """This process's directories for disk tiers."""
+    """The directories for disk tiers of this process. A forked child gets its own."""
     if not _scratches or not _scratches[-1].is_ours:
         _scratches.append(Scratch())
     return _scratches[-1]

@@ -1,9 +1,8 @@
 """The reference for a schedule: the output of each request, and the KV of its tokens.
 
 The output of greedy requests is computed from the toy model's closed form and the definition of the penalties, without
-an engine. Requests with a temperature also depend on random numbers: they run on an engine, one step at a time, without
-cache, tiers, preemption or aborts. Computed once for each workload. Knows nothing of the tortured run, and no keys: see
-`contents`.
+an engine. Requests with a temperature also depend on random numbers: they run on a second engine, one step at a time,
+without cache, tiers, preemption or aborts. The reference is computed once for each workload.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream.types import Delta
 
 SALT = "torture"
-"""Salt of the tortured engine."""
+"""Cache salt of the engine under test."""
 
 _MAX_STEPS = 5000
 
 
 @dataclass(slots=True)
 class Sample:
-    """The output of one sample that its client received."""
+    """The output of one sample, as its client received it."""
 
     tokens: list[int]
     text: str = ""
@@ -54,12 +53,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a sample leaves in caches, if all of its tokens but the last are computed.
+    """The cache content that a sample leaves. All of its tokens are computed, except the last.
 
     weights   version of the weights
     salt      cache salt of its request
     tokens    the computed tokens
-    blocks    the KV of each complete block, the same in every tier
+    blocks    the KV bytes of each complete block; equal in every tier
     states    the recurrent state at the end of each block; empty: the model has none
     """
 
@@ -75,7 +74,7 @@ class Reference:
     """The expected output and the expected KV bytes.
 
     samples    by request number and sample number, for each version of the weights
-    computed   what the samples leave in caches, each once
+    computed   the cache contents of all samples, without duplicates
     """
 
     samples: tuple[dict[tuple[int, int], Sample], ...]
@@ -100,14 +99,14 @@ def params_of(number: int, asked: Asked) -> SamplingParams:
 
 
 def toy_of(workload: Workload) -> ToyModel:
-    """The model that the workload runs on."""
+    """The toy model that the workload uses."""
     if workload.states:
         return StatefulToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
     return ToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
 
 
 def reference_of(workload: Workload) -> Reference:
-    """Compute the reference of a workload. Raises any error of the engine that runs requests with a temperature."""
+    """Compute the reference of a workload. Raises any error of the second engine."""
     versions = 2 if any(event.kind == "weights" for event in workload.events) else 1
     samples, computed = [], dict[tuple[int, str, tuple[int, ...]], Computed]()
     for weights in range(versions):
@@ -137,8 +136,8 @@ def reference_of(workload: Workload) -> Reference:
 
 
 def greedy_answer(model: ScriptedModel, asked: Asked) -> Sample:
-    """The answer to a request without a temperature, from the model's closed form: no engine, sampler or pool. See
-    `runner.sampler` for the order of bias and penalties.
+    """The answer to a greedy request, computed without engine, sampler or KV pool. See `runner.sampler` for the order
+    of bias and penalties.
     """
     answer, counts = Sample([]), np.zeros(model.vocab_size, np.float32)
     in_prompt = np.isin(np.arange(model.vocab_size), asked.prompt)
@@ -170,7 +169,7 @@ def greedy_answer(model: ScriptedModel, asked: Asked) -> Sample:
 
 
 def run_alone(workload: Workload, model: ScriptedModel, numbers: Sequence[int]) -> dict[tuple[int, int], Sample]:
-    """The answers to the requests of these numbers, from an engine that computes nothing else."""
+    """The answers to the requests with these numbers, from an engine that runs only these requests."""
     if not numbers:
         return {}
     needed = sum(blocks_for(asked) * asked.n for asked in workload.requests) + len(workload.requests) + 8
@@ -208,7 +207,7 @@ def run_alone(workload: Workload, model: ScriptedModel, numbers: Sequence[int]) 
             engine.step()
         engine.close()
     finally:
-        device.kill()  # after an interrupt too, end all threads
+        device.kill()  # ends all threads, also after an interrupt
     return received
 
 
@@ -222,7 +221,7 @@ def state_bytes(model: ScriptedModel, num_states: int) -> int:
 
 
 def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> tuple[bytes, ...]:
-    """The KV of each complete block of `tokens`; computed by one forward pass in other memory."""
+    """The KV bytes of each complete block of `tokens`, computed by one forward pass in a memory of its own."""
     layout = model.layout
     computed = len(tokens)
     count = layout.num_blocks_for(computed)

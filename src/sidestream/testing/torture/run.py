@@ -1,6 +1,6 @@
-"""One schedule: runs the real engine on the simulated device, step by step, and applies every oracle.
-
-The caller's thread is the host. Results do not depend on a clock: the same workload and policy give the same run.
+"""Runs one schedule: the real engine on the simulated device, step by step, with every oracle (check) applied. The
+calling thread acts as the engine thread. Results do not depend on a clock: the same workload and policy give the same
+run.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _EVENTS = {
     "device_lost": "loses its device",
     "copies_lost": "loses its device's copies",
 }
-# Virtual time of an idle step when no client waits, or after _PATIENT_STEPS idle steps: then slow operations may end.
+# Virtual seconds that pass in an idle step. Usually _IDLE_S; _DRAIN_S when no client waits, or after _PATIENT_STEPS
+# idle steps, so that slow operations end.
 _DRAIN_S = 0.05
 _PATIENT_STEPS = 100
-# Typical schedules take 40 steps, and schedules that wait for a slow disk 200. If stores are late, each adds up to 160
-# steps.
+# Limit of a schedule. Most take 40 steps, or 200 if they wait for a slow disk; each late store adds up to 160 steps.
 _MAX_STEPS = 6000
-# No schedule has this many idle steps in a row, for each rank, unless it hangs: the policy `late` lets one of all
-# actors run in five idle steps.
+# After this many idle steps in a row per rank, the schedule hangs. Progress may be slow: under the policy `late`, one
+# actor runs in five idle steps.
 _STUCK_STEPS = 1000
 
 
@@ -58,11 +58,11 @@ class Outcome:
 
     findings    empty if the schedule passed
     steps       engine steps
-    deviations  decision number → chosen actor, where it was not the running one; replays the schedule
-                (`policies.Steered`)
-    decisions   number of decisions
-    lines       the interleaving, if requested
-    objections  the checker's findings; `findings` contains them as text
+    deviations  decisions that switched to another actor (stream or thread): decision number → actor. `policies.Steered`
+                replays them
+    decisions   number of decisions about which actor runs next
+    lines       the events of all actors in their order, if requested
+    objections  the findings of the ordering checker as objects; `findings` contains their texts
     """
 
     findings: tuple[Finding, ...]
@@ -81,8 +81,8 @@ class Outcome:
 def run_schedule(
     workload: Workload, policy: Policy, *, trace: bool = False, reference: Reference | None = None
 ) -> Outcome:
-    """Run the workload under the policy and apply the oracles. `reference`: the workload's reference, if it was
-    computed already.
+    """Run the workload under the policy and apply the oracles. `reference` is the workload's expected output; None:
+    compute it.
 
     Blocks until done; never raises for an error of the engine. Sets torch's number of threads to one while it runs.
     """
@@ -92,7 +92,9 @@ def run_schedule(
 
 @contextlib.contextmanager
 def _stage(workload: Workload) -> Iterator[None]:
-    """Settings for the duration of a schedule: short pauses of the disk, and injected faults are not logged."""
+    """Settings for the duration of a schedule: no log lines (faults are injected), one torch thread, and a short pause
+    of the disk tier after errors.
+    """
     logger, level, threads = (
         logging.getLogger("sidestream"),
         logging.getLogger("sidestream").level,
@@ -123,7 +125,7 @@ class _Schedule:
         self._weights = 0
         self._steps = 0
         self._again: list[int] = []  # requests that clients repeat after a crash
-        self._due: int | None = None  # the committed step to which clients have not reacted yet
+        self._due: int | None = None  # the step at which clients have not acted yet
         self._life = self._begin()
         self._clients = self._join()
 
@@ -191,7 +193,7 @@ class _Schedule:
     # ------------------------------------------------------------------ the loop
 
     def _drive(self) -> bool:
-        """Run the workload until all is done; False when the engine was closed with requests running, or hangs."""
+        """Run the workload to its end. Returns False if the engine was closed with requests running, or hangs."""
         workload = self._workload
         last = max([0, *(asked.at for asked in workload.requests), *(event.at for event in workload.events)])
         idle = 0
@@ -217,7 +219,7 @@ class _Schedule:
                 idle = 0
             if idle == _STUCK_STEPS * workload.ranks:
                 break
-            self._run_clients()  # unless a step was launched
+            self._run_clients()  # if no launch let the clients act
             if self._clients.border is not None:
                 self._clients.border.turn(between_steps=True)
             if idle:
@@ -234,7 +236,9 @@ class _Schedule:
         return False
 
     def _step(self) -> bool:
-        """One engine step; then ends requests whose clients have left, if the engine was informed."""
+        """One engine step; returns whether the engine did any work. If the engine has all messages of its clients, it
+        must not continue requests that no client waits for.
+        """
         life, border = self._life, self._clients.border
         told_of_all = border is not None and border.is_quiet and not self._workload.meanwhile
         waited_for = self._clients.num_waiting()
@@ -247,7 +251,7 @@ class _Schedule:
         return worked
 
     def _run_clients(self) -> None:
-        """Run the clients' actions at a step. Does nothing in a second call for the same step."""
+        """Let the clients act at the current step. A second call in the same step does nothing."""
         step, self._due = self._due, None
         if step is not None:
             again, self._again = self._again, []
@@ -279,14 +283,14 @@ class _Schedule:
             case "crash":
                 self._begin_again()
             case "device_lost":
-                life.device.lose("")  # every name begins like this
+                life.device.lose("")  # all streams: every name begins with ""
             case "copies_lost":
                 life.device.lose("store", "load")
             case "hang_up":
                 self._clients.hang_up()
 
     def _end_lost_engine(self, error: DeviceLost) -> None:
-        """Do as an engine's thread does after an error, and start another engine."""
+        """End the engine as the engine thread does after an error, and start another engine."""
         self._clients.cut_off()
         self._life.engine.loop._failures.end_engine(error)
         if waiting := self._clients.waiting():
@@ -294,8 +298,8 @@ class _Schedule:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        """Start another engine on the same disk. All clients repeat their requests, including finished ones: reused
-        blocks must be right.
+        """Start another engine on the same disk. All clients repeat their requests, including finished ones, so that
+        blocks reused from disk are compared, too.
         """
         self._crash()
         scratch().settle()
@@ -308,8 +312,8 @@ class _Schedule:
         self._verdict.judge_disk(self._life, "after the restart")
 
     def _update_weights(self) -> None:
-        """Announce new weights. Requests that have output must end with the old weights, and requests that arrive later
-        must start with the new weights. Requests in between may do either.
+        """Announce new weights. Requests that already have output must end with the old weights. Requests that arrive
+        later must start with the new weights. Running requests without output may use either.
         """
         life, model = self._life, self._life.model
         self._weights = 1
@@ -339,6 +343,6 @@ class _Schedule:
 
 
 def _where(error: BaseException) -> str:
-    """Origin of an exception: file, line and function, innermost first."""
+    """The innermost three frames of an exception: file, line and function."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return ", ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in reversed(frames))

@@ -1,4 +1,6 @@
-"""Collects the findings of all oracles about one schedule. Reads the engine and its devices; changes nothing."""
+"""Collects the findings of all oracles (checks) about one schedule. Reads the engine and its devices; changes nothing.
+Codes such as H24 name the hazards of docs/ordering.md.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ from sidestream.testing.torture.oracle import Reference
 from sidestream.testing.torture.workload import DAMAGE, Workload
 
 ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
-"""The checks of a schedule. Findings are sorted in this order.
+"""The names of all oracles. Findings are sorted in this order.
 
 checker         no two unordered accesses, no use outside a lease, and the other rules of `sidestream.testing.checker`
 tokens          tokens, text, log-probabilities and finish reason equal the reference's; an aborted request has a prefix
                 of its tokens
-accept lengths  each row accepts as many drafts as if they were drafted from its own tokens; needed because a stale read
-                (H19) changes the drafts, but not the text
-content         every findable block in every tier holds the content of its key; no block from before a reset becomes
-                findable; no two blocks that differ in a part of their identity have the same key (H14)
-balance         at the end every pool is as it was at the start, and no request or transfer is kept
-answered        every request ends exactly once, with a finish reason that is possible for it; when its client learns of
-                the end, the engine has released all its resources (H24)
-deadlock        every stream and every thread waits, each for another
+accept lengths  each row accepts as many drafts as a proposer with correct inputs would get accepted. A stale input
+                (H19) makes worse drafts, which does not change the text
+content         every findable block in every tier holds the content of its key; after a cache reset, no block from
+                before it becomes findable; blocks with different content never have the same key (H14)
+balance         at the end, all blocks and slots are free, and no object of a request or transfer is kept
+answered        every request ends exactly once, with a possible finish reason; before its client learns of the end, the
+                engine has released the request's resources (H24)
+deadlock        no stream and no thread can continue, because each waits for another
 no progress     the schedule does not end (H26)
 error           the engine raised an exception
 """
@@ -49,7 +51,7 @@ class Finding:
 class Verdict:
     """The findings about one schedule, without duplicates.
 
-    contents     the contents of all keys, by the key function under test
+    contents     the expected content of each key; keys are computed by the code under test
     objections   the checker's findings as objects; `sorted_findings` returns them as text
     """
 
@@ -71,7 +73,7 @@ class Verdict:
         return tuple(sorted(self._findings, key=lambda finding: ORACLES.index(finding.oracle)))
 
     def judge_idle(self, life: Life, clients: Clients) -> None:
-        """Checks for an engine that still serves, after all requests and transfers have ended."""
+        """Apply the checks for an engine that is still open, after all requests and transfers have ended."""
         self.judge_balance(life, clients, "idle")
         for text in (
             *wrong_blocks(life.engine, life.device, self.contents),
@@ -82,7 +84,7 @@ class Verdict:
         life.checker.check_idle()
 
     def judge_balance(self, life: Life, clients: Clients, when: str) -> None:
-        """Check that nothing is in use or kept."""
+        """Check that no block, slot or request object is still in use. `when` is named in the findings."""
         for text in unbalanced(life.engine, life.disk):
             self.find("balance", f"{when}: {text}")
         for name, count in (clients.border.left() if clients.border is not None else {}).items():
@@ -94,7 +96,9 @@ class Verdict:
             self.find("content", text)
 
     def judge_disk(self, life: Life, when: str) -> None:
-        """Check that files hold the content of their keys, unless a fault damages files."""
+        """Check that the files of the disk tier hold the content of their keys. If a fault damages files, a file that
+        cannot be read is no finding.
+        """
         if life.disk is None:
             return
         damaged = any(fault.kind in DAMAGE for fault in self._workload.faults)
@@ -104,7 +108,7 @@ class Verdict:
     def judge_answers(self, clients: Clients, *, over: bool) -> None:
         """Check that the clients received the reference's output.
 
-        over   the engine is closed or dead: a prefix of the output is right, too
+        over   the engine is closed or dead, so a prefix of the output is also correct
         """
         for (number, index), received in clients.received.items():
             versions = (0, 1) if (number, index) in clients.straddles else (clients.started[number],)
@@ -117,8 +121,8 @@ class Verdict:
                 self.find(oracle, text)
 
     def judge_trace(self, life: Life) -> None:
-        """Check that the checker has no finding for this engine, and that every published block held its key's
-        content and was not older than a reset.
+        """Add the findings that were made during the run: by the ordering checker, and about blocks with wrong or
+        outdated content at their publication.
         """
         for text in (*life.recorder.stale, *life.recorder.wrong):
             self.find("content", text)
