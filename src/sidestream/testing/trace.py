@@ -1,7 +1,10 @@
-"""Records one interleaving: its events, printed as lines with one column per actor, and keys that were published after
-a cache reset although their blocks were taken before it.
+"""Records the events of one schedule, and prints them as lines with one column per actor (the host, a stream or a
+thread).
 
-A tracer in front of the checker. Called by the actor whose turn it is, so the order of calls is the order of the run.
+`Recorder` is a tracer (`sidestream.types.Tracer`) that forwards all events to the ordering checker. It also finds keys
+that are published after a cache reset, although their blocks were handed out before the reset. An objection is a
+finding of the checker; an interleaving is the sequence of all events. Called by the actor whose turn it is, so the
+order of calls is the order of the run.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ shadow.hide_frames_of(__file__)
 class TraceLine:
     """One event of an actor.
 
-    actor     `"host"`, or the stream
+    actor     name of the actor: `"host"`, or that of the stream or thread
     text      the event, in words
-    fence     fence of the event's work, as `"stream:tick"`; "" if it has none
-    memory    name of the memory that the event's ids lie in, or of their pool if they have no memory; "" without ids
-    spans     the ids' bytes in that memory, start and stop
-    objected  whether the checker objected to this event
+    fence     fence of the event's work, as `"stream:tick"`; "": no work
+    memory    name of the memory of the event's ids (block or slot numbers), or of their pool if there is no memory; "":
+              no ids
+    spans     start and stop of the ids' bytes in `memory`
+    objected  whether the checker made a finding at this event
     """
 
     actor: str
@@ -42,8 +46,8 @@ class TraceLine:
     objected: bool = False
 
     def concerns(self, objection: Finding) -> bool:
-        """Whether to show this line for the objection: the event has no ids, overlaps the objection's bytes, or is the
-        event at which the checker objected.
+        """Whether the line is shown with this finding: the event has no ids, overlaps the finding's bytes, or caused a
+        finding.
         """
         here = self.memory == objection.memory and any(
             start < objection.stop and objection.start < stop for start, stop in self.spans
@@ -54,10 +58,12 @@ class TraceLine:
 class Recorder:
     """Forwards all events to `checker`; records lines if `lines` is a list.
 
-    judge     returns sentences about an item that becomes findable: its name, its memory, its bytes there, and its key
-    stale     keys that became findable for bytes taken before the last reset (H8)
+    judge     called when an id becomes findable, with its name, its memory, its bytes and its key; returns sentences
+              about errors
+    stale     sentences about ids that became findable although they were handed out before the last cache reset (hazard
+              H8)
     wrong     sentences that `judge` returned
-    failures  exceptions that work has raised, each with its work's name
+    failures  exceptions of work, each with the work's `stream:tick`
     """
 
     def __init__(
@@ -81,12 +87,14 @@ class Recorder:
         self.wrong: list[str] = []
 
     def say(self, text: str, fence: str = "", memory: str = "", spans: Iterable[tuple[int, int]] = ()) -> None:
-        """Add a line for the running actor; `spans` of bytes, or of ids of a pool without memory."""
+        """Add a line for the running actor. `spans` are byte ranges in `memory`, or ranges of ids if the pool has no
+        memory.
+        """
         if self._lines is not None:
             self._lines.append(TraceLine(self._actor(), text, fence, memory, tuple(spans)))
 
     def reset(self) -> None:
-        """From now on, blocks taken earlier must not become findable."""
+        """Note a cache reset: from now on, blocks that were handed out earlier must not become findable."""
         self._resets += 1
 
     # ------------------------------------------------------------------ Tracer
@@ -225,23 +233,22 @@ class Recorder:
             self.say(f"{verb} {pool} {_short(ids)}{tail}", "", memory, spans)
 
     def _mark(self) -> None:
-        """If the checker has just objected, mark the last line."""
+        """If the last event caused a finding, mark its line."""
         if self._lines and len(self._checker.findings) > self._objections:
             self._lines[-1] = dataclasses.replace(self._lines[-1], objected=True)
         self._objections = len(self._checker.findings)
 
 
 def name_of(fence: Fence) -> str:
-    """`stream:tick`."""
+    """The fence as `stream:tick`."""
     return f"{fence.stream}:{fence.tick}"
 
 
 def render(lines: Sequence[TraceLine], objection: Finding | None = None, *, width: int = 140) -> str:
-    """The interleaving: one line per event, one column per actor.
+    """All events as text: one line per event, one column per actor.
 
-    With an objection, A and B mark the two works involved, in order of submission, `!` marks the event at which the
-    checker objected, and leases of other ids are left out. Lines have at most `width` columns, unless a text alone is
-    wider.
+    With an objection, A and B mark its two pieces of work in the order of submission, `!` marks the event that caused a
+    finding, and events on other ids are left out. Lines have at most `width` columns, unless a single text is wider.
     """
     shown = list(_joined(_marked(lines, objection)))
     if not shown:
@@ -255,7 +262,9 @@ def render(lines: Sequence[TraceLine], objection: Finding | None = None, *, widt
 
 
 def explain(objection: Finding) -> str:
-    """The works A and B of a race, and the missing edge between them; nothing for other objections."""
+    """The two pieces of work A and B of a race, and the missing order between them. Empty for findings that are no
+    race.
+    """
     if objection.kind != "race":
         return ""
     earlier, later = objection.works
@@ -268,7 +277,7 @@ def explain(objection: Finding) -> str:
 
 
 def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[tuple[str, TraceLine]]:
-    """The lines to show, each with its mark; accesses of a work are shown where it is submitted."""
+    """The lines to show, each with its mark. The accesses of marked work are added to its first line."""
     works = [] if objection is None else [work for work in objection.works if work != HOST]
     marks = {
         work: _MARKS[objection.works.index(work)] if objection is not None and len(objection.works) > 1 else "*"
@@ -287,7 +296,7 @@ def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[t
 
 
 def _accesses_of(objection: Finding, work: str) -> str:
-    """The accesses of `work` to the bytes, and the fence that it should have waited for."""
+    """How `work` accesses the bytes of a finding, and, for B of a race, the fence that it did not wait for."""
     number = objection.works.index(work)
     if number >= len(objection.accesses):
         return ""
@@ -296,7 +305,7 @@ def _accesses_of(objection: Finding, work: str) -> str:
 
 
 def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, TraceLine]]:
-    """Merge a work's submission, start and end into one line if no other event is in between."""
+    """Merge start and end of a piece of work into one line if no other event is between them."""
     held: tuple[str, TraceLine] | None = None
     for mark, line in lines:
         if held is not None:
@@ -317,10 +326,10 @@ def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, Trace
 
 
 def _columns(actors: Sequence[str], lines: Sequence[TraceLine], width: int) -> dict[str, int]:
-    """The start of each column. If there is room, columns are as wide as their longest text; else they are moved left,
-    so that every line ends within `width`.
+    """The start of each column. Columns are as wide as their longest text. If that does not fit into `width`, columns
+    are moved to the left.
 
-    Every line holds one event only, so a text may extend over the columns to its right.
+    A text may extend over the columns to its right, because each line holds one event.
     """
     longest = {actor: max([len(actor), *(len(line.text) for line in lines if line.actor == actor)]) for actor in actors}
     starts, at = {}, _MARGIN

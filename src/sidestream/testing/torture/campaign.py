@@ -1,7 +1,8 @@
 """Runs many schedules of the unmodified code.
 
-Several schedules share a workload, and with it the reference. Results depend on the seed only; `minutes` limits only
-their number.
+A workload is a set of requests and faults; a schedule is one run of it in one order of execution, which a policy
+decides. Several schedules share a workload, because its reference (the expected output) takes long to compute. The
+result of each schedule depends on the seed only; a time limit changes only the number of schedules.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sidestream.testing.torture.workload import Workload, draw_workload
 
 POLICIES = ("random", "late", "early", "starve:compute", "starve:store", "starve:load", "pct:2", "pct:3", "pct:4")
 SCHEDULES_PER_WORKLOAD = 8
-"""Number of schedules that share a workload, and the reference of the workload."""
+"""Number of schedules that share a workload and its reference."""
 
 _REPORT_EVERY_S = 0.2
 _MAX_FAILURES = 20
@@ -28,7 +29,7 @@ _MAX_FAILURES = 20
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A schedule in which an oracle reported a failure, with everything that is needed to repeat it."""
+    """A schedule in which an oracle (check) reported a failure, with all data to repeat it."""
 
     workload: Workload
     policy: str
@@ -40,9 +41,9 @@ class Failure:
 class Report:
     """The result of a campaign.
 
-    failures   the first failures, in seed order; `num_failures` counts all
+    failures   the first failures, in the order of seeds; `num_failures` is the number of all
     steps      total number of engine steps
-    decisions  total number of decisions of the policy
+    decisions  total number of decisions of the policies about which actor runs next
     seconds    seconds of wall time
     """
 
@@ -57,7 +58,7 @@ class Report:
 
     @property
     def schedules_per_minute(self) -> float:
-        """Per worker; each worker uses one core."""
+        """Schedules per minute and worker process. Each worker uses one core."""
         return self.schedules / self.seconds * 60 / self.workers if self.seconds else 0.0
 
 
@@ -73,10 +74,10 @@ def torture(
     workers: int = 1,
     on_progress: Progress | None = None,
 ) -> Report:
-    """Run `schedules` schedules, or as many as `minutes` allow if they are given; blocks.
+    """Run `schedules` schedules; if `minutes` is given, run as many as fit into this time. Blocks.
 
-    The `policies` are used in turn. An interrupt (KeyboardInterrupt) ends the campaign early and returns the results so
-    far. Raises ConfigError for an unknown policy or a number out of range.
+    The policies take turns. An interrupt (KeyboardInterrupt) ends the campaign early and returns the results so far.
+    Raises ConfigError for an unknown policy or a number out of range.
     """
     _check(schedules, policies, minutes, workers)
     report, start = Report(workers=workers), time.monotonic()
@@ -109,7 +110,7 @@ def torture(
 
 
 def run_one(workload: Workload, policy: str, seed: int, reference: Reference | None = None) -> Outcome:
-    """Run one schedule under the policy of that name, with its seed."""
+    """Run one schedule under the policy with this name and seed."""
     return run_schedule(workload, make_policy(policy, random.Random(seed)), reference=reference)
 
 
@@ -119,7 +120,7 @@ def deal(number: int, policies: Sequence[str]) -> str:
 
 
 _Result = tuple[Failure | None, int, int]
-"""Failures, steps, decisions."""
+"""The results of one workload: failures, number of steps, number of decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,8 @@ def _jobs(seed: int, policies: Sequence[str], schedules: int | None) -> Iterator
         stop = number + SCHEDULES_PER_WORKLOAD
         if schedules is not None:
             stop = min(stop, schedules)
-        first = (
-            seed * SCHEDULES_PER_WORKLOAD
-        )  # numbers are absolute, so that a campaign with a later seed continues this one
+        # A workload's seed is `seed` + its number, so a campaign with a later seed continues this one.
+        first = seed * SCHEDULES_PER_WORKLOAD
         runs = tuple((deal(first + at, policies), first + at) for at in range(number, stop))
         yield _Job(seed + number // SCHEDULES_PER_WORKLOAD, runs)
         number = stop

@@ -1,8 +1,9 @@
-"""Checks the reasons of rules that no schedule has to detect: the rows of `EQUIVALENT`.
+"""Checks the table `EQUIVALENT` (`sidestream.testing.mutations`): rules of the code that the torture test cannot
+detect.
 
-A row claims two things: without the rule, no schedule has a finding; and the unit test that the row names passes with
-the rule and fails without it. Schedules run in this process. Each test runs in a process of its own, and needs pytest
-and the directory `tests` of a checkout.
+A row makes two claims. Without the rule, no schedule of the torture test has a finding. The unit test that the row
+names passes with the rule and fails without it. Schedules run in this process. Each unit test runs in its own process,
+and needs pytest and the directory `tests` of a checkout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sidestream.testing.torture.hunt import Killed, Table, kill
 SCHEDULES_PER_EXCUSE = 200
 
 _TESTS = PACKAGE.parents[1] / "tests"
-# A test without its rule may wait forever. The slowest of them takes 10 s.
+# Time limit of a unit test, which may wait for ever without its rule. The slowest test takes 10 s.
 _PATIENCE_S = 120.0
 _OUTPUT_CHARS = 2000
 
@@ -33,9 +34,9 @@ _OUTPUT_CHARS = 2000
 class ExcuseRow:
     """The result for one row of `EQUIVALENT`.
 
-    noticed_by   the test that the row names; empty: none
-    killed       the schedule that detects that the rule is missing; None: no schedule does
-    test         error of the named test; empty: it passes with the rule and fails without it, or the row names none
+    noticed_by   the unit test that the row names; empty: the row names none
+    killed       the schedule that detects the missing rule; None: no schedule does
+    test         why the unit test contradicts the row; empty: it confirms the row, or the row names none
     """
 
     name: str
@@ -45,7 +46,7 @@ class ExcuseRow:
 
     @property
     def wrong(self) -> str:
-        """Why the row is wrong; empty: it is right."""
+        """Why the row is wrong; empty: both claims are true."""
         if self.killed is not None:
             return f"{self.killed.oracle} detects that the rule is missing, after {self.killed.after} schedules"
         return self.test
@@ -69,11 +70,12 @@ def check_excuses(
     workers: int = 1,
     on_progress: Callable[[Excuses], None] | None = None,
 ) -> Excuses:
-    """Check the rows of `EQUIVALENT` with these names, or all; blocks. An interrupt ends it early.
+    """Check the rows of `EQUIVALENT` with these names; None: all. Blocks; an interrupt ends it early.
 
-    schedules   number of schedules for each row; 0: run only the named tests
+    schedules   number of schedules for each row; 0: run only the unit tests
 
-    Raises ConfigError for an unknown name or a negative number, or if tests are needed and this is no checkout.
+    Raises ConfigError for an unknown name or a negative number, or if unit tests are needed and there is no directory
+    `tests`.
     """
     known = {row.mutation.name: row for row in EQUIVALENT}
     for name in names:
@@ -109,8 +111,8 @@ class _Check:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Outcomes of a test with and without its rule, and the output of the process that ran it; empty: it was stopped
-    after _PATIENCE_S.
+    """Outcomes of a unit test with and without its rule, and the output of its process. An outcome is empty if the test
+    did not end within _PATIENCE_S.
     """
 
     with_rule: tuple[str, ...]
@@ -119,13 +121,13 @@ class _Runs:
 
 
 def _error_of_test(row: Equivalent) -> str:
-    """Empty if the row's test notices that the rule is missing, else a sentence."""
+    """A sentence that says why the unit test contradicts the row; empty: it confirms the row."""
     runs = _run_test(row)
     if not runs.with_rule:
         return f"{row.noticed_by} did not run: {runs.output or f'no result after {_PATIENCE_S:.0f} s'}"
     if set(runs.with_rule) != {"passed"}:
         return f"{row.noticed_by} has the outcome {', '.join(runs.with_rule)} with the rule: it must pass"
-    if "failed" in runs.without or not runs.output:  # without its rule it fails, or hangs
+    if "failed" in runs.without or not runs.output:  # without its rule, the test fails or hangs; both confirm the row
         return ""
     if len(runs.without) < len(runs.with_rule):
         return f"{row.noticed_by} ended without a result: {runs.output}"
@@ -133,7 +135,7 @@ def _error_of_test(row: Equivalent) -> str:
 
 
 def _run_test(row: Equivalent) -> _Runs:
-    """Run the row's test with and without its rule, in a process of its own."""
+    """Run the row's unit test with and without its rule, in its own process."""
     with tempfile.TemporaryDirectory(prefix="sidestream-excuses-") as directory:
         file = Path(directory) / "outcomes"
         file.touch()

@@ -1,8 +1,8 @@
-"""Runs mutations and miniatures. For each, finds the number of schedules until an oracle detects it, and the oracle.
+"""Measures how many schedules it takes until an oracle (check) detects a removed rule.
 
-A mutation removes one rule from the real code (`sidestream.testing.mutations`); a miniature re-enacts a published bug
-without its protection (`sidestream.testing.miniatures`). References for mutated schedules come from the unmodified
-code.
+A mutation removes one rule from the real code (`sidestream.testing.mutations`). A miniature is a small model of a
+published bug, which runs with or without its fix (`sidestream.testing.miniatures`). A mutation or miniature is killed
+when an oracle reports a failure; otherwise it survives. The expected outputs come from the unmodified code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from sidestream.testing.torture.workload import Workload, draw_workload
 MAX_SCHEDULES = 500
 """A mutation that survives this many schedules counts as undetected."""
 
-# Not every workload can detect a given mutation, so each one gets fewer schedules than in a campaign.
+# Fewer schedules per workload than in a campaign: most workloads cannot detect a given mutation, so more workloads
+# help.
 _TRIES_PER_WORKLOAD = 4
 
 
@@ -32,9 +33,9 @@ _TRIES_PER_WORKLOAD = 4
 class Killed:
     """A detected mutation or miniature.
 
-    after     schedules, including the one that detected it
-    oracle    the first oracle that objected, and `detail` its message
-    failure   for a mutation: the schedule
+    after     number of schedules until the detection, including the last
+    oracle    the first oracle that reported a failure; `detail` is its message
+    failure   for a mutation: the schedule that detected it
     """
 
     after: int
@@ -45,7 +46,7 @@ class Killed:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `killed`: None for a survivor."""
+    """The result for one mutation or miniature. `killed`: None for a survivor."""
 
     name: str
     hazard: str
@@ -54,7 +55,7 @@ class Row:
 
 
 class Tried(Protocol):
-    """A row of a table: a rule that was taken away, and the schedule that detected it."""
+    """A row of a result table, with the name of a removed rule and the schedule that detected it."""
 
     @property
     def name(self) -> str: ...  # noqa: D102  # see the class
@@ -67,7 +68,7 @@ R = TypeVar("R", bound=Tried)
 
 @dataclass(slots=True)
 class Table(Generic[R]):
-    """Rows that worker processes find, in the order of their names.
+    """The rows of a result table, sorted by name. Worker processes compute them.
 
     total       expected number of rows
     schedules   total number of schedules
@@ -87,8 +88,8 @@ class Table(Generic[R]):
         workers: int,
         on_progress: Callable[[Self], None] | None,
     ) -> None:
-        """Run the jobs, by name of their rows, and add the rows; blocks. An interrupt ends it early. A row that was not
-        killed counts `max_schedules` schedules.
+        """Run the jobs (row name → job) and add their rows. Blocks; an interrupt ends it early. A row that survived
+        counts as `max_schedules` schedules.
         """
         order, start = {name: at for at, name in enumerate(jobs)}, time.monotonic()
         try:
@@ -105,7 +106,7 @@ class Table(Generic[R]):
 
 @dataclass(slots=True)
 class Hunt(Table[Row]):
-    """The results for all mutations and miniatures; `schedules` includes those of miniatures."""
+    """The results of all mutations and miniatures."""
 
     @property
     def survivors(self) -> list[Row]:
@@ -121,10 +122,10 @@ def hunt(
     workers: int = 1,
     on_progress: Callable[[Hunt], None] | None = None,
 ) -> Hunt:
-    """Try to kill the mutations and miniatures of these names, or all; blocks. An interrupt ends it early.
+    """Try to kill the mutations and miniatures with these names; None: all. Blocks; an interrupt ends it early.
 
-    Raises ConfigError for an unknown name; InvariantError when a protected miniature goes wrong, or a mutation does not
-    fit the code.
+    Raises ConfigError for an unknown name; InvariantError when a miniature fails with its fix, or a mutation does not
+    match the code.
     """
     known = {
         **{mutation.name: mutation for mutation in MUTATIONS},
@@ -140,10 +141,10 @@ def hunt(
 
 
 def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
-    """Run schedules with the mutation until an oracle objects; None: no schedule detected it.
+    """Run schedules with the mutation until an oracle reports a failure. Returns None if no schedule detects the
+    mutation.
 
-    Runs only workloads with the features that the mutation needs; they are drawn from seeds in order, so that the
-    result is reproducible.
+    Only workloads with the features that the mutation needs are run.
     """
     tried = 0
     for workload in workloads_with(mutation.needs, seed=seed):
@@ -162,10 +163,8 @@ def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 
 
 
 def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
-    """Run the miniature without its protection until an oracle detects it, and the same number of times with it. None:
-    it was never detected.
-
-    Raises InvariantError if it fails with its protection.
+    """Run the miniature without its fix until an oracle detects the bug, then the same number of times with its fix.
+    Returns None if the bug is never detected. Raises InvariantError if the miniature fails with its fix.
     """
     for tried in range(max_schedules):
         policy = deal(tried, POLICIES)

@@ -1,4 +1,6 @@
-"""Lanes so narrow that even small transfers have several pieces and slices, which overtake one another."""
+"""Reduces the limits of copy streams ("lanes"), so that even small transfers are cut into several pieces and slices,
+which may finish out of order.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,9 @@ _PIECES = {"BLOCKS_PER_TURN": 2, "LOAD_PIECE_BYTES": 0, "LAST_PIECE_BYTES": 0}
 
 @contextlib.contextmanager
 def narrow_lanes(*, in_flight: int = 3) -> Iterator[None]:
-    """Applies to transfer engines that are built inside: a slice has one segment, `in_flight` slices run at a time, and
-    a piece has two blocks.
-
-    With three in flight, an earlier layer may fail after all slices were submitted.
+    """Affects the transfer engines that are built in this context. A slice has one segment, `in_flight` slices run at a
+    time, and a piece has two blocks. With three slices in flight, a copy of an earlier layer may fail after all slices
+    were submitted.
     """
     lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(pacing, name) for name in _PIECES}
     pacing.TO_HOST, pacing.TO_DEVICE = (_narrow(pace, in_flight) for pace in lanes)

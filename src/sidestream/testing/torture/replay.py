@@ -1,4 +1,6 @@
-"""A failing schedule as a file: the workload, the mutation, and the actor of each turn."""
+"""Writes a failing schedule to a file and reads it: the workload, the mutation (removed rule), and which actor (host,
+stream or thread) runs after each decision.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ class Replay:
     """Everything that determines a schedule, except the version of Sidestream.
 
     mutation   name of the removed rule; None: unmodified code
-    turns      see `policies.Steered`
-    oracle     the oracle that objected, and its message, for the reader
+    turns      decision number → actor; at all other decisions the running actor continues
+    oracle     the oracle (check) that reported the failure, and its message; information only
     """
 
     workload: Workload

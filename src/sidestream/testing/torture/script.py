@@ -1,6 +1,5 @@
-"""Carries out a workload's faults: replaces disk operations, copies and forward passes.
-
-The disk tier and its files are real, so the tier's own checks must detect damage to a file. Delays are virtual time.
+"""Injects the faults of a workload into disk operations, copies and forward passes. The disk tier and its files are
+real, so the tier's own checks must detect damage to a file. Delays are in virtual time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from sidestream.types import Fence, Tracer
 
 
 class Script:
-    """Chooses the fault of each operation; counts operations over the whole schedule, including restarts."""
+    """Chooses the fault of each operation. Operations are counted over the whole schedule, across restarts."""
 
     def __init__(self, workload: Workload) -> None:
         self._faults = workload.faults
@@ -49,7 +48,7 @@ class Script:
 
 
 class ScriptedDevice(SimDevice):
-    """A simulated device whose copies fail according to the script."""
+    """A simulated device whose copies fail as the workload says."""
 
     def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None, guard: Guard | None = None) -> None:
         super().__init__(policy, tracer=tracer, guard=guard)
@@ -58,11 +57,13 @@ class ScriptedDevice(SimDevice):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the device accepts no work, on any stream or on some."""
+        """Whether some or all streams of the device refuse work."""
         return bool(self._lost_to)
 
     def lose(self, *streams: str) -> None:
-        """From now on, streams whose names begin like this accept no work; work that they accepted before goes on."""
+        """From now on, streams whose names begin with one of these prefixes refuse work. Work submitted earlier
+        continues.
+        """
         self._lost_to = streams
 
     def stream(self, name: str) -> SimStream:
@@ -82,11 +83,11 @@ class ScriptedDevice(SimDevice):
         return stream
 
     def memory(self, name: str) -> Memory:
-        """The memory allocated under that name."""
+        """The memory with this name."""
         return self._memories[name]
 
     def play(self, fault: Fault | None, proceed: Callable[[], None], *, torn: Callable[[], None]) -> None:
-        """Run an operation with a fault of the device or the medium."""
+        """Run an operation with `fault`; None: without a fault."""
         match fault.kind if fault is not None else "none":
             case "slow":
                 assert fault is not None
@@ -118,8 +119,8 @@ class ScriptedDevice(SimDevice):
 
 
 class ScriptedModel:
-    """A model whose forward pass fails according to the script. `weights` is the version of its weights; it is added to
-    each input token.
+    """A model whose forward pass fails as the workload says. `weights` is the version of the weights. It is added to
+    each input token, so it changes all outputs.
     """
 
     def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
@@ -141,7 +142,7 @@ class ScriptedModel:
         return self.fingerprint_of(self.weights)
 
     def fingerprint_of(self, weights: int) -> str:
-        """The fingerprint with that version of the weights."""
+        """The fingerprint of the model with this version of the weights."""
         return f"{self._inner.fingerprint}-{weights}"
 
     def forward(
@@ -208,8 +209,9 @@ class ScriptedModel:
             return given[0]
         fault = self._device.script.next("forward")
         if fault is not None and fault.kind == "lost":
-            # A step that waits for loads declares its accesses layer by layer, others at their start. A failing step
-            # declares all in both cases: later steps may be launched already, and their results are dropped.
+            # A step that waits for loads declares its accesses layer by layer; other steps declare them at the start. A
+            # failing step must declare the accesses of all layers too, because later steps may already have been
+            # launched.
             assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             for layer in range(self.layout.num_layers):
                 batch.before_layer(layer)
@@ -217,7 +219,7 @@ class ScriptedModel:
         if fault is not None and fault.kind == "nan":
             assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             given[0].fill_(torch.nan)
-            for last in logit_rows.tolist():  # rows without logits have no result that is read
+            for last in logit_rows.tolist():  # no logits: no result of this step is read
                 row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
                 slots = batch.slot_mapping[batch.cu_seqlens_q[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
@@ -225,7 +227,7 @@ class ScriptedModel:
 
 
 class ScriptedTier:
-    """The real disk tier, with faults of its reads and writes according to the script."""
+    """The real disk tier, whose reads and writes fail as the workload says."""
 
     def __init__(
         self,
@@ -234,8 +236,8 @@ class ScriptedTier:
         used: Callable[[str], None],
         others: Callable[[str], Sequence[str]] = lambda path: (),
     ) -> None:
-        """`used` is called with the path of each entry that is written or read; `others` returns the paths of other
-        entries of the same directory that were, the last one first.
+        """`used` receives the path of each entry that is written or read. `others` returns the paths of other used
+        entries of the same directory, the last used entry first.
         """
         self._inner = inner
         self._device = device
@@ -283,7 +285,7 @@ class ScriptedTier:
             guard.require(self._device.turns.current.name, index.access(entry, write=write))
 
     def peek(self, entry: Entry) -> bytes | None:
-        """The bytes of a published entry, read without faults; None when the tier's own checks reject it."""
+        """The bytes of a published entry, read without injected faults. None if the tier's own checks reject the file."""
         out = bytearray(self._inner._block_bytes)
         try:
             self._inner.read(entry, memoryview(out))
@@ -296,13 +298,13 @@ class ScriptedTier:
         self._inner.close()
 
     def crash(self) -> None:
-        """As the kernel does for a dead process: release the lock, leave the files as they are."""
+        """Release the lock and leave the files as they are, as the kernel does for a killed process."""
         self._inner.index.take_doomed()  # a dead process deletes nothing
         self._inner.close()
 
 
 class Scratch:
-    """Directories for the disk tier, kept for the life of the process, because creating one takes longer than a
+    """Directories for the disk tier. They are kept until the process ends, because creating one takes longer than a
     schedule.
     """
 
@@ -312,7 +314,7 @@ class Scratch:
         self._process = os.getpid()
 
     def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int, rank: int = 0) -> ScriptedTier:
-        """The tier of this model on a rank, with the entries of earlier openings since the last `clean`."""
+        """Open the disk tier of a model on a rank. It has the entries that were written since the last `clean`."""
         tier = DiskTier.open(
             Path(self._root.name) / f"{model.fingerprint}-{rank}",
             layout=model.layout,
@@ -323,8 +325,8 @@ class Scratch:
         return ScriptedTier(tier, device, self._use, self._others)
 
     def settle(self) -> None:
-        """Set the files' times from the order of their uses, not from the clock: otherwise a restart is not
-        reproducible.
+        """Set the files' times to their order of use, because a restart reads these times, and the clock's times differ
+        between runs.
         """
         for path, when in self._used.items():
             if Path(path).exists():
@@ -346,18 +348,18 @@ class Scratch:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process created it; a forked child must not share it."""
+        """Whether this process created the directories. A forked child must not use them."""
         return self._process == os.getpid()
 
 
 def _path(tier: DiskTier, entry: Entry) -> str:
-    """The entry's path, as in the tier's module docstring."""
+    """The path of an entry's file."""
     name = entry.key.hex()
     return f"{tier.directory}/{name[:2]}/{name}-{entry.serial:016x}"
 
 
 def _damage(paths: Sequence[str], fault: Fault | None) -> None:
-    """Damage files without the tier's knowledge. `paths` are the files of used entries, the last used one first."""
+    """Damage files behind the tier's back. `paths` are the files of used entries, the last used first."""
     if fault is None or fault.kind not in DAMAGE:
         return
     files = [path for path in map(Path, paths) if path.exists()]

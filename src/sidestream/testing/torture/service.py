@@ -1,12 +1,11 @@
-"""The torture test of a whole engine on a real device: requests that share beginnings, abort and come back, and a model
-that reads every byte.
+"""The torture test of a whole engine on a real device. Requests share prefixes, abort and return.
 
-    torture_service(...)   many requests; each answer must equal the model's output computed without a pool
-    hunt_service(...)      the same without one of the gates between loads and passes, until an answer is wrong
+    torture_service(...)   send many requests; each answer must equal the reference, which is computed without a KV pool
+    hunt_service(...)      send requests with a mutation, until an answer is wrong. The mutation removes a gate, which
+                           is a wait of a forward pass for a load
 
-The toy model's next token is a hash of all KV that it attends to: a stale, early or misplaced byte changes the text. On
-a GPU, its forward pass is captured like that of any model. Timing comes from the machine; the seed determines the
-requests only.
+The toy model's next token is a hash of all KV that it attends to, so a wrong byte or a read that is too early changes
+the text. On a GPU, its forward pass is captured in CUDA graphs. The seed determines the requests, but not the timing.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
 from sidestream.testing.toy import ToyItself, ToyModel
 from sidestream.types import BatchPlan, Delta
 
-# Shared prefixes of prompts, the maximum number of their tokens, and of a prompt's own tokens.
+# Number of prefixes that prompts share, most tokens of a prefix, and most tokens of a prompt after the prefix.
 _FAMILIES = 12
 _LONGEST = 320
 _OWN = 40
 _OUTPUTS = 40
-# Drafts per step, for requests that draft.
+# Draft tokens per step, for requests with speculation.
 _DRAFTS = 3
-# Concurrent requests: several times as many as the pool holds.
+# Concurrent requests: several times as many as fit into the KV pool.
 _CROWD = 24
 _POOL_BLOCKS = 72
 _HOST_BLOCKS = 320
 _PATIENCE_S = 120.0
 _TOLD = 20
 _HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
-# Slices of loads are late by more than the time of a step, so that a layer without its gate is read too early.
+# Copies of loads are delayed by more than a step takes, so that a layer without its gate is read too early.
 _LOAD_DELAYS = {CPU: (0.5, 10e-3, 20e-3), CUDA: (0.5, 1e-3, 8e-3)}
 # Three groups of layers, so that a load has a first, a middle and a last gate.
 _GROUPS = 3
@@ -65,19 +64,19 @@ GATES: dict[str, tuple[str, ...]] = {
         "batch-with-loads-replays-the-gated-graph",
     ),
 }
-"""Mutations of the gates between loads and forward passes that the torture of a whole engine must detect, by device. On
-a CPU, no pass is captured.
+"""By kind of device: the mutations that `hunt_service` must detect. Each removes a gate between loads and forward
+passes. On a CPU, there are no gates in captured graphs.
 """
 
 
 @dataclass(slots=True)
 class ServiceReport:
-    """The requests and their results.
+    """The result of a run.
 
     wrong        wrong answers, unexpected ends of requests, and resources still held at the end
     from_host    prompt tokens whose KV was loaded from host memory
     accepted     accepted drafts
-    findings     the first errors, in words
+    findings     the first errors, as sentences
     """
 
     requests: int = 0
@@ -102,7 +101,7 @@ class ServiceReport:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """One request. abort_at: abort it after this many tokens; None: never."""
+    """One request. It is aborted after `abort_at` tokens; None: never."""
 
     prompt: tuple[int, ...]
     outputs: int
@@ -116,9 +115,9 @@ class _Asked:
 def torture_service(
     kind: str, *, requests: int, seed: int = 0, tell: Callable[[int, str], None] = lambda done, text: None
 ) -> ServiceReport:
-    """Send `requests` requests and check each answer. Blocks. `tell` is called with the number of answers so far.
+    """Send `requests` requests and check each answer. Blocks. `tell` receives the number of answers so far.
 
-    Raises ConfigError when the device does not exist, and any error that ends the engine.
+    Raises ConfigError when the device does not exist, and any error of the engine.
     """
     if requests < 1:
         raise ConfigError(f"requests is {requests}: give a whole number from 1")
@@ -145,10 +144,10 @@ def hunt_service(
     seed: int = 0,
     tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> list[Missed]:
-    """Apply the mutations of `GATES` one by one, and send at most `requests` requests with each, until an answer is
-    wrong. Blocks.
+    """Apply the mutations of `GATES` one by one. With each, send at most `requests` requests, until an answer is wrong.
+    Blocks.
 
-    Raises ConfigError when the device does not exist, or the test cannot detect the mutation; InvariantError when the
+    Raises ConfigError when the device does not exist, or a mutation is not one of `GATES`; InvariantError when the
     unmodified code gives a wrong answer.
     """
     known = GATES.get(kind, ())
@@ -177,7 +176,7 @@ def _ask_all(
     report: ServiceReport,
     tell: Callable[[int, str], None],
 ) -> None:
-    """Keep many requests running; check each one that ends."""
+    """Keep many requests running, and check the answer of each."""
     families = [tuple(rng.randrange(1, model.vocab_size) for _ in range(_LONGEST)) for _ in range(_FAMILIES)]
     running: list[_Asked] = []
     changed = threading.Event()
@@ -195,7 +194,7 @@ def _ask_all(
         for one in ended:
             _judge(one, model, report)
             progress_s = time.monotonic()
-        running = [one for one in running if one not in ended]  # others may have ended meanwhile
+        running = [one for one in running if one not in ended]  # other requests may have ended during the wait
         tell(report.requests, f"{report.tokens:,} tokens")
         if report.wrong or time.monotonic() - progress_s > _PATIENCE_S:
             if not report.wrong:
@@ -252,7 +251,7 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
 
 @contextlib.contextmanager
 def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> Iterator[Engine]:
-    """An engine with delayed steps and copies, and some failing copies."""
+    """An engine whose steps and copies are delayed at random, and whose copies sometimes fail."""
     device = open_device(kind)
     meddler = Meddler(device, replace(_HABITS, load_delay=_LOAD_DELAYS[kind]), seed=seed)
     layout = model.layout

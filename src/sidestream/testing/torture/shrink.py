@@ -1,7 +1,6 @@
-"""Reduces a failing schedule to a short one that still fails: fewer requests, fewer events, fewer changes of actor.
-
-Each step tries a simpler schedule, and keeps it if the same oracle still reports a failure. The number of runs is
-bounded, so that shrinking takes seconds, not minutes.
+"""Reduces a failing schedule to a short one that still fails: fewer requests, fewer events, fewer switches between
+actors (host, streams, threads). Each step tries a simpler schedule, and keeps it if the same oracle (check) still
+reports a failure. The number of runs is bounded, so that shrinking takes seconds, not minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Shrunk:
     """A short failing schedule.
 
     turns    decision number → chosen actor; at all other decisions the running actor continues (`policies.Steered`)
-    runs     number of schedules run to find it
+    runs     number of schedules that were run to shrink it
     """
 
     workload: Workload
@@ -41,16 +40,14 @@ class Shrunk:
 
 
 def shrink(failure: Failure, *, mutation: Mutation | None = None, max_runs: int = MAX_RUNS) -> Shrunk:
-    """A short schedule in which the same oracle reports a failure; at worst `failure` itself, as explicit decisions.
-    Blocks.
-
-    `mutation`: the removed rule. Raises ConfigError when the failure cannot be reproduced.
+    """Find a short schedule in which the same oracle reports a failure; at worst, this is `failure` itself. Blocks.
+    `mutation` is the removed rule, if any. Raises ConfigError when the failure cannot be reproduced.
     """
     return _Shrinking(failure, mutation, max_runs).run()
 
 
 def rerun(workload: Workload, turns: dict[int, str], *, mutation: Mutation | None = None) -> Outcome:
-    """Run a shrunk schedule again, with its interleaving."""
+    """Run a shrunk schedule again, and record its events in `Outcome.lines`."""
     reference = reference_of(workload)
     with _without(mutation):
         return run_schedule(workload, Steered(turns), trace=True, reference=reference)
@@ -84,7 +81,7 @@ class _Shrinking:
                 break
             simpler = options[at % len(options)]
             found = self._fails_somehow(simpler, turns)
-            if found is not None:  # continue from here: a change that did not help before rarely helps now
+            if found is not None:  # go on with the next change: a change that failed before rarely succeeds now
                 workload, turns, refused = simpler, found.deviations, 0
             else:
                 at, refused = at + 1, refused + 1
@@ -93,7 +90,9 @@ class _Shrinking:
         return Shrunk(workload, dict(kept), last, self._max_runs - self._left)
 
     def _fails_somehow(self, workload: Workload, turns: dict[int, str]) -> Outcome | None:
-        """Try the original policy, then the recorded decisions, then no deviations."""
+        """Find decisions under which the changed workload still fails: try the original policy, then the recorded
+        decisions, then no switches at all.
+        """
         failure = self._failure
         policies: tuple[Callable[[], Policy], ...] = (
             lambda: make_policy(failure.policy, random.Random(failure.seed)),
@@ -109,7 +108,9 @@ class _Shrinking:
         return self._try(workload, lambda: Steered(turns))
 
     def _try(self, workload: Workload, policy: Callable[[], Policy]) -> Outcome | None:
-        """The outcome if the same oracle reports a failure; else None, also if no runs are left."""
+        """Run a schedule. Returns its outcome if the same oracle reports a failure, else None. Also None if the limit
+        of runs is reached.
+        """
         if self._left <= 0:
             return None
         self._left -= 1
@@ -124,7 +125,7 @@ class _Shrinking:
 
 
 def simpler_workloads(workload: Workload) -> Iterator[Workload]:
-    """Workloads with one part removed or shortened; the largest changes first."""
+    """Workloads with one part removed or made smaller; the largest changes come first."""
     for name in ("requests", "events", "faults"):
         things = getattr(workload, name)
         for chunk in (len(things) // 2, 1):
@@ -189,7 +190,9 @@ def _simpler_requests(asked: Asked) -> Iterator[Asked]:
 
 
 def _changed(workload: Workload, **changes: object) -> Workload:
-    """The workload with `changes`. Its pool shrinks with its largest request, so that blocks stay scarce."""
+    """The workload with `changes`. If its largest request shrinks, the block pool shrinks too, so that blocks stay
+    scarce.
+    """
     changed = dataclasses.replace(workload, **changes)  # type: ignore[arg-type]
     spare = workload.blocks - max(blocks_for(asked) for asked in workload.requests)
     largest = max(blocks_for(asked) for asked in changed.requests)

@@ -1,4 +1,4 @@
-"""Jobs distributed over processes. Knows nothing of their content."""
+"""Distributes jobs over worker processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATIENCE_S = 5.0
 
 
 class Job(Protocol[T_co]):
-    """A callable for any process; it and its result must be picklable."""
+    """A callable that may run in any process. The job and its result must be picklable."""
 
     def run(self) -> T_co:
         """Run the job."""
@@ -28,11 +28,11 @@ class Job(Protocol[T_co]):
 
 
 def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
-    """Yield results in any order; with one worker, run in this process and in order. An exception of a job is raised
-    here.
+    """Run the jobs and yield their results as they arrive. With one worker, jobs run in this process, in order. An
+    exception of a job is raised here.
 
-    Closing the iterator ends the processes, after their current job or some seconds at most. An interrupt from the
-    terminal reaches this process only.
+    Closing the iterator ends the processes after their current job, or after a few seconds. Workers ignore an interrupt
+    from the terminal.
     """
     if workers == 1:
         for job in jobs:
@@ -74,8 +74,9 @@ def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that are started in this context ignore interrupts. Until its end, this process ignores them, too."""
-    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set, no interrupt arrives
+    """Processes started in this context ignore interrupts. Inside the context, this process ignores interrupts, too."""
+    # Only the main thread can set handlers, and only the main thread receives interrupts.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -86,7 +87,7 @@ def _deaf() -> Iterator[None]:
 
 
 def _give(pipe: Connection, jobs: Iterator[Job[T]]) -> bool:
-    """Send the next job; False when there is none."""
+    """Send the next job. Returns False if no job is left."""
     job = next(jobs, None)
     if job is not None:
         pipe.send(job)
