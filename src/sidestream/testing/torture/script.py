@@ -285,7 +285,7 @@ class ScriptedTier:
             guard.require(self._device.turns.current.name, index.access(entry, write=write))
 
     def peek(self, entry: Entry) -> bytes | None:
-        """The bytes of a published entry, read without injected faults. None if the tier's own checks reject the file."""
+        """The bytes of a published entry, read without injected faults. None if the tier rejects the file."""
         out = bytearray(self._inner._block_bytes)
         try:
             self._inner.read(entry, memoryview(out))
