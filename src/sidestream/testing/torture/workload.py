@@ -1,8 +1,8 @@
-"""The inputs of a schedule as plain values: requests, pool sizes, events and faults. Drawn from a seed.
+"""The inputs of a schedule as plain values: requests, pool sizes, events and faults. They are drawn from a seed.
 
-Knows neither engine nor device. Times are counted in engine steps; delays of operations are in the device's virtual
-seconds. Every workload can be served: a prompt with all of its outputs fits the pool, so a request may be late, but is
-never rejected.
+Times are counted in engine steps; delays of operations are in the device's virtual seconds. Every request fits into the
+block pool with all of its outputs, so it may have to wait, but is never rejected (except if a workload limits the
+queue).
 """
 
 from __future__ import annotations
@@ -19,45 +19,52 @@ from sidestream.testing.mutations import Feature
 BLOCK_TOKENS = 4
 VOCAB = 97
 LONGEST_PROMPT = 40
-# Duration of a slow operation, in load deadlines, at which every request stops waiting for it.
+# Duration of an operation, in load deadlines, that is longer than any request waits for a load.
 _ENDLESS = 3000
-# Repetition, presence, frequency.
+# Repetition, presence and frequency penalty.
 _PENALTIES = ((1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.0, 2.0, 2.0), (2.0, 1.0, 2.0))
-# With these penalties, the toy's favourite token becomes unlikely once it was drawn, for hot requests. No bias is
-# needed, so that captured steps, which do not support biases, are tested too.
+# For requests with a temperature. With these penalties, the toy model's best token becomes unlikely once it was
+# sampled. No logit bias is needed, so steps in CUDA graphs, which do not support biases, are tested too.
 _HARSH = (10.0, 2.0, 2.0)
-# The toy gives one token a logit of 100 and the others 0. A token of lower id with this bias ties with it and wins,
-# until it is penalised.
+# The toy model gives one token a logit of 100, and all others 0. Another token with this bias has the same logit. If
+# its id is lower, it is sampled until a penalty lowers its logit.
 _TIE = 100.0
-# Longest wait of a request for the disk.
+# Longest time that a request waits for a load from disk.
 LOAD_DEADLINE_S = 1e-3
 
-# Of a file with a toy's block: the fields of the header, and the block.
+# Share of the header's fields, and of the block, in the file of a toy model's block.
 _HEADER_PART = 52 / 4288
 _BLOCK_PART = 192 / 4288
 
 EventKind = Literal["reset", "weights", "crash", "restart", "hang_up", "device_lost", "copies_lost"]
-"""Reset the cache · change the weights · the process crashes or ends normally, and a new one opens the same disk · a
-front end dies, and another one replaces it · the device accepts no work any more, or none of the offload worker, so the
-engine fails, and a new one opens the same disk.
+"""Kinds of events:
+
+reset         the cache is reset
+weights       the weights are updated
+crash         the process is killed, and a new engine opens the same disk
+restart       the engine is closed, and a new engine opens the same disk
+hang_up       a front end dies, and is replaced
+device_lost   the device refuses all work, so the engine fails, and a new engine opens the same disk
+copies_lost   the device refuses the work of the offload worker, with the same consequence
 """
 
 Operation = Literal["read", "write", "store", "load", "forward"]
-"""Of the disk: a read, a write. Of the device: a copy to the host, a copy from it, a forward pass."""
+"""Operations that faults affect. On the disk tier: read and write. On the device: `store` (copy to the host), `load`
+(copy from the host) and a forward pass.
+"""
 
 FaultKind = Literal["slow", "late", "lost", "torn", "full", "truncated", "flipped", "swapped", "nan"]
 """Effect of a fault on an operation:
 
-slow        it starts late
-late        its bytes move at once, but its fence is done much later
-lost        nothing moves, and it fails
-torn        half of its bytes move, then it fails
-full        no space on the medium
+slow        the operation starts late
+late        the bytes are copied immediately, but the operation's end is signalled much later
+lost        no byte is copied, and the operation fails
+torn        half of the bytes are copied, then the operation fails
+full        the operation fails, because no space is left
 truncated   the file loses its end: before the operation if it is a read, after it if it is a write
 flipped     one bit of the file changes: before the operation if it is a read, after it if it is a write
-swapped     the file and that of another entry exchange their names: before the operation if it is a read, after it if
-            it is a write
-nan         the logits are NaN, and the KV that was written is wrong
+swapped     the names of this file and of another entry's file are exchanged: before a read, after a write
+nan         the logits are NaN, and the step writes wrong KV
 """
 
 FAULTS_OF: Mapping[Operation, tuple[FaultKind, ...]] = {
@@ -77,11 +84,11 @@ DAMAGE: tuple[FaultKind, ...] = ("truncated", "flipped", "swapped")
 class Asked:
     """One request.
 
-    at         step before which it arrives
-    abort_at   step before which its client leaves; None: it stays
-    hot        temperature 20, so that tokens depend on random numbers and penalties besides KV; else greedy
+    at         the request arrives before this step
+    abort_at   the client aborts the request before this step; None: never
+    hot        True: temperature 20, so that tokens also depend on random numbers and penalties; False: greedy
     penalties  repetition, presence, frequency; None: none
-    bias       a token and the number added to its logit
+    bias       tokens, each with the number that is added to its logit
     salt       cache salt: KV is shared only between requests with the same salt
     """
 
@@ -109,12 +116,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The fault of operation number `first` (from 0) of its kind, and of each `every`-th after it (0: no other).
+    """A fault of the operation with number `first` (from 0, counted for each kind of operation), and of every
+    `every`-th operation after it; 0: of no other.
 
     seconds   the delay
-    place     of damage to a file: which byte is flipped, or how many are kept, as a part of the file's length; 1.0:
-              the last byte is flipped or lost
-    entries   number of files that are damaged, with the last used ones first
+    place     for damage to a file: position of the flipped byte, or length of the kept part, as a share of the file's
+              length; 1.0: the last byte is flipped or lost
+    entries   number of files that are damaged: those that were used last
     """
 
     operation: Operation
@@ -126,7 +134,7 @@ class Fault:
     entries: int = 1
 
     def hits(self, number: int) -> bool:
-        """Whether it affects operation `number`."""
+        """Whether the fault affects operation `number`."""
         return number == self.first or (
             self.every > 0 and number > self.first and (number - self.first) % self.every == 0
         )
@@ -137,21 +145,23 @@ class Workload:
     """All inputs of a schedule except the policy.
 
     blocks, slots, disk_blocks   sizes of the device pool, the host tier (0: none) and the disk tier (0: none)
-    eos_every                    about one token in this many ends an answer; 0: none
-    layer_groups                 load blocks layer by layer, and submit every copy in slices
-    captured                     capture forward passes in a few shapes, including gated ones
+    eos_every                    about one in this many tokens is the end of sequence; 0: none
+    layer_groups                 load blocks layer by layer, and cut every copy into slices
+    captured                     capture CUDA graphs of forward passes in a few shapes, also of passes that wait for
+                                 loads
     drafts                       draft tokens per row and step; 0: no speculation
-    hidden                       draft from hidden states, which rows and blocks hold
-    closes_at                    step before which the engine is closed with requests running; None: at the end
-    flush_s                      time that a close gives to transfers; those that have not started by then are dropped
+    hidden                       draft from hidden states, which are kept for each row and in each block
+    closes_at                    close the engine before this step, with requests running; None: at the end
+    flush_s                      seconds that a close waits for transfers; transfers that have not started by then are
+                                 dropped
     pin_s                        virtual seconds until all slots of the host tier are ready; 0: from the start
-    meanwhile                    arrivals and aborts of a step happen in its middle, between launch and commit, if there
-                                 is a step
+    meanwhile                    requests arrive and abort in the middle of a step, between launch and commit, if the
+                                 engine runs a step
     front_ends                   front ends between clients and engine, on in-memory connections; 0: clients call the
                                  engine directly
     states                       recurrent states on the device, of a model that keeps one for each request; 0: none
     waiting                      with front ends: maximum number of waiting requests; more are rejected
-    ranks                        ranks that share the model; each has its own streams, memories and disk
+    ranks                        number of ranks (tensor parallelism); each has its own streams, memories and disk tier
     """
 
     seed: int
@@ -189,12 +199,14 @@ class Workload:
 
     @property
     def leaves_hidden(self) -> bool:
-        """Whether blocks hold hidden states."""
+        """Whether KV blocks also hold hidden states."""
         return self.drafts > 0 and self.hidden
 
     @property
     def has_twins(self) -> bool:
-        """Whether two prompts of equal salt have an equal block at the same place behind different blocks."""
+        """Whether two prompts with the same salt have a block of equal tokens at the same position after different
+        prefixes.
+        """
         size, before = BLOCK_TOKENS, dict[tuple[object, ...], tuple[int, ...]]()
         for asked in self.requests:
             for start in range(size, len(asked.prompt) - size, size):
@@ -205,7 +217,7 @@ class Workload:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Features that it exercises: see FEATURES."""
+        """Names of the `FEATURES` that the workload exercises."""
         return frozenset(name for name, holds in FEATURES.items() if holds(self))
 
 
@@ -252,11 +264,11 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "twins": lambda w: w.has_twins,
     "weights": _happens("weights"),
 }
-"""The same names as in `sidestream.testing.mutations`."""
+"""Feature name → test of a workload. Mutations (`sidestream.testing.mutations`) name the features that they need."""
 
 
 def blocks_for(asked: Asked) -> int:
-    """Largest number of device blocks that one sample of a request holds."""
+    """Largest number of device blocks that one sample of a request needs."""
     return -(-(len(asked.prompt) + asked.max_tokens) // BLOCK_TOKENS)
 
 
@@ -264,9 +276,10 @@ def blocks_for(asked: Asked) -> int:
 
 
 def draw_workload(seed: int) -> Workload:
-    """The workload of a seed; the same in every process."""
+    """Draw the workload of a seed. The result is the same in every process."""
     workload = _draw_workload(seed)
-    rng = random.Random(f"sidestream pinning {seed}")  # separate, so that existing workloads stay
+    # A generator of its own, so that the other parts of existing workloads do not change.
+    rng = random.Random(f"sidestream pinning {seed}")
     pin_s = rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0
     workload = dataclasses.replace(workload, pin_s=pin_s)
     workload = _draw_states(random.Random(f"sidestream states {seed}"), workload)
@@ -278,8 +291,8 @@ def draw_workload(seed: int) -> Workload:
 
 
 def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
-    """Blocks of equal tokens with different identities: in one workload of eight, some requests have a cache salt; in
-    another one of eight, one request's prompt differs from an earlier one's in the first block only.
+    """Let blocks with equal tokens have different keys. In one workload of eight, some requests have a cache salt. In
+    another one of eight, a prompt differs from an earlier prompt only in the first block.
     """
     chance, requests = rng.random(), list(workload.requests)
     if chance < 1 / 8:
@@ -294,8 +307,9 @@ def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_loss(rng: random.Random, workload: Workload) -> Workload:
-    """Lose the device in one workload of twelve. Not with several ranks, whose engine ends otherwise, and not with
-    front ends, because in schedules the engine's steps run inside their calls, which would catch its error.
+    """Lose the device in one workload of twelve. Workloads with several ranks are left out, because their engine ends
+    in another way. Workloads with front ends are left out, because engine steps run inside calls of front ends, which
+    would catch the error.
     """
     if rng.random() >= 1 / 12 or workload.ranks > 1 or workload.front_ends or workload.closes_at is not None:
         return workload
@@ -306,7 +320,7 @@ def _draw_loss(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
-    """Choose the place of damage to files: the last byte, any byte, one of the header's, or one of the block's. Some
+    """Choose the damaged byte of files: the last byte, any byte, a byte of the header, or a byte of the block. Some
     faults damage several files, or exchange two.
     """
 
@@ -321,9 +335,9 @@ def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
-    """Divide the model among ranks in one workload of eight. Their weights are not updated, and no step fails: a failed
-    step ends an engine with ranks. If the host tier grows, it may do so while steps are in flight: a deferred block is
-    then stored at once, and other ranks may not have filled it yet.
+    """Use several ranks in one workload of eight. Such a workload has no weight updates and no failing steps, because a
+    failed step ends an engine with ranks. If the host tier grows, it may do so while steps are in flight: a deferred
+    block is then stored at once, and other ranks may not have filled it yet.
     """
     if rng.random() >= 1 / 8:
         return workload
@@ -338,9 +352,9 @@ def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_states(rng: random.Random, workload: Workload) -> Workload:
-    """Give the model a recurrent state in three workloads of ten, of those that draft in two, and room for it: a
-    checkpoint takes several blocks of a tier. None of those that draft under penalties, because only few of them notice
-    that a penalty is missing.
+    """Give the model a recurrent state in three workloads of ten (with drafts: in two of ten). Tiers get more room,
+    because a checkpoint takes several blocks. Workloads with drafts and penalties are left out: few of them detect a
+    missing penalty, and those must stay as they are.
     """
     if rng.random() >= (0.2 if workload.drafts else 0.3) or (workload.drafts and "sampling" in workload.features):
         return workload
@@ -355,8 +369,8 @@ def _draw_states(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_border(rng: random.Random, workload: Workload) -> Workload:
-    """Put front ends between clients and engine in one workload of six; more clients abort, front ends die, and the
-    queue may be full.
+    """Put front ends between clients and engine in one workload of six. In these workloads, more clients abort, front
+    ends die, and the queue may be full.
     """
     if rng.random() >= 1 / 6:
         return workload
@@ -413,7 +427,9 @@ def _draw_workload(seed: int) -> Workload:
 
 
 def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
-    """A few long prompts that return after others have taken their blocks, so that their KV is in some tier."""
+    """A few long prompts that are sent again after other requests took their device blocks, so that their KV must come
+    from a tier.
+    """
     trunk = _draw_tokens(rng, rng.choice((0, 4, 8, 10)))
     prompts = [(*trunk, *_draw_tokens(rng, rng.randint(8, 26)))[:LONGEST_PROMPT] for _ in range(rng.choice((2, 2, 3)))]
     levels = rng.choice(((0,), (0,), (0,), (0, 1)))
@@ -424,7 +440,7 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
         if rng.random() < 0.3:
             prompt = (*prompt, *_draw_tokens(rng, rng.randint(1, 5)))[:LONGEST_PROMPT]
         asked, gap = _draw_asked(rng, at, prompt, rng.randint(1, 5), levels), rng.choice(gaps)
-        if rng.random() < 0.2:  # the next request takes the blocks of this one, which aborts in the middle of a step
+        if rng.random() < 0.2:  # this request aborts in the middle of a step, and the next request takes its blocks
             gap = rng.randint(1, len(prompt) // 8 + asked.max_tokens)
             asked = dataclasses.replace(asked, abort_at=at + gap)
         requests.append(asked)
@@ -433,8 +449,8 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
 
 
 def _draw_change(rng: random.Random, before: Sequence[Asked]) -> tuple[Asked, Asked]:
-    """A new request that takes the blocks of all earlier ones, and aborts in the middle of a step as one of them
-    returns.
+    """A new request that takes the blocks of all earlier requests. It aborts in the middle of a step, when an earlier
+    request is sent again.
     """
     room = max(blocks_for(asked) for asked in before) * BLOCK_TOKENS
     prompt = _draw_tokens(rng, min(room - BLOCK_TOKENS, LONGEST_PROMPT))
@@ -444,7 +460,7 @@ def _draw_change(rng: random.Random, before: Sequence[Asked]) -> tuple[Asked, As
 
 
 def _draw_storm(rng: random.Random) -> tuple[Asked, ...]:
-    """Short prompts with long outputs, nearly at once: they grow until some are preempted."""
+    """Short prompts with long outputs that arrive almost together. They grow until some are preempted."""
     trunks = [_draw_tokens(rng, rng.randint(2, 8)) for _ in range(rng.choice((1, 2)))]
     levels = rng.choice(((0,), (0,), (0, 1), (0, 1, 2)))
     requests, at = [], 0
@@ -488,7 +504,7 @@ def _draw_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 def _draw_patience(rng: random.Random, prompt_tokens: int, max_tokens: int) -> int:
-    """Steps until the client aborts: at once, during the prompt, or near the end."""
+    """Number of steps until the client aborts: immediately, during prefill, or near the end."""
     end = prompt_tokens // 8 + max_tokens
     return rng.choice((0, 1, 2, 3, rng.randint(0, end), max(0, end + rng.randint(-2, 3))))
 
@@ -503,7 +519,7 @@ def _draw_events(rng: random.Random, arrivals: Sequence[int], *, disk: bool) -> 
         kinds.append(rng.choice(("crash", "crash", "restart")))
     last = max(arrivals) + 10
     events = []
-    for kind in kinds:  # loads run just after an arrival
+    for kind in kinds:  # just after an arrival, when loads run
         at = rng.choice(arrivals) + rng.randint(0, 3) if rng.random() < 0.6 else rng.randint(3, last)
         events.append(Event(max(1, at), kind))
     return tuple(sorted(events, key=lambda event: event.at))
@@ -521,13 +537,13 @@ def _draw_faults(rng: random.Random, *, host: bool, disk: bool) -> tuple[Fault, 
 
 
 def _draw_fault(rng: random.Random, operation: Operation) -> Fault:
-    kind = rng.choice([kind for kind in FAULTS_OF[operation] if kind != "swapped"])  # see _draw_damage
+    kind = rng.choice([kind for kind in FAULTS_OF[operation] if kind != "swapped"])  # `_draw_damage` chooses the byte
     seconds = 0.0
     if kind in ("slow", "late"):
         seconds = rng.choice((0.3, 0.9, 1.5, 4.0, 4.0, _ENDLESS)) * LOAD_DEADLINE_S
-    if operation == "forward":  # one of many, so that loads may be running
+    if operation == "forward":  # one step fails, mostly a late one, so that loads may be running
         return Fault(operation, kind, rng.randrange(30), 0, seconds)
-    every = rng.choice((0, 0, 1, 2, 3))  # dies and is replaced
+    every = rng.choice((0, 0, 1, 2, 3))
     return Fault(operation, kind, rng.choice((0, 0, 0, 1, 2, 4)), every, seconds)
 
 
@@ -540,7 +556,7 @@ def plain(workload: Workload) -> dict[str, Any]:
 
 
 def from_plain(values: object) -> Workload:
-    """The workload from the result of `plain`. Raises ConfigError for anything else."""
+    """The workload from the result of `plain`. Raises ConfigError if the value is not such a result."""
     try:
         return _workload(values)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -573,7 +589,7 @@ def _asked(values: dict[str, Any]) -> Asked:
 
 
 def _checked(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Simple fields' values, checked against the type of the field's default or name."""
+    """Values of the simple fields, after a check of their types."""
     types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     simple: dict[str, Sequence[type]] = {
         "int": (int,),
