@@ -1,11 +1,11 @@
-"""The torture test of the transfer engine on a real device: requests without a model, delays on every stream, and a
-pattern in every block.
+"""The torture test of block transfers on a real device. There is no model: requests write a test pattern into each
+block, and all streams are delayed at random.
 
-    torture_device(...)   block transfers of the unmodified code, in several layouts
-    hunt_device(...)      the same without one of the engine's rules, until wrong bytes are detected
+    torture_device(...)   transfer blocks in several layouts, with the unmodified code
+    hunt_device(...)      transfer blocks with a mutation (one rule of the code removed), until wrong bytes are detected
 
-Timing comes from the machine; the seed determines the requests only. The simulated device checks every order of
-execution; this test checks the copies, kernels and events of real hardware.
+The seed determines the requests, but not the timing. The simulated device tests orders of execution; this test checks
+the copies, kernels and events of real hardware.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ NOT_ON_HARDWARE: dict[str, str] = {
     "reset-waits-for-the-tiers": "the traffic does not wait for a reset: it submits loads at once, which must find "
     "nothing",
 }
-"""Name prefixes of transfer engine mutations that only the simulated device tests, with the reason.
-
-The packages `schedule`, `runner` and `engine`, and the persistent tiers, do not run in this test.
+"""Name prefix → reason, for mutations that this test cannot detect and that only the simulated device tests. The
+packages `schedule`, `runner` and `engine`, and the persistent tiers, do not run in this test.
 """
 
-# Rules of pools that make a stream wait. All other rules of pools are bookkeeping, which is the same on every device.
+# Rules of pools that make a stream wait. The other rules of pools are bookkeeping on the host, which no device affects.
 _OF_POOLS = ("release-keeps-its-fences", "take-passes-the-fences-on")
 
 ON_HARDWARE: tuple[str, ...] = (
@@ -65,16 +64,16 @@ ON_HARDWARE: tuple[str, ...] = (
     ),
     *_OF_POOLS,
 )
-"""Mutations that this test must detect, on any device that copies between device and host."""
+"""Mutations that this test must detect on every kind of device."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A block layout, chosen to exercise certain copies.
+    """A configuration that exercises certain kinds of copies.
 
-    group_layers   layers per group of a load; each group has its own fence
+    group_layers   layers per group of a load. Each group ends with a fence of its own
     layered, together   see `Rig`
-    narrow         lanes accept so little at a time that a request's copies have many slices, and a load has many pieces
+    narrow         True: a request's copies are cut into many slices, and a load into many pieces
     """
 
     name: str
@@ -89,18 +88,18 @@ class World:
 
 
 _USUAL = (0.1, 10e-6, 3e-3)
-# Large delays, so that work that does not wait runs first.
+# Large delays, so that work that should wait for delayed work, but does not, runs first.
 _LATE = (0.5, 1e-3, 5e-3)
 
-# Time after which transfers count as hanging, because some mutations make them hang. It is long enough for a busy
-# machine, on which transfers only take longer.
+# Transfers that take longer than this count as hanging, which some mutations cause. Even on a busy machine, other
+# transfers are faster.
 _IMPATIENCE_S = 10.0
 _ROUNDS = 3
-# Several pieces per load, so that some still run after one has failed.
+# Several pieces of a load run at a time, so that some still run after one has failed.
 _NARROW_IN_FLIGHT = 4
 
 HUNT_BLOCKS = 100_000
-"""Maximum number of blocks to move with a mutation before it counts as undetected."""
+"""A mutation counts as undetected after this many transferred blocks."""
 
 _SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_tokens=4, dtype="float32")  # 4 KiB, 2 KiB per layer
 _MIDDLE = KVLayout(
@@ -110,11 +109,12 @@ _LARGE = KVLayout(
     num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dtype="bfloat16"
 )  # 128 KiB, 32 KiB per layer
 
-# On a GPU   4 KiB     by kernels both ways; the longest requests are cut into slices
-#            64 KiB    stores by the batch call, loads by kernels
-#            striped   two-dimensional copies both ways
-#            apart     the batch call both ways, piece by piece
-#            narrow    by kernels both ways, two blocks in a piece; the offload worker is always busy
+# Copy methods on a GPU:
+#   4 KiB     kernels in both directions; copies of the longest requests are cut into slices
+#   64 KiB    stores by the driver's batched copy, loads by kernels
+#   striped   two-dimensional copies in both directions
+#   apart     the driver's batched copy in both directions, piece by piece
+#   narrow    kernels in both directions, two blocks in a piece; the offload worker is always busy
 WORLDS = (
     World("4 KiB blocks", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL)),
     World("64 KiB blocks", _MIDDLE, 1, 384, 768, Habits(longest=128, delay=_USUAL)),
@@ -148,7 +148,7 @@ WORLDS = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """The result of a run. `objections`: the checker's, if it was attached."""
+    """The result of a run. `objections` are the findings of the ordering checker, if it was attached."""
 
     tally: Tally
     seconds: float
@@ -157,8 +157,10 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """The result for one mutation. after: number of block transfers until it was detected; None: it was not. said: the
-    message of the test that detected it.
+    """The result for one mutation.
+
+    `after` is the number of block transfers until the mutation was detected; None: it was not. `said` is the message of
+    the check that detected it.
     """
 
     name: str
@@ -176,10 +178,10 @@ def torture_device(
     worlds: Sequence[World] = WORLDS,
     tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> DeviceReport:
-    """Move `blocks` blocks and compare each with its pattern. Stops after the first round with an error. Blocks.
+    """Transfer `blocks` blocks and compare each with its pattern. Stops after the first round with an error. Blocks.
 
     check_order   attach the checker, which makes the test several times slower
-    tell          called with the number of blocks so far
+    tell          receives the number of blocks so far
 
     Raises ConfigError when the device does not exist, and any error that ends the transfer engine.
     """
@@ -210,7 +212,7 @@ def hunt_device(
     seed: int = 0,
     tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> list[Missed]:
-    """Apply the mutations one by one, and move at most `blocks` blocks with each, until the test detects it.
+    """Apply the mutations one by one. With each, transfer at most `blocks` blocks, until the test detects it.
 
     Raises ConfigError when the device or mutation does not exist, or the test cannot detect the mutation;
     InvariantError when the mutation does not fit the code, or when the unmodified code fails.
@@ -220,7 +222,7 @@ def hunt_device(
     for mutation in mutations:
         if mutation.name not in ON_HARDWARE:
             raise ConfigError(unknown_name("mutation for a device", mutation.name, ON_HARDWARE))
-        changed_functions(mutation)  # fail now for a mutation that does not fit, not half an hour later
+        changed_functions(mutation)  # a mutation that does not match the code must fail now, not half an hour later
     for index, world in enumerate(WORLDS):
         if said := _run_late(kind, world, seed=seed + index, tally=Tally(), abrupt=True, rounds=1):
             raise InvariantError(f"the unmodified code fails: {said}: results with mutations would mean nothing")
@@ -232,7 +234,7 @@ def hunt_device(
 
 
 def _kill(kind: str, mutation: Mutation, *, blocks: int, seed: int) -> Missed:
-    """Run with the mutation, in every world in turn, until an error is detected."""
+    """Run with the mutation in one `World` after the other, until an error is detected."""
     tally = Tally()
     worlds = [world for world in WORLDS if bool(world.habits.faults) == ("failing_copy" in mutation.needs)]
     resets, abrupt = 0.05 if "reset" in mutation.needs else 0.0, "close" in mutation.needs
@@ -256,7 +258,7 @@ def _run_late(
     abrupt: bool = False,
     rounds: int = _ROUNDS,
 ) -> str:
-    """A few rounds with large delays. Returns the first error or exception as text; empty when there is none.
+    """Run a few rounds with large delays. Returns the first error or exception as text; empty: none.
 
     abrupt   then close everything while requests are running
     """
@@ -285,7 +287,7 @@ def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Check
     device = open_device(kind, checker)
     layout = (
         world.layout if kind == CUDA else replace(world.layout, block_tokens=1)
-    )  # a CPU copies every byte with its own cores
+    )  # smaller blocks on a CPU, which copies more slowly
     device.segment_bytes = world.group_layers * layout.layer_bytes
     meddler = Meddler(device, world.habits, seed=seed)
     rig, traffic = None, None
@@ -315,12 +317,12 @@ def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Check
         tally.failed_slices += meddler.failed
         if kind == CUDA:
             gc.collect()
-            torch.cuda.empty_cache()  # references left by the work of closed streams
+            torch.cuda.empty_cache()  # closures of closed streams' work may still hold tensors
         logging.getLogger("sidestream").setLevel(level)
 
 
 def open_device(kind: str, checker: Checker | None = None) -> CpuDevice | CudaDevice:
-    """An initialised real device. Raises ConfigError when it does not exist."""
+    """Open a real device. Raises ConfigError when it does not exist."""
     _check_kind(kind)
     if kind == CPU:
         return CpuDevice(compute_threads=1, tracer=checker)

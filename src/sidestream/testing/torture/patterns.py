@@ -1,7 +1,5 @@
-"""Test patterns for blocks: each 8-byte word holds the key of its block and the offset of the word. They are written
-and compared on the device.
-
-This module knows blocks and streams, but no requests. The caller is the test's own thread, which takes the place of an
+"""Writes test patterns to blocks, and compares blocks with them, on the device. Each 8-byte word of a pattern holds the
+key of its block and the offset of the word, so a misplaced word is recognised. Called by the thread that acts as the
 engine thread. It waits for the device in two cases only: before pinned memory is reused, and in `take_results`.
 """
 
@@ -27,12 +25,13 @@ from sidestream.types import Access, Fence, Key
 Words = npt.NDArray[np.int64]
 
 WORD_BYTES = 8
-# Fields of a word, from the high bits: the key's generation, the key's number, the offset in the block in words.
+# Fields of a word, from the high bits: generation of the key (number of cache resets), number of the key, offset in the
+# block in words.
 _PLACE_BITS = 20
 _NUMBER_BITS = 31
-# Number of `write` and `look` calls in flight: each has a row of pinned memory for its block ids and key numbers.
+# Limit of concurrent `write` and `look` calls. Each needs a row of pinned memory for block ids and key numbers.
 _STEPS = 32
-# Slots compared at once; bounds the temporaries.
+# Slots that are compared together; limits the size of temporary arrays.
 _SLOTS_AT_ONCE = 64
 
 
@@ -43,7 +42,8 @@ class Found:
     row      index of the block in the `block_ids` of the `look` call
     place    byte in the block
     word     the wrong word
-    num_bad  number of blocks of the `look` call with wrong bytes in this layer, with this one; 1 from `wrong_slots`
+    num_bad  number of blocks of the `look` call that are wrong in this layer, including this block; 1 in results of
+             `wrong_slots`
     """
 
     row: int
@@ -53,7 +53,7 @@ class Found:
 
 
 def stamp_of(number: int, generation: int) -> int:
-    """The common part of all words of a key's pattern."""
+    """The part that all words of a key's pattern share: generation and number of the key."""
     return generation << _NUMBER_BITS | number
 
 
@@ -67,8 +67,8 @@ def describe(word: int) -> str:
 class Patterns:
     """Writes patterns into blocks of `memory` and compares them.
 
-    max_blocks   per step
-    max_looks    between two calls of `take_results`
+    max_blocks   most blocks of one `write` or `look` call
+    max_looks    most `look` calls between two calls of `take_results`
     """
 
     def __init__(self, device: Device, memory: BlockMemory, *, max_blocks: int, max_looks: int) -> None:
@@ -100,7 +100,7 @@ class Patterns:
     def write(
         self, stream: Stream, block_ids: Sequence[int], stamps: Words, *, after: Sequence[Fence], delay_s: float
     ) -> Fence:
-        """Write the patterns into the blocks on `stream`, `delay_s` after `after` is done."""
+        """Write the patterns into the blocks on `stream`, after the fences `after` and a delay."""
         row = self._upload(block_ids, stamps)
         count, size = len(block_ids), self._layer_words
 
@@ -128,7 +128,7 @@ class Patterns:
         """Compare the blocks with the patterns on `stream`. Returns the number of the look and its fence.
 
         after   done before any access
-        gates   for each layer, the fences to wait for before that layer is accessed; empty: no such fences
+        gates   for each layer, the fences to wait for before the layer is read; empty: none
         """
         row = self._upload(block_ids, stamps)
         count, size = len(block_ids), self._layer_words
@@ -177,13 +177,13 @@ class Patterns:
         self._num_looks = 0
 
     def expected(self, stamp: int, place: int) -> int:
-        """The word at byte `place` of a block with that stamp."""
+        """The word at byte `place` of the pattern with this stamp."""
         return stamp << _PLACE_BITS | place // WORD_BYTES
 
     # ------------------------------------------------------------------ private
 
     def _upload(self, block_ids: Sequence[int], stamps: Words) -> int:
-        """Copy a step's inputs to pinned memory that no step reads any more."""
+        """Copy the inputs of a `write` or `look` call to a free row of pinned memory."""
         row, fence = self._free.popleft()
         if fence is not None:
             self._device.wait_host(fence, reason="torture")
@@ -198,16 +198,15 @@ class Patterns:
         return fence
 
     def _read_inputs(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids `[count]`, and the words of the blocks, `[count, words]`. Called in the work of a stream."""
-        inputs = self._inputs[row].to(self._device.torch_device, non_blocking=True)[
-            :, :count
-        ]  # sliced after the copy: a contiguous copy needs no staging buffer
+        """On the device: block ids `[count]` and expected words `[count, words]`. Called inside work of a stream."""
+        # Sliced after the copy, because a copy of a contiguous row needs no staging buffer.
+        inputs = self._inputs[row].to(self._device.torch_device, non_blocking=True)[:, :count]
         return inputs[0], (inputs[1] << _PLACE_BITS).view(-1, 1) | self._places
 
 
 def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Found]]:
-    """Compare the host tier's slots of these keys, if they are findable, with their patterns. No transfer may be
-    running.
+    """Compare the host slots of these keys with their patterns. Keys that the host tier does not hold are skipped. No
+    transfer may be running.
 
     `Found.row` is the slot.
     """
@@ -228,8 +227,8 @@ def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Fo
 
 
 def _constants(device: Device, layout: KVLayout, max_looks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`. Created on one stream and
-    synchronised, so that every stream may use them.
+    """Offsets in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`. Waits until the device
+    has filled them, so that every stream may use them.
     """
     made: list[torch.Tensor] = []
 
@@ -251,7 +250,7 @@ def _raise_failures(fences: Sequence[Fence]) -> None:
 
 
 def _layers(memory: Memory, num_layers: int, layer_words: int) -> list[torch.Tensor]:
-    """Each layer of all blocks, int64 `[blocks, words]`."""
+    """A view of each layer of all blocks, int64 `[blocks, words]`."""
     if len(memory.parts) == 1:
         return list(memory.data.view(torch.int64).view(-1, num_layers, layer_words).unbind(dim=1))
     return [part.view(torch.int64).view(-1, layer_words) for part in memory.parts]

@@ -1,17 +1,16 @@
-"""Requests without a model: they write patterns, store, load, compare, abort and release blocks, as fast as the device
-allows.
+"""Generates requests without a model: they write test patterns to blocks, store, load, compare, abort and release
+blocks, as fast as the device allows. Uses one `Rig`, on one thread that acts as the engine thread.
 
-One rig and one thread, in place of the engine thread. A request makes the engine's calls for a transfer, in the same
-order:
+A request makes the same calls as the engine, in the same order:
 
-    compute   take blocks → write after their last uses → store after the write → release after the last step, or keep
-              for a while
-    load      take blocks → load after their last uses → once it is submitted: compare, layer by layer after its fences
-              → release
+    compute   take blocks → write after the fences of their last uses → store after the write → release after the write,
+              or keep the blocks for a while
+    load      take blocks → load after the fences of their last uses → when the load's fences are known: compare, each
+              layer after its fence → release
     hit       share blocks that are findable on the device → compare → release
 
-Blocks are compared when they are released. If they are released early, a delayed compare follows: it detects a writer
-that does not wait.
+A compare is work on a stream. Blocks may be released while a delayed compare is still pending. It then detects a next
+writer that does not wait for it.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RequestId, RowPlan
 
 _LOOKS = 4096
 _STREAMS = 3
-# Runs of keys that requests use again; older ones are mostly evicted from the host tier.
+# Number of key sequences that requests use again. Older sequences are mostly evicted from the host tier.
 _RUNS = 40
 # Concurrent requests.
 _CROWD = 24
-# Findings that are kept in words.
+# Number of findings that are kept as sentences.
 _TOLD = 20
 _LOOK_AGAIN_S = 20e-6
 
@@ -50,12 +49,13 @@ _LOOK_AGAIN_S = 20e-6
 class Habits:
     """The behaviour of requests, and the injected delays and faults.
 
-    longest          blocks of the longest requests; one request in ten is that long, the others have at most a third of
-                     it
-    delay            share of steps and slices of copies that are delayed, and the shortest and longest delay in seconds
-    load_delay       the same for slices of loads; None: `delay`
-    faults           share of slices of copies that fail, some of them after a part was copied
-    patience_s       maximum time without the end of any request
+    longest          blocks of the longest requests. One request in ten is that long; the others have at most a third as
+                     many
+    delay            share of steps and slices (parts of a copy) that are delayed, shortest delay and longest delay in
+                     seconds
+    load_delay       as `delay`, but for slices of loads; None: use `delay`
+    faults           share of slices that fail after half of the bytes were copied
+    patience_s       longest time in which no request ends, in seconds
     """
 
     longest: int
@@ -74,7 +74,7 @@ class Tally:
     blocks    blocks whose transfer succeeded and whose bytes were compared afterwards
     reused    blocks that were taken for writing while their last use was still running
     wrong     wrong blocks, wrong keys, and leases that never ended
-    findings  the first errors, in words
+    findings  the first errors, as sentences
     """
 
     blocks: int = 0
@@ -98,7 +98,9 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Blocks that hold, or will hold, the patterns of `numbers`. `failed`: its load failed; ignore its bytes."""
+    """One request: blocks that hold, or will hold, the patterns of the keys `numbers`. `failed`: the load failed, so
+    the bytes are ignored.
+    """
 
     what: str
     numbers: range
@@ -115,9 +117,9 @@ class _Request:
 
 
 class _Checks:
-    """Compares bytes with the patterns that they should hold, and counts.
+    """Compares bytes with the expected patterns, and counts the results.
 
-    looks      requests whose bytes were read, by number of the look
+    looks      by number of a look (a compare on the device): its request
     unproven   numbers of keys whose stored bytes have not been compared yet
     """
 
@@ -129,7 +131,7 @@ class _Checks:
         self._tally = tally
 
     def judge(self, where: str, stream: Stream, runs: Iterable[range], generation: int) -> None:
-        """Read the results of the looks, and check the host tier's bytes and the ledgers."""
+        """Read the results of all looks, and check the host tier's bytes and both pools."""
         bad: set[int] = set()
 
         def judge(number: int, found: Found) -> None:
@@ -142,7 +144,7 @@ class _Checks:
         self._patterns.take_results(stream, judge)
         for number, request in self.looks.items():
             if request.counts and not request.failed and number not in bad:
-                request.counts = False  # it may be compared twice
+                request.counts = False  # a second look at the request does not count
                 self._tally.loaded += len(request.numbers)
                 self._prove(len(request.numbers), request.numbers if request.generation == generation else ())
         self._judge_host(where, runs, generation)
@@ -172,14 +174,14 @@ class _Checks:
         self._tally.find(text if found.num_bad == 1 else f"{text}; {found.num_bad} blocks are wrong", found.num_bad)
 
     def _prove(self, loads: int, stores: Sequence[int]) -> None:
-        """Count successful transfers: compared loads, and the stores whose bytes were compared."""
+        """Count successful transfers: loads and stores whose bytes were compared."""
         proven = self.unproven.intersection(stores)
         self.unproven -= proven
         self._tally.blocks += loads + len(proven)
 
 
 class Traffic:
-    """Runs one rig, round by round."""
+    """Runs requests on one `Rig`, in rounds."""
 
     def __init__(self, rig: Rig, habits: Habits, *, seed: int, name: str, tally: Tally) -> None:
         self._rig = rig
@@ -197,17 +199,16 @@ class Traffic:
         self._next: Callable[[], bool] | None = None
         self._runs: deque[range] = deque(maxlen=_RUNS)
         self._requests = 0
-        self._loading: dict[
-            RequestId, _Request
-        ] = {}  # until the end of the round, because a load may fail after its look
-        self._waiting: set[RequestId] = set()  # waiting for their loads to be submitted
+        # Kept until the end of the round, because a load may fail after its look.
+        self._loading: dict[RequestId, _Request] = {}
+        self._waiting: set[RequestId] = set()  # requests whose loads are not submitted yet
         self._keeping: deque[_Request] = deque()
         self._progress_s = time.monotonic()
         self.broken_off = False
 
     def round(self, blocks: int) -> None:
-        """Move about this many blocks, wait until all is done, and check. Raises DeviceError when nothing ends, and any
-        error of the rig.
+        """Transfer about this many blocks, wait for all transfers, and check all bytes. Raises DeviceError when no
+        request ends for `patience_s`, and any error of the rig.
         """
         self._round += 1
         self._moved = 0
@@ -218,8 +219,8 @@ class Traffic:
         self._loading.clear()
 
     def break_off(self) -> None:
-        """Start as many requests as possible, then release everything without waiting: the caller closes the device and
-        then calls `judge_ledgers`.
+        """Start as many requests as possible, then release all blocks without waiting. Afterwards, the caller closes
+        the device and calls `judge_ledgers`.
         """
         self._progress_s = time.monotonic()
         while self._begin():
@@ -242,8 +243,8 @@ class Traffic:
             self._rest()
 
     def _begin(self) -> bool:
-        """Start one more request. A request that did not fit is tried again first, so that long requests get room.
-        Returns False if there is no room.
+        """Start one more request. Returns False if too few blocks are free; then the next call tries the same request
+        again, so that long requests do not starve.
         """
         ask = self._next or self._draw()
         self._next = None if ask() else ask
@@ -264,7 +265,7 @@ class Traffic:
         return lambda: self._compute(run)
 
     def _compute(self, numbers: range) -> bool:
-        """Write the patterns to fresh blocks, and store them."""
+        """Start a request that writes patterns to new blocks and stores the blocks."""
         request = self._open("write", numbers)
         if request is None:
             return False
@@ -283,16 +284,15 @@ class Traffic:
             self._give_up(request)
             self._tally.aborted += len(keys)
         elif self._rng.random() < 0.5:
-            self._look(
-                request, after=(written,)
-            )  # on another stream: it is delayed, and the blocks are released before it
+            # A delayed compare on another stream, which is still pending when the blocks are released.
+            self._look(request, after=(written,))
             self._give_up(request)
         else:
             self._keep(request)
         return True
 
     def _hit(self, numbers: range) -> bool:
-        """Compare blocks that are findable on the device under the first of these keys."""
+        """Start a request that compares the longest prefix of `numbers` that is cached on the device."""
         ids = self._rig.blocks.match(_keys(numbers))
         if not ids:
             return False
@@ -303,7 +303,9 @@ class Traffic:
         return True
 
     def _load(self, numbers: range) -> bool:
-        """Load these keys' blocks from the host tier as far as it has them; sometimes ask for more, which is a miss."""
+        """Start a request that loads the longest prefix of `numbers` in the host tier; sometimes it asks for more, so
+        that the load fails.
+        """
         if self._rng.random() > 0.02:
             found = len(self._rig.transfers.locate(_keys(numbers)))
             if not found:
@@ -329,7 +331,9 @@ class Traffic:
         return True
 
     def _look_at_loads(self, ready: Sequence[RequestId]) -> None:
-        """The first steps of loaded requests: they wait on the device for the running loads, layer by layer."""
+        """Compare loaded blocks while their loads run: on the device, each layer is compared after the fence of its
+        group.
+        """
         requests = [self._loading[request_id] for request_id in ready]
         rows = tuple(
             RowPlan(request_id, row, 0, 0, len(request.numbers), (), tuple(request.lease.ids), False, 0)
@@ -344,7 +348,7 @@ class Traffic:
                 self._keep(request)
 
     def _reset(self) -> None:
-        """Change the weights: all cached blocks are invalid, and the same keys name other bytes from now on."""
+        """Reset the cache as after a weight update: from now on, the same keys stand for other patterns."""
         self._rig.transfers.forget_all()
         self._rig.blocks.forget_all()
         self._generation += 1
@@ -369,22 +373,24 @@ class Traffic:
             self._look_at_loads(ready)
 
     def _miss(self, request_id: RequestId) -> None:
-        """A load failed: ignore its bytes; its request computes in other blocks."""
+        """Handle a failed load: ignore the bytes, and start a request that computes the same keys in other blocks."""
         request = self._loading[request_id]
         request.failed = True
         self._tally.missed += len(request.numbers)
-        if request.fence is None and request.lease.open:  # else a step reads it already; it is released after that
+        if request.fence is None and request.lease.open:  # else a compare reads them, and releases them later
             self._waiting.discard(request_id)
             self._give_up(request)
             self._compute(request.numbers)
 
     def _keep(self, request: _Request) -> None:
-        """Hold the blocks for a few more steps."""
+        """Keep the blocks for a random number of steps."""
         request.patience = self._rng.randint(0, 20)
         self._keeping.append(request)
 
     def _let_go(self, *, at_once: bool = False) -> None:
-        """For requests held long enough: compare again, publish the blocks if they are good, and release them."""
+        """For requests that were kept long enough: publish the blocks if they are valid, compare them again, and
+        release them.
+        """
         for _ in range(len(self._keeping)):
             request = self._keeping.popleft()
             request.patience -= 1
@@ -406,7 +412,7 @@ class Traffic:
                 self._miss(event.request_id)
 
     def _settle(self) -> None:
-        """Wait until no transfer is running, and compare all blocks that are findable on the device."""
+        """Wait until no transfer is running, and compare all blocks that are cached on the device."""
         self._progress_s = time.monotonic()
         while self._keeping or self._waiting or self._rig.transfers.busy or self._rig.transfers.awaited:
             self._take_news()
@@ -432,7 +438,9 @@ class Traffic:
         return f"{self._name}, round {self._round}"
 
     def judge_ledgers(self) -> None:
-        """Call it when no transfer is running: blocks that are still in use would never be released."""
+        """Report blocks that are still in use. Call it when no transfer is running, because nothing would release them
+        later.
+        """
         self._checks.judge_ledgers(self._where)
 
     # ------------------------------------------------------------------ the parts of a request
@@ -448,7 +456,7 @@ class Traffic:
         return _Request(what, numbers, self._generation, lease)
 
     def _give_up(self, request: _Request) -> None:
-        """Release the blocks after their last step and all transfers that use them."""
+        """Release the blocks. They are free after the request's last step and all transfers that use them."""
         request.lease.release(
             after=() if request.fence is None else (request.fence,), until=self._rig.transfers.transfers_fence()
         )
@@ -469,8 +477,8 @@ class Traffic:
 
 
 class Meddler:
-    """Delays the slices of copies and makes some fail: on all streams that its device creates from now on, except those
-    of steps.
+    """Delays slices of copies, and lets some fail. Affects the streams for stores and loads that the device creates
+    from now on.
 
     failed   number of failed slices
     """
@@ -479,7 +487,7 @@ class Meddler:
         self.failed = 0
         self._device = device
         self._habits = habits
-        self._rng = random.Random(seed)  # for all streams: timing decides which of them draws first
+        self._rng = random.Random(seed)  # shared by all streams, so timing affects which stream gets which number
         make: Callable[[str], Stream] = device.stream
 
         def stream(name: str) -> Stream:
@@ -512,7 +520,9 @@ class Meddler:
 
 
 def draw_delay(rng: random.Random, delay: tuple[float, float, float]) -> float:
-    """A delay in seconds, mostly 0; otherwise its order of magnitude is uniformly distributed. delay: see `Habits`."""
+    """A random delay in seconds, often 0; otherwise its logarithm is uniformly distributed. `delay`: see
+    `Habits.delay`.
+    """
     share, least, most = delay
     return math.exp(rng.uniform(math.log(least), math.log(most))) if rng.random() < share else 0.0
 
