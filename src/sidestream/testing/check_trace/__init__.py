@@ -1,12 +1,14 @@
-"""Judges a real PyTorch program: records its CUDA streams, events, graphs, copies and operators, and gives them to the
-ordering checker.
+"""Checks a real PyTorch program for races: records its CUDA streams, events, graphs, copies and operators, and reports
+them to the ordering checker.
 
-    python -m sidestream.testing.check_trace script.py [args]     status 1 with findings, 0 without
+    python -m sidestream.testing.check_trace script.py [args]     run a script; exit status 1 with findings, 0 without
     check_script("script.py")                                     the same from Python
-    touches(reads=[x], writes=[y])                                in the program: what a custom kernel accesses
+    touches(reads=[x], writes=[y])                                call it in the program, to declare the accesses of a
+                                                                  custom kernel
 
-`recorder` observes operators, `real` the streams of a GPU; `fakes` runs the program on a machine without a GPU; `judge`
-knows the rules of streams, events and the caching allocator, and `sidestream.testing.checker` decides.
+`recorder` observes operators. `real` observes the streams of a GPU; `fakes` replaces the GPU on a machine without one.
+`judge` translates streams, events and the caching allocator into events of the ordering checker
+(`sidestream.testing.checker`), which finds the races.
 """
 
 from sidestream.testing.check_trace.recorder import touches

@@ -1,9 +1,9 @@
-"""A fake of `torch.cuda` for machines without a GPU: PyTorch programs for one GPU run on the processor.
+"""A fake of `torch.cuda` for machines without a GPU: PyTorch programs for one GPU run on the CPU.
 
-Tensors "on the GPU" are `DeviceTensor`: they say that they are on `cuda:0`, and keep their bytes in a CPU tensor. To
-the C++ code of torch they are on the device `meta`, which needs no driver; programs that use `meta` tensors themselves
-cannot run here. Work runs when it is enqueued, so a fake program's results are those of a correct order, whatever the
-judge finds. Events and streams are always done when they are queried. Used by one program in one thread or in several.
+Tensors "on the GPU" are `DeviceTensor`: their `device` is `cuda:0`, and a CPU tensor keeps their bytes. Torch's C++
+code sees them on the device `meta`, which needs no driver. Programs that use `meta` tensors themselves cannot run here.
+Work runs when it is enqueued, so the program's results are those of a correct order, even if it has a race. Queries of
+events and streams always say that they are done. The program may use several threads.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ _META = torch.device("meta")
 _HOST = torch.device(CPU)
 _GPU = torch.device(CUDA, 0)
 _ISOLATION = "CUDA error: dependency created on uncaptured work in another stream"
-_MEMORY = 80 << 30  # that programs see
+_MEMORY = 80 << 30  # attributes that programs read
 
 
 class _Lifetime:
-    """Ends when the last tensor of a storage "on the GPU" is deleted."""
+    """Stands for a storage "on the GPU". It is deleted together with the last tensor of the storage."""
 
 
 class DeviceTensor(torch.Tensor):
     """A tensor "on the GPU".
 
     bytes      the CPU tensor with its contents
-    lifetime   shared by all tensors of one storage; ends with the last one, even if a captured graph keeps the bytes
+    lifetime   shared by all tensors of one storage. It is deleted with the last of them, even if a captured graph keeps
+               the bytes
     """
 
     bytes: torch.Tensor
@@ -73,7 +74,7 @@ class DeviceTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """An operator outside of a recording."""
+        """Execute an operator outside of a recording."""
         return _execute(func, args, kwargs or {})[0]
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -91,7 +92,7 @@ class DeviceTensor(torch.Tensor):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One call of a capture, on CPU tensors, and the new tensors that it returned."""
+    """One captured call, on CPU tensors, and the new tensors that it returned."""
 
     func: Any
     args: Any
@@ -99,7 +100,7 @@ class _Step:
     made: tuple[torch.Tensor, ...]
 
     def repeat(self) -> None:
-        """Call again; the results go where the first results are."""
+        """Repeat the call, and copy the results into the tensors of the first call."""
         inputs = {id(tensor) for tensor in tensors_in((self.args, self.kwargs))}
         again = [tensor for tensor in tensors_in(self.func(*self.args, **self.kwargs)) if id(tensor) not in inputs]
         for target, tensor in zip(self.made, again, strict=True):
@@ -108,7 +109,7 @@ class _Step:
 
 
 class FakeCuda:
-    """The runtime of the fake, see `Runtime`. Its streams, events and graphs report to `judge`."""
+    """The `Runtime` of the fake GPU. Its streams, events and graphs report to `judge`."""
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
@@ -131,7 +132,7 @@ class FakeCuda:
         if self._steps is not None:
             self._steps.append(step)
         if func._schema.name == "aten::_to_copy" and kwargs.get("non_blocking") and type(out) is torch.Tensor:
-            self._pin(out)  # as torch does
+            self._pin(out)  # the same result type as in torch
         return out
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,14 +145,14 @@ class FakeCuda:
         if "pin_memory" in kwargs:
             kwargs = {**kwargs, "pin_memory": False}
         if _names_gpu(kwargs.get("device")):
-            if name in ("tensor", "as_tensor"):  # they read no data for the device meta
+            if name in ("tensor", "as_tensor"):  # the originals cannot read data of the device meta
                 return torch.Tensor.to(func(*args, **{**kwargs, "device": _HOST}), _META)
             kwargs = {**kwargs, "device": _META}
         out = func(*args, **kwargs)
         return self._pin(out) if pinned else out
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """See `Runtime.record_stream`. Fake work is done before a tensor can be deleted."""
+        """See `Runtime.record_stream`. No effect: fake work ends before a tensor can be deleted."""
 
     def stream_of(self, device: torch.device) -> str:
         """See `Runtime.stream_of`."""
@@ -234,11 +235,13 @@ class FakeCuda:
         return f"stream{number}" if number else "default"
 
     def capture(self) -> None:
-        """From now on, keep calls for replays."""
+        """Begin a capture: from now on, keep calls for replays."""
         self._steps, self._before = [], {}
 
     def captured(self) -> list[_Step]:
-        """The calls since `capture`. Undoes their writes, because a capture executes nothing."""
+        """End a capture. Returns the calls since `capture`, and undoes their writes, because a real capture executes
+        nothing.
+        """
         steps, self._steps = self._steps or [], None
         for tensor, contents in self._before.values():
             tensor.untyped_storage().copy_(contents)
@@ -257,7 +260,7 @@ class FakeCuda:
         return tensor
 
     def _make_names(self) -> dict[str, Any]:
-        """The names of `torch.cuda` that the fake replaces."""
+        """The replacements for names of `torch.cuda`."""
         bound = {"runtime": self}
         event, stream = type("Event", (FakeEvent,), bound), type("Stream", (FakeStream,), bound)
         return {
@@ -373,7 +376,7 @@ class FakeEvent:
         self.runtime.judge.host_saw(self.event.mark)
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
-        """Fake work takes no time."""
+        """Always 0, because fake work takes no time."""
         return 0.0
 
 
@@ -452,7 +455,9 @@ class _Selected:
 
 
 def _execute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, _Step]:
-    """Call an operator on CPU tensors. The results are on the GPU if the call names it, or has arguments there."""
+    """Call an operator on CPU tensors. Its results are `DeviceTensor` if the call names the GPU, or if an argument is
+    on the GPU.
+    """
     wrappers: dict[int, torch.Tensor] = {}
 
     def unwrap(value: Any) -> Any:
@@ -489,7 +494,7 @@ def _lifetime_of(storage: Any) -> _Lifetime:
 
 
 def _names_gpu(device: Any) -> bool:
-    """Whether an argument stands for the GPU: a device, its name or its number."""
+    """Whether an argument names the GPU: as a device, a name or a number."""
     if isinstance(device, torch.device):
         return on_gpu(device)
     return isinstance(device, str) and device.partition(":")[0] == CUDA

@@ -1,12 +1,13 @@
-"""Judges the streams, waits, copies and storages of a PyTorch program with the ordering checker.
+"""Translates the streams, waits, copies and storages of a PyTorch program into events of the ordering checker.
 
-Knows no tensors and no torch: the recorder reports named streams, byte ranges of storages, and marks. Each storage is a
-memory of its own, so the judgement does not depend on the addresses that the allocator chose in this run. The rule for
-freed storages is that of PyTorch's caching allocator: the next allocation on the stream of a freed storage may get its
-bytes, as soon as the streams that `record_stream` named have done the work that they had at the deletion.
+The recorder reports named streams, byte ranges of storages, and marks (positions on a stream, such as a recorded
+event). Each storage is a memory of its own, so findings do not depend on the addresses that the allocator chose in this
+run. Freed storages follow the rule of PyTorch's caching allocator. The next allocation on the stream of a freed storage
+may get its bytes. If `record_stream` named other streams, the bytes are reused only after the work that these streams
+had at the deletion.
 
-Works are reported in the order in which the host submitted them. That order is possible on the device, and the checker
-compares accesses by happens-before, not by the order in which they ran. Called from any thread.
+Work is reported as if it ran in the order of its submission. The checker compares accesses by happens-before, so this
+choice does not hide races. Called from any thread.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from sidestream.testing.findings import Finding
 from sidestream.testing.shadow import calling_site, read_site
 from sidestream.types import Access
 
-# Sizes at which the caching allocator separates its blocks: requests up to 1 MiB come from other segments than larger.
+# The caching allocator takes requests up to 1 MiB and larger requests from different segments.
 _SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A position on a stream, as an event records it. A `Fence` of the checker.
+    """A position on a stream, such as an event records. Implements `Fence` for the checker.
 
-    captured   the mark belongs to the capture of a CUDA graph, and is passed at each replay
+    captured   True: the mark belongs to a captured CUDA graph, and each replay passes it
     """
 
     stream: str
@@ -39,17 +40,17 @@ class Mark:
 
     @property
     def failure(self) -> BaseException | None:
-        """Work of a real program does not report failures."""
+        """Always None: failures of real work are not recorded."""
         return None
 
     def poll(self) -> bool:
-        """The judge tells the checker about work in a possible order, in which all earlier work is done."""
+        """Always True: the judge reports work in an order in which all earlier work is done."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a storage comes from, for the report.
+    """The origin of a storage, for the report.
 
     text   size, device, dtype, shape and source line
     """
@@ -61,12 +62,12 @@ class Origin:
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage that is alive.
+    """A storage that is not deleted yet.
 
     stream    the stream on which it was allocated
     users     streams with work that accesses it
     recorded  streams that `record_stream` named
-    pooled    whether the caching allocator gets it back when it is deleted; not so for host memory and private pools
+    pooled    whether the caching allocator reuses its bytes; False for host memory and private pools
     """
 
     name: str
@@ -81,10 +82,11 @@ class _Storage:
 class Graph:
     """A captured CUDA graph.
 
-    origin   the stream of the capture; at a replay, its work runs on the stream of the replay
+    origin   the stream on which the capture began. At a replay, its work runs on the stream of the replay
     streams  streams whose work is captured
-    steps    what a replay does, given the stream that stands for a captured stream, and the marks of this replay
-    end      mark of the last replay: replays of one graph do not overlap
+    steps    the actions of a replay. Each receives a function from captured stream to actual stream, and the marks of
+             the replay
+    end      mark after the last replay, because replays of one graph do not overlap
     """
 
     name: str
@@ -95,9 +97,9 @@ class Graph:
 
 
 class Event:
-    """The position that a CUDA event holds: it is replaced when the event is recorded again.
+    """The state of a CUDA event: the mark of its last record.
 
-    external   in a capture, recording it and waiting for it are nodes of the graph, which act at each replay
+    external   True: in a capture, its record and waits become nodes of the graph, which take effect at each replay
     """
 
     def __init__(self, *, external: bool = False) -> None:
@@ -106,7 +108,7 @@ class Event:
 
 
 class Judge:
-    """Gets the events of one program, and keeps the checker's findings about it."""
+    """Receives the events of one program, and keeps the checker's findings."""
 
     def __init__(self, *, max_findings: int = 10_000) -> None:
         self._checker = Checker(max_findings=max_findings)
@@ -116,7 +118,7 @@ class Judge:
         self._storages: dict[str, _Storage] = {}
         self._freed_inside: deque[str] = deque()
         self._reusable: dict[str, list[tuple[int, Mark]]] = {}
-        self._in_graphs: set[str] = set()  # storages that replays access, even after their deletion
+        self._in_graphs: set[str] = set()  # storages that graph replays still access after their deletion
         self._graphs = 0
         self._capture: Graph | None = None
         self.origins: dict[str, Origin] = {}
@@ -129,13 +131,13 @@ class Judge:
 
     @property
     def streams(self) -> Sequence[str]:
-        """Streams with work or marks; those of graphs and of the allocator's reuse are not counted."""
+        """Names of the program's streams that had work or marks."""
         return [name for name in self._ticks if "/" not in name]
 
     # ------------------------------------------------------------------ streams and events
 
     def submitted(self, stream: str, accesses: Sequence[Access], label: str) -> None:
-        """The host enqueued work. In a capture, each replay enqueues it."""
+        """Report that the host enqueued work. In a capture, each replay enqueues the work."""
         with self._exclusive():
             if (graph := self._capturing(stream)) is not None:
                 text = f"{label}, captured at {read_site(calling_site())}"
@@ -149,7 +151,7 @@ class Judge:
                 self._submit(stream, accesses, label)
 
     def mark(self, stream: str) -> Mark:
-        """The position after all work and waits that the stream has now."""
+        """A mark after all current work and waits of the stream."""
         with self._exclusive():
             if (graph := self._capturing(stream)) is None:
                 return self._mark(stream)
@@ -158,8 +160,8 @@ class Judge:
             return here
 
     def waited(self, stream: str, mark: Mark | None) -> None:
-        """Later work of the stream waits for the mark; None, or a mark of the stream itself: no effect. A stream that
-        waits for a mark of the capture takes part in it.
+        """Let later work of the stream wait for the mark. No effect if the mark is None or on the same stream. A stream
+        that waits for a mark of a capture joins the capture.
         """
         with self._exclusive():
             if mark is None:
@@ -169,11 +171,11 @@ class Judge:
                     graph.streams.add(stream)
                     graph.steps.append(lambda at, marks: self._wait(at(stream), marks[mark]))
                 return
-            if self._capturing(stream) is None:  # CUDA refuses the other case
+            if self._capturing(stream) is None:  # CUDA itself raises an error otherwise
                 self._wait(stream, mark)
 
     def recorded(self, event: Event, stream: str) -> None:
-        """The event was recorded on the stream."""
+        """Report that the event was recorded on the stream."""
         with self._exclusive():
             if event.external and (graph := self._capturing(stream)) is not None:
                 graph.steps.append(lambda at, _: setattr(event, "mark", self._mark(at(stream))))
@@ -181,7 +183,7 @@ class Judge:
                 event.mark = self.mark(stream)
 
     def waited_event(self, event: Event, stream: str) -> None:
-        """Later work of the stream waits for the event's last record; no effect if it was never recorded."""
+        """Let later work of the stream wait for the event's last record. No effect if the event was never recorded."""
         with self._exclusive():
             if event.external and (graph := self._capturing(stream)) is not None:
 
@@ -194,19 +196,19 @@ class Judge:
                 self.waited(stream, event.mark)
 
     def host_saw(self, mark: Mark | None) -> None:
-        """The host knows that everything before the mark is done."""
+        """Report that the host knows that all work before the mark is done."""
         with self._exclusive():
             if mark is not None and not mark.captured:
                 self._checker.observed(mark)
 
     def synchronized(self) -> None:
-        """The host waited for all work of all streams."""
+        """Report that the host waited for all work of all streams."""
         with self._exclusive():
             for stream in [name for name in self._ticks if not name.startswith("reuse/")]:
                 self._checker.observed(self._mark(stream))
 
     def host_touched(self, accesses: Sequence[Access], label: str) -> None:
-        """The host itself accesses memory now."""
+        """Report an access by the host, which happens now."""
         with self._exclusive():
             if accesses:
                 self._checker.host_touched(lambda: accesses, label)
@@ -214,10 +216,10 @@ class Judge:
     # ------------------------------------------------------------------ storages
 
     def made(self, name: str, num_bytes: int, stream: str, text: str, *, pooled: bool = True) -> None:
-        """A storage was allocated on the stream. Freed bytes of the same stream that fit may be used for it. What it
-        contains is not known, but reading it is not a race: the judge does not look for reads of uninitialised memory.
+        """Report that a storage was allocated on the stream. It may reuse freed bytes of the same stream. Its bytes
+        count as written, because the judge does not look for reads of uninitialised memory.
 
-        pooled   the caching allocator gets it back when it is deleted
+        pooled   True: the caching allocator reuses its bytes after the deletion
         """
         with self._exclusive():
             captured = self._capturing(stream) is not None
@@ -230,15 +232,15 @@ class Judge:
             self._checker.host_touched(lambda: [Access(name, 0, max(num_bytes, 1), write=True)], "allocation")
 
     def recorded_stream(self, name: str, stream: str) -> None:
-        """`Tensor.record_stream`: at the deletion, the allocator waits for the stream's work."""
+        """Report `Tensor.record_stream`: at the deletion, the allocator waits for the stream's work."""
         with self._exclusive():
             if name in self._storages:
                 self._storages[name].recorded.add(stream)
 
     def freed(self, name: str) -> None:
-        """The last tensor of a storage was deleted. May be called by the garbage collector at any moment."""
+        """Report that the last tensor of a storage was deleted. The garbage collector may call this at any time."""
         with self._lock:
-            if self._inside:  # collected while this thread is inside the judge
+            if self._inside:  # the garbage collector ran while this thread holds the lock
                 self._freed_inside.append(name)
                 return
             with self._exclusive():
@@ -252,21 +254,21 @@ class Judge:
             return self._capturing(stream) is not None
 
     def capture_began(self, stream: str) -> None:
-        """Work of the stream, and of streams that wait for it, is captured from now on."""
+        """Begin a capture of the work of the stream, and of streams that wait for it."""
         with self._exclusive():
             self._graphs += 1
             self._capture = Graph(f"graph{self._graphs}", stream, {stream})
 
     def capture_ended(self) -> Graph | None:
-        """The captured graph; None if no capture was seen to begin."""
+        """End a capture. Returns the graph; None if the begin of the capture was not recorded."""
         with self._exclusive():
             graph, self._capture = self._capture, None
             return graph
 
     def replayed(self, graph: Graph, stream: str) -> None:
-        """The graph's work was enqueued on the stream, ordered by the waits of the capture, behind its last replay.
-
-        CUDA refuses a capture in which the origin has not waited for the other streams, so its end is the graph's end.
+        """Report a replay: the graph's work is enqueued on the stream, after the graph's last replay. The graph ends
+        with the work of its origin stream, because CUDA refuses a capture in which the origin has not waited for the
+        other streams.
         """
         with self._exclusive():
             if graph.end is not None:
@@ -284,7 +286,9 @@ class Judge:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold the lock. The outermost caller of a thread also reports storages that were collected meanwhile."""
+        """Hold the lock. Nested use is allowed; the outermost exit also reports storages that the garbage collector
+        deleted in between.
+        """
         with self._lock:
             outermost, self._inside = not self._inside, True
             try:
@@ -298,7 +302,7 @@ class Judge:
         return self._capture if self._capture is not None and stream in self._capture.streams else None
 
     def _submit(self, stream: str, accesses: Sequence[Access], label: str) -> Mark:
-        """Tell the checker about work, in a possible order: at once."""
+        """Report work to the checker as if it ran immediately."""
         mark = Mark(stream, self._ticks.get(stream, 0) + 1)
         self._ticks[stream] = mark.tick
         for access in accesses:
@@ -327,14 +331,15 @@ class Judge:
             self._checker.released(name, [0], after)
             self._forget(name)
             return
-        # Whether this is too early depends on the waits of the storage's stream until its next allocation that fits.
+        # The next fitting allocation on the storage's stream reuses the bytes. Until then, the stream may still wait
+        # for work of other streams that uses them.
         reuse = Mark(f"reuse/{name}", 1)
         self._checker.submitted(reuse, lambda: (), f"next allocation on {storage.stream}")
         self._checker.released(name, [0], [*after, reuse])
         self._reusable.setdefault(storage.stream, []).append((storage.num_bytes, reuse))
 
     def _reuse(self, stream: str, num_bytes: int) -> None:
-        """An allocation on the stream may get the bytes of any freed storage that is large enough."""
+        """Let an allocation on the stream reuse the bytes of all freed storages that are large enough."""
         waiting = self._reusable.get(stream)
         if not waiting:
             return
@@ -354,7 +359,7 @@ class Judge:
             self._forget(reuse.stream.partition("/")[2])
 
     def _forget(self, name: str) -> None:
-        """Drop the records of a deleted storage, so that a long program needs no more memory than a short one."""
+        """Delete the records of a deleted storage, so that the records of a long program do not grow."""
         if name not in self._in_graphs:
             self._checker.forget(name)
             if not any(finding.memory == name for finding in self.findings):

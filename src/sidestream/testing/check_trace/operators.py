@@ -1,6 +1,5 @@
-"""Which tensors an operator of PyTorch reads and writes, by the alias annotations of its schema.
-
-Pure: knows neither streams nor the judge.
+"""Determines the tensors that a PyTorch operator reads and writes, from the alias annotations of its schema. Pure
+functions.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 from sidestream.device.sim.views import runs_of
 
-# Operators that change what a tensor is, not its bytes, and allocations without a write.
+# Operators that change a tensor's metadata but not its bytes, and allocations that write nothing.
 _NO_ACCESS = frozenset(
     {
         "record_stream",
@@ -34,22 +33,22 @@ _NO_ACCESS = frozenset(
         "sym_storage_offset",
     }
 )
-# Their result, or its shape, depends on data: the host waits for it. Others have a tag of torch.
+# Operators whose result or shape depends on data, so the host waits. Torch tags further operators of this kind.
 _WAITED_FOR = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select"})
 _TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _MOVES = frozenset({"copy_", "_to_copy"})
-# A tensor of more contiguous runs counts as one range from its first to its last byte.
+# A tensor with more contiguous runs than this counts as one range from its first to its last byte.
 _MAX_RUNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The tensors that one call of an operator touches.
+    """The tensors that one call of an operator accesses.
 
     name      the operator's name without namespace and overload
-    waits     the host waits for the operator's result
-    moves     the operator may copy between host and device: source and destination
-    blocking  of such a copy: the host waits for it
+    waits     True: the host waits for the operator's result
+    moves     source and destination, if the operator may copy between host and device
+    blocking  True: the host waits for this copy
     """
 
     name: str
@@ -61,8 +60,8 @@ class Use:
 
 
 def use_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Use | None:
-    """The tensors that `func(*args, **kwargs)`, which has returned `out`, reads and writes; None: it touches no bytes,
-    or it is no operator with a schema.
+    """The tensors that the call `func(*args, **kwargs)` with the result `out` reads and writes. None if it accesses no
+    bytes, or if `func` has no schema.
     """
     schema = getattr(func, "_schema", None)
     if schema is None:
@@ -81,7 +80,7 @@ def use_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     inputs = {_storage_key(tensor) for tensor in (*reads, *writes)}
     fresh = [tensor for tensor in results if _storage_key(tensor) not in inputs]
     if not schema.is_mutable and results and not fresh and name not in _MOVES:
-        return None  # a view
+        return None  # a view shares its bytes with an argument
     moves = None
     if name == "copy_" and len(args) > 1 and isinstance(args[1], torch.Tensor):
         moves = args[1], args[0]
@@ -93,7 +92,7 @@ def use_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a value, an argument or a result, also in lists and dicts."""
+    """The tensors in an argument or a result, including those in lists and dicts."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -123,7 +122,7 @@ def ranges_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _num_runs(tensor: torch.Tensor) -> int:
-    """An upper bound of the number of contiguous runs: all axes but the one of the elements."""
+    """An upper bound of the number of contiguous runs: the product of all axes except the contiguous one."""
     counts = [count for count, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
     inner = max((count for count, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride == 1), default=1)
     total = 1

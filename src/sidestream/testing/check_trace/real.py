@@ -35,7 +35,9 @@ class CudaRuntime:
         self._record_stream(tensor, stream)
 
     def stream_of(self, device: torch.device) -> str:
-        """See `Runtime.stream_of`. Also right in a thread of autograd, which runs on the forward pass's stream."""
+        """See `Runtime.stream_of`. The name is also correct in a thread of autograd, which uses the stream of the
+        forward pass.
+        """
         return self.name_of(torch.cuda.current_stream(device))
 
     def name_of(self, stream: Any) -> str:
@@ -71,7 +73,7 @@ class CudaRuntime:
 
 
 def _reporting(original: Callable[..., Any], report: Callable[..., None]) -> Callable[..., Any]:
-    """`original`, which afterwards calls `report` with its result and its arguments."""
+    """Wrap `original`: afterwards, call `report` with its result and its arguments."""
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +85,7 @@ def _reporting(original: Callable[..., Any], report: Callable[..., None]) -> Cal
 
 
 def _event(event: Any) -> Event:
-    """The judge's record of an event."""
+    """The judge's record of an event; created at the first use."""
     known: Event | None = getattr(event, "_check_trace_event", None)
     if known is None:
         known = event._check_trace_event = Event()
@@ -91,12 +93,12 @@ def _event(event: Any) -> Event:
 
 
 def _keep_external(event: Any, *args: Any, external: bool = False, **kwargs: Any) -> None:
-    """The constructor of events: `__new__` has done the rest."""
+    """Replaces the constructor of events, because `__new__` has already created the event."""
     event._check_trace_event = Event(external=external)
 
 
 def _reports(recorder: Recorder) -> list[tuple[Any, str, Callable[..., None]]]:
-    """Each wrapped name: its owner, and the report of a call."""
+    """The wrapped names: owner, name, and the function that reports a call."""
     judge, name_of = recorder.judge, recorder.runtime.name_of
 
     def stream_of(stream: Any) -> str:

@@ -1,8 +1,9 @@
 """Records what a PyTorch program does on CUDA streams, and reports it to the judge.
 
-`Recorder` gets calls of operators, from two modes of torch, and of streams and events, from `real` on a GPU or `fakes`
-without one. It decides which of a call's tensors are on the device, on which stream the call runs, and whether the host
-waits for it. Called from the threads of the recorded program.
+`Recorder` receives calls of operators from two torch modes (`TorchDispatchMode`, `TorchFunctionMode`). It receives
+calls of streams and events from `real` on a GPU, or from `fakes` without a GPU. It decides which of a call's tensors
+are on the device, on which stream the call runs, and whether the host waits for it. Called from the threads of the
+recorded program.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sidestream.testing.check_trace.judge import Judge
 from sidestream.testing.check_trace.operators import Use, has_storage, ranges_of, tensors_in, use_of
 from sidestream.types import Access
 
-# Methods that give the host a tensor's bytes. If it is in host memory, they are no operators.
+# Methods that read a tensor's bytes on the host. For a tensor in host memory, torch does not report them as operators.
 _HOST_READS = ("numpy", "tolist", "__array__")
 
 
@@ -47,7 +48,7 @@ class Runtime(Protocol):
         ...
 
     def name_of(self, stream: Any) -> str:
-        """Name of a stream of the program."""
+        """Name of one of the program's streams."""
         ...
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
@@ -55,7 +56,7 @@ class Runtime(Protocol):
         ...
 
     def lifetime_of(self, tensor: torch.Tensor) -> object:
-        """An object that exists as long as the tensor's storage."""
+        """An object that is deleted together with the tensor's storage."""
         ...
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -63,7 +64,7 @@ class Runtime(Protocol):
         ...
 
     def patched(self, recorder: Recorder) -> AbstractContextManager[None]:
-        """A context in which the names of `torch.cuda` report to the recorder."""
+        """A context in which calls of `torch.cuda` are reported to the recorder."""
         ...
 
 
@@ -78,7 +79,7 @@ class Recorder:
         self._numbers = itertools.count(1)
 
     def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An operator was called and has returned `out`."""
+        """Record the call of an operator that returned `out`."""
         for tensor in tensors_in(out):
             if self.runtime.device_of(tensor) is not None:
                 self._name(tensor)
@@ -87,7 +88,7 @@ class Recorder:
             self.used(use)
 
     def used(self, use: Use) -> None:
-        """Report the accesses of one call, on the stream or on the host that makes them."""
+        """Report the accesses of one call, as work of a stream or as an access by the host."""
         on_device = [tensor for tensor in (*use.writes, *use.reads) if self.runtime.device_of(tensor) is not None]
         if not on_device:
             self.judge.host_touched(self._accesses(use.reads, use.writes, known=True), use.name)
@@ -108,19 +109,19 @@ class Recorder:
             self.judge.host_saw(self.judge.mark(stream))
 
     def host_read(self, tensor: torch.Tensor, label: str) -> None:
-        """The host reads a tensor that is in host memory."""
+        """Report that the host reads a tensor in host memory."""
         if self.runtime.device_of(tensor) is None:
             self.judge.host_touched(self._accesses([tensor], (), known=True), label)
 
     def recorded_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """`tensor.record_stream(stream)`."""
+        """Record a call of `tensor.record_stream(stream)`."""
         if has_storage(tensor):
             self.judge.recorded_stream(self._name(tensor), self.runtime.name_of(stream))
 
     def _moved(self, use: Use, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Report a copy from the host to a GPU, back, or between GPUs."""
+        """Report a copy from host to GPU, from GPU to host, or between GPUs."""
         here, there = self.runtime.device_of(source), self.runtime.device_of(target)
-        if here is not None and there is not None:  # torch runs it on the source's stream, between two waits
+        if here is not None and there is not None:  # torch copies on the source's stream, with a wait before and after
             first, second = self.runtime.stream_of(here), self.runtime.stream_of(there)
             self.judge.waited(first, self.judge.mark(second))
             self.judge.submitted(first, self._accesses([source], [target]), use.name)
@@ -139,7 +140,7 @@ class Recorder:
     def _accesses(
         self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], *, known: bool = False
     ) -> list[Access]:
-        """The byte ranges of tensors. `known`: only of storages that work on a stream has accessed before."""
+        """The byte ranges of tensors. `known`: only the ranges of storages that work of a stream accessed before."""
         found = []
         for write, tensors in ((False, reads), (True, writes)):
             for tensor in tensors:
@@ -149,7 +150,7 @@ class Recorder:
         return found
 
     def _name(self, tensor: torch.Tensor) -> str:
-        """The name of a tensor's storage. Reports a storage that is new here to the judge."""
+        """The name of a tensor's storage. A new storage is reported to the judge."""
         if not has_storage(tensor):
             return ""
         key = self._key(tensor)
@@ -167,7 +168,7 @@ class Recorder:
         return name
 
     def _end_of(self, key: int, name: str) -> Callable[[object], None]:
-        """Called at the deletion of a storage, by any thread, also from the garbage collector."""
+        """Called when a storage is deleted, from any thread, also by the garbage collector."""
 
         def end(_: object) -> None:
             self._names.pop(key, None)
@@ -182,7 +183,7 @@ class Recorder:
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports every operator that its thread calls."""
+    """Reports every operator that the thread calls."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,7 +215,7 @@ class FunctionMode(TorchFunctionMode):
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Record the calling thread, and threads that start in this context, until its end."""
+    """Inside this context, record the calling thread and all threads that it starts."""
     run = threading.Thread.run
 
     def run_recorded(thread: threading.Thread) -> None:
@@ -244,10 +245,9 @@ def _modes(recorder: Recorder) -> Iterator[None]:
 def touches(
     *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = (), label: str = "declared kernel"
 ) -> None:
-    """Declare that the kernel that is launched next on the current stream reads and writes these tensors.
-
-    For kernels that PyTorch does not dispatch, such as Triton's or CUDA extensions without a schema. Views declare
-    their own bytes only. Without `check_trace`, the call does nothing.
+    """Declare the tensors that the next kernel on the current stream reads and writes. Needed for kernels that PyTorch
+    does not dispatch, such as Triton kernels or CUDA extensions without a schema. A view declares only its own bytes.
+    Without `check_trace`, the call does nothing.
     """
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, OperatorMode):

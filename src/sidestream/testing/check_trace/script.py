@@ -1,6 +1,7 @@
 """Runs a script under the recorder, and reports the judge's findings.
 
-Statuses: 0 without findings, 1 with findings, 2 if the script or the device does not exist, 3 if the script failed.
+Exit statuses: 0 without findings, 1 with findings, 2 if the script or the device does not exist, 3 if the script
+failed.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Judgement:
     """The result of one run of a script.
 
     findings  the checker's findings
-    origins   storages by the name that findings have for them
-    works     number of calls of operators, copies and declared kernels on streams
+    origins   name of a storage in the findings → its origin
+    works     number of operators, copies and declared kernels on streams
     streams   names of the streams that were used
-    failure   why the script ended early, with its traceback; "": it did not
+    failure   why the script failed, with its traceback; "": it did not fail
     """
 
     findings: tuple[Finding, ...]
@@ -55,7 +56,7 @@ class Judgement:
         return FAILED if self.failure else FOUND if self.findings else CLEAN
 
     def __str__(self) -> str:
-        """The report: each finding with its works and storages, then one line of figures."""
+        """The report: each finding with its call sites and storages, then one summary line."""
         parts = [self.failure] if self.failure else []
         for finding in self.findings:
             lines = [str(finding), explain(finding)]
@@ -70,11 +71,11 @@ class Judgement:
 
 
 def check_script(script: str | os.PathLike[str], arguments: Sequence[str] = (), *, device: str = "") -> Judgement:
-    """Run a Python script in this process as `__main__`, and judge its use of CUDA streams; blocks until it ends.
+    """Run a Python script in this process as `__main__`, and check its use of CUDA streams. Blocks until the script
+    ends.
 
-    `device` is the GPU, or the CPU for a fake GPU (see `fakes`); by default the GPU if there is one. What the script
-    prints goes where it prints it.
-    Raises ConfigError if there is no such script or device, before anything runs.
+    `device` is the GPU, or the CPU for a fake GPU (see `fakes`); by default the GPU if there is one. The script's
+    output is not redirected. Raises ConfigError before the start if the script or the device does not exist.
     """
     path = Path(script)
     if not path.is_file():
@@ -103,7 +104,7 @@ def check_script(script: str | os.PathLike[str], arguments: Sequence[str] = (), 
 
 @contextmanager
 def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as Python sets them for a script."""
+    """Inside this context, `sys.argv` and `sys.path` are as Python sets them for a script."""
     argv, places = sys.argv, list(sys.path)
     sys.argv, sys.path[:] = [str(path), *arguments], [str(path.resolve().parent), *places]
     try:
@@ -113,7 +114,7 @@ def _as_main(path: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _from_script(error: BaseException, path: Path) -> str:
-    """The traceback, from the script's first frame on."""
+    """The traceback, beginning with the script's first frame."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != str(path):
         frame = frame.tb_next
@@ -121,7 +122,7 @@ def _from_script(error: BaseException, path: Path) -> str:
 
 
 def _without_repetitions(judge: Judge) -> tuple[Finding, ...]:
-    """One finding for each pair of source lines: a loop may have a finding for each of its storages."""
+    """Keep one finding for each pair of source lines, because a loop may cause one for each of its storages."""
     found: dict[tuple[str, str, str], Finding] = {}
     for finding in judge.findings:
         found.setdefault((finding.kind, finding.first, _STORAGE.sub("", finding.second)), finding)
@@ -129,8 +130,8 @@ def _without_repetitions(judge: Judge) -> tuple[Finding, ...]:
 
 
 def _readable(finding: Finding, judge: Judge) -> Finding:
-    """The finding in the words of PyTorch: a storage is a pool of one id, and the allocator's next allocation a
-    stream.
+    """Translate a finding of the checker into terms of PyTorch. In the checker, a storage is a pool with one id, and
+    the next allocation of reused bytes is work on a stream.
     """
     message = re.sub(r"(storage\d+) 0 \(([^)]*)\)", r"\2", finding.message)
     message = re.sub(r"`release of (storage\d+)` \(host, ([^)]*)\) released", r"the deletion at \2 freed", message)
