@@ -1,5 +1,5 @@
-"""The test kit that ships with the package: fakes, fault injection, reference results, the ordering checker, and the
-torture test built on the checker.
+"""The test kit that ships with the package: fakes, fault injection, reference results, a checker that finds races
+between streams, and the torture test, which runs the engine in many orders of execution.
 
 To check another KV offloading implementation:
 

@@ -1,8 +1,6 @@
-"""A scripted engine for tests of servers and clients: deterministic, on the caller's event loop. It records every
-abort.
-
-One token is one UTF-8 byte, so that characters span tokens, as with real models. Any thread may call `release` and
-`wait_until`. A script determines the reply to each request.
+"""A fake engine for tests of servers and clients. A script determines the reply to each request, and every abort is
+recorded. It runs on the caller's event loop and is deterministic. One token is one UTF-8 byte, so a character may span
+tokens, as with real models. Any thread may call `release` and `wait_until`.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class FakeDetokenizer:
         return self._decoder.decode(bytes([token_id]))
 
     def finish(self) -> str:
-        """The text for an incomplete character at the end."""
+        """The replacement text for an incomplete character at the end."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -43,7 +41,7 @@ class FakeTokenizer:
 
     options   what the chat template supports: names of variables, the role `tool`, the message field `tool_calls`
     chats     messages and variables of each call of `chat`
-    specials  for each encoded text, whether special tokens were requested
+    specials  for each call of `encode`, whether special tokens were requested
     """
 
     vocab_size = 256
@@ -67,7 +65,7 @@ class FakeTokenizer:
         return [f"<0x{token_id:02X}>" for token_id in token_ids]
 
     def detokenizer(self) -> FakeDetokenizer:
-        """A fresh incremental `decode`."""
+        """A new incremental decoder."""
         return FakeDetokenizer()
 
     def chat(
@@ -123,7 +121,7 @@ class Script:
 
 
 class FakeBackend:
-    """Replies by scripts. `script` chooses a script by the prompt's text; `health` returns `status`."""
+    """The fake engine. `script` chooses a script by the prompt's text; `health` returns `status`."""
 
     def __init__(
         self,
@@ -165,12 +163,12 @@ class FakeBackend:
         """Continue every held request."""
         with self._changed:
             for loop, gate in self._gates:
-                with contextlib.suppress(RuntimeError):  # the request's event loop is closed
+                with contextlib.suppress(RuntimeError):  # the event loop of the request is closed
                     loop.call_soon_threadsafe(gate.set)
             self._gates.clear()
 
     def wait_until(self, happened: Callable[[FakeBackend], bool], *, timeout_s: float = 10.0) -> None:
-        """Block until `happened(self)`; TimeoutError after `timeout_s`."""
+        """Block until `happened(self)` is True. Raises TimeoutError after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: happened(self), timeout_s):
                 raise TimeoutError(f"held {self.held}, finished {self.finished}, aborted {self.aborted}")
@@ -206,7 +204,7 @@ class FakeBackend:
                 if number == script.hold_after:
                     await self._hold(request_name)
                 yield delta
-                await asyncio.sleep(0)  # like a real engine, let other tasks run between deltas
+                await asyncio.sleep(0)  # other tasks run between deltas, as with a real engine
             outcome = self.finished
         finally:
             with self._changed:
@@ -242,8 +240,8 @@ def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[
 
 
 def _logprob(token_id: int, top: int) -> TokenLogprob:
-    """Log-probabilities: the drawn token has -0.5, and each following token (by id) one less. If there are more than
-    two, the last has probability zero.
+    """Log-probabilities of a token: -0.5 for the sampled token, and 1 less for each following token id. If there are
+    more than two, the last has probability zero.
     """
     others = [((token_id + rank) % 128, -0.5 - rank if rank < 2 else float("-inf")) for rank in range(top)]
     return TokenLogprob(token_id, -0.5, tuple(others))

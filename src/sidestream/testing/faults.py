@@ -1,7 +1,6 @@
-"""Fault injection: a tier that is slow, late, full, torn or flapping, and a stream that is blocked.
-
-A fault replaces one read or write. Faults run on the tier's stream threads; any thread may set them. Every wait has a
-time limit.
+"""Fault injection: a tier whose reads and writes are slow, fail or return wrong bytes, and a stream that is blocked. A
+fault is a function that replaces one read or write. Faults run on the tier's threads; any thread may set them. Every
+wait has a time limit.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ from sidestream.errors import TierCorrupt, TierError, TierFull
 from sidestream.offload.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
 from sidestream.types import Key
 
-# Time after which an operation fails if its gate is not opened, so that a faulty test does not hang.
+# An operation fails if its gate is not opened within this time, so that a faulty test does not hang.
 _PATIENCE_S = 30.0
 
 Fault = Callable[[Callable[[], None], Block], None]
-"""Function called in place of a read or write, with the operation (which it may run) and the block of the operation."""
+"""A function that is called instead of a read or write. It receives the operation, which it may call, and the block of
+the operation.
+"""
 
 
 def healthy(proceed: Callable[[], None], block: Block) -> None:
@@ -30,12 +31,12 @@ def healthy(proceed: Callable[[], None], block: Block) -> None:
 
 
 def full(proceed: Callable[[], None], block: Block) -> None:
-    """Fail as if the medium had no space; nothing is written."""
+    """Fail as if the medium was full; no byte is written."""
     raise TierFull("injected: no room")
 
 
 def broken(proceed: Callable[[], None], block: Block) -> None:
-    """Fail as if the medium was broken; no bytes are moved."""
+    """Fail as if the medium was gone; no byte is read or written."""
     raise TierError("injected: the medium is gone")
 
 
@@ -48,15 +49,15 @@ def torn(proceed: Callable[[], None], block: Block) -> None:
 
 
 def lying(proceed: Callable[[], None], block: Block) -> None:
-    """A read that flips one bit and does not detect this, which is forbidden for tiers. A test that uses this fault
-    proves that its own comparison detects a single wrong bit.
+    """A read that flips one bit without an error, which no tier may do. A test uses this fault to prove that its own
+    comparison detects a single wrong bit.
     """
     proceed()
     np.frombuffer(block, np.uint8)[0] ^= 1
 
 
 def slow(gate: threading.Event) -> Fault:
-    """Start the operation when `gate` is open."""
+    """Make a fault that starts the operation when `gate` is open."""
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
         _pass(gate)
@@ -66,7 +67,7 @@ def slow(gate: threading.Event) -> Fault:
 
 
 def late(gate: threading.Event) -> Fault:
-    """Move the bytes at once, but complete only when `gate` is open."""
+    """Make a fault that runs the operation immediately, but returns only when `gate` is open."""
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
         proceed()
@@ -76,7 +77,7 @@ def late(gate: threading.Event) -> Fault:
 
 
 def flapping(*faults: Fault) -> Fault:
-    """Apply the given faults in turn, repeatedly."""
+    """Make a fault that applies the given faults in turn, repeatedly."""
     turns, lock = itertools.cycle(faults), threading.Lock()
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
@@ -88,8 +89,7 @@ def flapping(*faults: Fault) -> Fault:
 
 
 class FaultyTier:
-    """A tier that passes every read through `on_read` and every write through `on_write`; both may be changed at any
-    time.
+    """Wraps a tier: `on_read` replaces every read, and `on_write` every write. Both may be changed at any time.
 
     reads, writes   keys of the started operations, in order
     """
@@ -122,7 +122,7 @@ class FaultyTier:
 
 
 class Hold:
-    """Blocks streams until `release`: work that is enqueued after this object was made is delayed."""
+    """Blocks streams until `release`: work that is submitted to them after the construction waits."""
 
     def __init__(self, *streams: Stream) -> None:
         self._gate = threading.Event()

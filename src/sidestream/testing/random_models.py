@@ -20,7 +20,7 @@ from sidestream.models.config_checks import parts_of
 from sidestream.tokenizer import Tokenizer
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-# Name of the file that is written last, so that a directory without it is known to be incomplete.
+# This file is written last. A directory without it is incomplete.
 _MARK = "random-weights.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -48,7 +48,7 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    # One layer of attention in four, the others with a gated delta rule, as in Qwen3-Next; without its experts.
+    # Like Qwen3-Next without experts: one layer in four has attention, the others a gated delta rule.
     "qwen3.5-9b": (Qwen3_5TextConfig, {"max_position_embeddings": 40960}),
     "tiny-hybrid": (
         Qwen3_5TextConfig,
@@ -117,7 +117,7 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
 
 def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, seed: int = 0) -> PagedModel:
     """A model with one of the `SHAPES` in bfloat16 on `device`, with random weights from `seed`. Its outputs are
-    meaningless, and have no end-of-sequence token.
+    meaningless, and never end with an end-of-sequence token.
 
     Raises ConfigError for an unknown shape.
     """
@@ -146,13 +146,13 @@ def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", 
 
 
 def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: torch.device, seed: int = 0) -> None:
-    """Write a checkpoint of one of `SHAPES` in bfloat16, weights drawn on `device`, with the tokenizer of another
-    model's directory.
+    """Write a checkpoint with one of the `SHAPES` in bfloat16, with random weights drawn on `device` and the tokenizer
+    of another model's directory.
 
-    Its greedy outputs contain only tokens with text, so that each token is a piece of the streamed answer: ids unknown
-    to the tokenizer, special tokens and parts of characters never have the largest logit. An existing directory with
-    the same content is kept. Raises ConfigError for an unknown shape or a directory with other content, and ModelError
-    for an unreadable tokenizer.
+    Every token of its greedy outputs has text, so a streamed answer has one piece per token. Special tokens, parts of
+    characters and ids unknown to the tokenizer never have the largest logit. An existing directory with the same
+    content is kept. Raises ConfigError for an unknown shape or a directory with other content, and ModelError for an
+    unreadable tokenizer.
     """
     holds = {"shape": shape, "seed": seed, "tokenizer": str(tokenizer.resolve())}
     mark = directory / _MARK
@@ -191,8 +191,8 @@ def _is_whole(text: str) -> bool:
 
 
 def _draw_only(weight: torch.Tensor, token_ids: list[int]) -> None:
-    """Replace the weight rows of all other tokens by the rows of these tokens, divided by two. Then the logits of other
-    tokens are half of a logit of these tokens, so they are never the largest.
+    """Replace the weight rows of all other tokens by rows of these tokens, divided by two. The logit of another token
+    is then half of a logit of these tokens, so it is never the largest.
 
     Rows of zeros would have the same effect, but a GPU multiplies zeros faster than other numbers.
     """

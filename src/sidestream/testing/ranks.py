@@ -1,7 +1,9 @@
-"""Several ranks on one simulated device, in one process: for the torture test and for tests of ranks.
+"""Several ranks (tensor parallelism) on one simulated device in one process: for the torture test and for tests of
+ranks.
 
-Each rank has its own streams, memories and host thread, named `rank1/…`, so that the checker and the policy see them
-like those of rank 0. Messages and collectives take as long as the policy wants.
+Rank 0 runs the engine. Each other rank has its own streams, memories and host thread, named `rank1/…`. The ordering
+checker and the policy (which chooses the next actor to run) treat them like those of rank 0, so the policy also decides
+how long messages and collectives take.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from sidestream.types import Fence, Key
 
 
 class RankView:
-    """The part of a simulated device that belongs to one rank: everything is named `rankN/…`."""
+    """The device as one rank sees it: a wrapper that adds `rankN/` to all names."""
 
     def __init__(self, device: SimDevice, rank: int) -> None:
         self._device = device
@@ -62,13 +64,13 @@ class RankView:
         return self._device.allocate_host(self._prefix + name, num_bytes, item_bytes=item_bytes)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the device's."""
+        """Forward all other attributes to the device."""
         return getattr(self._device, name)
 
 
 class _RankTracer:
-    """The device's tracer without the pools of one rank: nothing reads a rank's mailbox, and rank 0's pools lease all
-    blocks and slots.
+    """The device's tracer without the events of a rank's pools. They are left out because rank 0's pools lease all
+    blocks and slots for all ranks, and because nothing reads the rank's mailbox (sampled tokens).
     """
 
     def __init__(self, tracer: Any) -> None:
@@ -93,12 +95,12 @@ class _RankTracer:
         """See `Tracer.forgot`."""
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the tracer's."""
+        """Forward all other attributes to the tracer."""
         return getattr(self._tracer, name)
 
 
 class Meeting:
-    """Where the compute streams of all ranks exchange tensors: each call returns when every rank has made it."""
+    """The collectives of the compute streams of all ranks. A call returns after every rank has made the same call."""
 
     def __init__(self, device: SimDevice, size: int) -> None:
         self.size = size
@@ -108,7 +110,7 @@ class Meeting:
         self._left: defaultdict[int, int] = defaultdict(lambda: size)
 
     def exchange(self, rank: int, values: Tensor) -> list[Tensor]:
-        """The values of all ranks."""
+        """Contribute `values`; returns the values of all ranks, by rank."""
         number = self._calls[rank]
         self._calls[rank] += 1
         given = self._given[number]
@@ -126,7 +128,7 @@ class Meeting:
 
 
 class MeetingGroup:
-    """One rank's `Group` over a meeting."""
+    """The `Group` of one rank, which communicates through a `Meeting`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, meeting.size
@@ -149,9 +151,8 @@ class MeetingGroup:
 
 
 class RankToy:
-    """One rank's share of a toy model: its tokens are right only if the KV of every rank is.
-
-    Each rank draws from its own KV. If the ranks disagree, all of them get a wrong token.
+    """One rank's share of a toy model. Each rank computes the next token from its own KV. If the ranks' tokens differ,
+    all ranks get a wrong token, so the output is correct only if the KV of every rank is.
     """
 
     def __init__(self, inner: Any, group: MeetingGroup) -> None:
@@ -197,16 +198,19 @@ class RankToy:
         all_drawn = torch.stack(self._group._meeting.exchange(self._group.rank, drawn))
         wrong = (all_drawn != all_drawn[0]).any(0)
         logits = torch.where(wrong[:, None], logits.roll(1, -1), logits)
-        # As if the last bits differed: only rank 0 draws the right token.
+        # Real ranks may differ in the last bits. Imitate that: only rank 0 computes the right token, and must send it
+        # to the others.
         return logits.roll(self._group.rank, -1)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the toy's."""
+        """Forward all other attributes to the toy model."""
         return getattr(self._inner, name)
 
 
 class RankProposer:
-    """The proposer of a rank other than 0: its drafts are wrong, unless they are replaced by those of rank 0."""
+    """The draft proposer of a rank other than 0. Its drafts are wrong, because the rank must use the drafts of rank 0
+    instead.
+    """
 
     def __init__(self, inner: Any, vocab_size: int) -> None:
         self._inner = inner
@@ -218,12 +222,12 @@ class RankProposer:
         return (drafts + 1) % self._vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the proposer's."""
+        """Forward all other attributes to the proposer."""
         return getattr(self._inner, name)
 
 
 class _Broadcast:
-    """A `Transport` over channels."""
+    """A `Transport` that sends each message to the channels of all ranks."""
 
     def __init__(self, channels: Sequence[Channel[ToRank]], finish: Callable[[], None]) -> None:
         self._channels = channels
@@ -239,15 +243,15 @@ class _Broadcast:
         self._finish()
 
     def kill(self) -> None:
-        """See `Transport.kill`. The device ends all ranks."""
+        """See `Transport.kill`. Does nothing: the end of the device ends all ranks."""
 
 
 class SimRanks:
     """The other ranks of an engine on a simulated device.
 
-    ranks       for `build_engine`
-    groups      of each rank; the first is for `build_engine`
-    executors   of the other ranks
+    ranks       argument `ranks` of `build_engine`
+    groups      the `Group` of each rank; the first is the argument `group` of `build_engine`
+    executors   the executors of the ranks from 1 on
     """
 
     def __init__(self, device: SimDevice, size: int) -> None:
@@ -276,7 +280,7 @@ class SimRanks:
         tiers: dict[str, PersistentTier] | None = None,
         proposer: Proposer | None = None,
     ) -> None:
-        """Start rank 1, 2, … with its share of the model."""
+        """Start a rank with its share of the model. Call it for rank 1, 2, … in this order."""
         view = cast(Device, RankView(self._device, rank))
         channel, reports = self._to_ranks[rank - 1], self._reports[rank - 1]
         follower = build_follower(
@@ -299,7 +303,7 @@ class SimRanks:
 
     @property
     def busy(self) -> bool:
-        """Whether another rank has work that rank 0 does not know to be done."""
+        """Whether a rank has unfinished work, or sent a report that rank 0 has not read."""
         return any(self._reports) or any(follower.busy for follower in self._followers)
 
     def _finish(self) -> None:
@@ -324,14 +328,16 @@ class SimRanks:
         return Rest()
 
     def _observed(self, rank: int, stream: str, tick: int) -> None:
-        """Tell the tracer that the calling thread knows, by a report, that a rank's work is done."""
+        """Tell the tracer that the calling thread learned from a report that a rank's work is done."""
         tracer = self._device.tracer
         if tracer is not None and self._device.turns.at_host:
             tracer.observed(_Reported(f"rank{rank}/{stream}", tick))
 
 
 class _WakingRanks(Ranks):
-    """Wakes the ranks' threads after each message, outside of the lock: waking is a point of the simulator."""
+    """Wakes the ranks' threads after each message. This happens outside the lock, because the simulator may switch
+    threads there.
+    """
 
     def __init__(self, size: int, transport: _Broadcast, threads: Sequence[HostThread], progress: Progress) -> None:
         super().__init__(size, transport, progress=progress)
@@ -345,7 +351,7 @@ class _WakingRanks(Ranks):
 
 
 class _Reported:
-    """A fence of another rank that a report named."""
+    """The fence of a rank's work that a report named as done."""
 
     failure = None
 
@@ -354,5 +360,5 @@ class _Reported:
         self.tick = tick
 
     def poll(self) -> bool:
-        """True: it was reported."""
+        """Always True, because the report said that the work is done."""
         return True

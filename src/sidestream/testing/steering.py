@@ -1,6 +1,5 @@
-"""Records in which decisions a policy deviates from the running actor, and reduces such a list.
-
-A run is repeated from its deviations by `sidestream.device.sim.policies.Steered`.
+"""Records the decisions at which a policy switches to another actor (host, stream or thread), and reduces a list of
+such switches. `sidestream.device.sim.policies.Steered` repeats a run from its switches (deviations).
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ T = TypeVar("T")
 
 
 class Watched:
-    """A policy that records the deviations of another one.
+    """Wraps a policy, and records its deviations.
 
     count        number of decisions so far
-    deviations   decision number → chosen actor, where it was not the running one
+    deviations   decision number → chosen actor, for each decision that did not continue the running actor
     actors       names of all actors that could be chosen, in order of appearance
     """
 
@@ -38,11 +37,9 @@ class Watched:
 
 
 def minimise(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A subset of `items` that still fails, and from which no part of the tried sizes can be removed: delta debugging,
-    Zeller and Hildebrandt 2002.
-
-    `items` themselves fail. Terminates when `fails` always returns False, so a bounded number of calls bounds this
-    function.
+    """A small subset of `items` for which `fails` is still True: delta debugging, Zeller and Hildebrandt 2002.
+    `fails(items)` must be True. The caller can limit the run time: if `fails` returns False from some call on, this
+    function soon returns.
     """
     if fails(()):
         return []

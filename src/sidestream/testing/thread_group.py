@@ -1,6 +1,7 @@
 """A group of ranks that are threads of one process, for tests of tensor parallelism without processes.
 
-Implements `sidestream.device.group.Group` for tensors in host memory. Each rank's collectives run on its own thread.
+Implements `sidestream.device.group.Group` for tensors in host memory. The thread of each rank runs the rank's
+collectives (such as all-reduce).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ThreadGroup:
         """See `sidestream.device.group.Group`."""
         given = self._meeting.exchange(self.rank, "all_reduce", values)
         total = given[0].clone()
-        for other in given[1:]:  # in the same order on all ranks, for equal bits
+        for other in given[1:]:  # the same order on all ranks, so that all get bit-equal sums
             total += other
         values.copy_(total)
 
@@ -58,7 +59,8 @@ def thread_groups(size: int, *, timeout_s: float = 60.0) -> list[ThreadGroup]:
 def run_ranks(size: int, work: Callable[[ThreadGroup], Result], *, timeout_s: float = 60.0) -> list[Result]:
     """Run `work` for each rank of a new group, each on a thread of its own. Returns the results by rank.
 
-    A rank that fails leaves the group, so that the others end. Raises the first error that is not the result of this.
+    A rank that fails leaves the group, so that the collectives of the other ranks fail, too. Raises the first error of
+    `work` that is not such a consequence.
     """
 
     def run(group: ThreadGroup) -> Result:
@@ -77,7 +79,9 @@ def run_ranks(size: int, work: Callable[[ThreadGroup], Result], *, timeout_s: fl
 
 
 class _Meeting:
-    """Where the ranks exchange tensors. A round ends when all ranks have given theirs."""
+    """The shared state of a group. In each round, every rank contributes a tensor and receives the tensors of all
+    ranks.
+    """
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
@@ -105,13 +109,13 @@ class _Meeting:
                     f"{name} of rank {rank} of {self.size} failed: ranks {missing} have left or did not take part in "
                     f"{self._timeout_s:g} s"
                 )
-            # The next round needs this rank too, so these are still the results of this one.
+            # No next round can have replaced the results, because it needs this rank, too.
             if (names := {given for given, _ in self._result}) != {name}:
                 raise ProcessFailed(f"the ranks called different collectives at once: {', '.join(sorted(names))}")
             return [given for _, given in self._result]
 
     def leave(self, rank: int) -> None:
-        """Make the waits of the other ranks fail, now and later."""
+        """Leave the group: the other ranks' waits fail from now on."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()

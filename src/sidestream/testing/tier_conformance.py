@@ -29,7 +29,9 @@ _PATIENCE_S = 30.0
 
 
 class TierConformance:
-    """Opens tiers on one medium, one after another. `directory` is a fresh directory for each test."""
+    """The tests. Subclasses implement `open` and `damage`. Each test opens one tier after another on the same medium;
+    `directory` is a new directory for each test.
+    """
 
     directory: Path
 
@@ -37,7 +39,7 @@ class TierConformance:
 
     def open(self, context: TierContext, *, capacity_blocks: int) -> PersistentTier:
         """Open the tier on the test's medium, with room for `capacity_blocks`. It must find the entries that an earlier
-        tier has left on the medium.
+        tier left on the medium.
         """
         raise NotImplementedError
 
@@ -66,7 +68,7 @@ class TierConformance:
     # ------------------------------------------------------------------ reads and writes
 
     def test_published_block_is_read_back_bit_for_bit(self) -> None:
-        """A second key has its own bytes."""
+        """Two keys have different bytes."""
         tier = self._open()
         for name in ("a", "b"):
             write(tier, name)
@@ -101,13 +103,13 @@ class TierConformance:
         tier = self._open(capacity_blocks=1)
         old = write(tier, "a")
         tier.index.forget(old)
-        new = write(tier, "a")  # its grant deletes the old entry
+        new = write(tier, "a")  # the reservation of the new entry deletes the old entry
         assert new.serial > old.serial
         assert holds(tier, "a")
         assert reads_as_corrupt(tier, old)
 
     def test_reads_and_writes_may_run_at_the_same_time(self) -> None:
-        """`write` and `read` are called on several threads; the index is not used there."""
+        """`write` and `read` are called on several threads, which do not use the index."""
         tier = self._open(capacity_blocks=32)
         names = [str(number) for number in range(16)]
         entries = [write(tier, name) for name in names]
@@ -155,7 +157,7 @@ class TierConformance:
         assert tier.index.stats.evictions == 1
 
     def test_pinned_entry_is_not_evicted(self) -> None:
-        """A pinned entry is kept as long as a read may need it."""
+        """A pinned entry is not evicted, because a read may need it."""
         tier = self._open(capacity_blocks=2)
         write(tier, "pinned")
         pin = tier.index.pin([key("pinned")])
@@ -176,7 +178,7 @@ class TierConformance:
         assert write(again, "d").serial > max(entry.serial for entry in entries)
 
     def test_forgotten_blocks_are_gone_after_a_close(self) -> None:
-        """`close` deletes doomed entries."""
+        """`close` deletes entries that the index has dropped but that are still on the medium."""
         tier = self._open()
         for name in ("a", "b"):
             write(tier, name)
@@ -222,7 +224,7 @@ def key(name: str) -> Key:
 
 
 def content(name: str) -> npt.NDArray[np.uint8]:
-    """The bytes of the block with this name."""
+    """Test content: the bytes of the block with this name."""
     seed = int.from_bytes(key(name), "little")
     return np.random.default_rng(seed).integers(0, 256, _LAYOUT.block_bytes, np.uint8)
 
@@ -237,14 +239,14 @@ def write(tier: PersistentTier, name: str) -> Entry:
 
 
 def reads(tier: PersistentTier, entry: Entry, name: str) -> bool:
-    """Whether the entry's block holds the content of this name."""
+    """Whether the entry can be read, and holds the test content of this name."""
     out = np.zeros(_LAYOUT.block_bytes, np.uint8)
     tier.read(entry, out)
     return np.array_equal(out, content(name))
 
 
 def holds(tier: PersistentTier, name: str) -> bool:
-    """Whether the name's block is found and holds its content."""
+    """Whether the tier finds the key of this name, and the entry holds its test content."""
     if key(name) not in tier.index:
         return False
     pin = tier.index.pin([key(name)])

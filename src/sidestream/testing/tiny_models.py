@@ -1,7 +1,7 @@
 """Tiny models with random weights, one of each supported family, saved as complete transformers directories.
 
-They are small enough to load at once, and configured so that attention matters: windows are shorter than the context of
-a test, and soft caps have an effect.
+They load in no time. Their configs make errors of attention visible: sliding windows are shorter than a test's context,
+and logit soft caps have an effect.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 1024,
-        # Ten times the usual value, so that the attended context determines the next token.
+        # Ten times the usual value, so that the next token depends on the whole context.
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -90,7 +90,7 @@ def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> P
     """Save a model of `family` with weights drawn from `seed`, float32, and a byte-level tokenizer with a chat
     template.
 
-    Returns `directory`. Uses a separate random generator; raises KeyError for an unknown family.
+    Returns `directory`. Does not change torch's random state. Raises KeyError for an unknown family.
     """
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -161,7 +161,7 @@ def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -
                 else {"down_proj": expert}
             )
             carried |= {f"{found[1]}.{number}.{part}.weight": weights.contiguous() for part, weights in parts.items()}
-    if names == "deepseek":  # these checkpoints repeat shared tensors
+    if names == "deepseek":  # copies, because such checkpoints hold shared tensors twice
         carried[f"{prefix}embed_tokens.weight"] = torch.zeros(2, 2)
     save_file(carried, model / "model-mtp.safetensors")
 
@@ -299,4 +299,4 @@ HYBRIDS: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]]
     "lfm2_moe": (Lfm2MoeConfig, {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
     "olmo_hybrid": (OlmoHybridConfig, {"num_hidden_layers": 4}),
 }
-"""Families whose layers keep recurrent state, too."""
+"""Families in which some layers keep recurrent state."""

@@ -11,14 +11,14 @@ EOS_ID = 0
 
 
 class ToyDetokenizer:
-    """Incremental text of one sample."""
+    """Decodes the tokens of one sample, one by one."""
 
     def push(self, token_id: int) -> str:
         """The token's character; no text for the end of sequence."""
         return _text(token_id)
 
     def finish(self) -> str:
-        """Returns nothing: no text is held back."""
+        """The text held back so far: always empty."""
         return ""
 
 
@@ -28,7 +28,7 @@ class ToyTokenizer:
     """
 
     eos_ids = (EOS_ID,)
-    vocab_size = 0x110000 - 0x100  # ids with a character
+    vocab_size = 0x110000 - 0x100  # as many characters as Unicode allows
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """One id per character. Raises RequestRejected for a character without an id."""
@@ -45,7 +45,7 @@ class ToyTokenizer:
         return "".join(_text(token_id) for token_id in token_ids)
 
     def detokenizer(self) -> ToyDetokenizer:
-        """A fresh incremental `decode`."""
+        """A new incremental decoder."""
         return ToyDetokenizer()
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
@@ -53,7 +53,7 @@ class ToyTokenizer:
         return [_text(token_id) for token_id in token_ids]
 
     def template_knows(self, option: str) -> bool:
-        """The template has no options."""
+        """Always False: the chat template has no options."""
         return False
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

@@ -1,8 +1,6 @@
-"""In-memory connections in one thread: replacements for `socket.socketpair`, a selector and an event loop, for both
-ends of the border.
-
-A seed decides how many bytes are moved at a time, and which end is polled next. As on a Unix socket, bytes are never
-lost, duplicated or reordered.
+"""In-memory connections between front ends and an engine server, all in one thread: replacements for
+`socket.socketpair`, a selector and an event loop. A seed decides how many bytes are moved at a time, and which end is
+polled next. As on a Unix socket, bytes are never lost, duplicated or reordered.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-# Number of turns of the other end after which a blocking `recv` fails, because its bytes will never arrive.
+# A blocking `recv` fails after the other end ran this many times without sending the bytes.
 _MOST_WAITS = 1000
 _numbers = itertools.count(1_000_000)
 
@@ -42,12 +40,12 @@ class Wire:
 
     @property
     def readable(self) -> bool:
-        """Whether `recv` returns at once, with bytes or because the other end is closed."""
+        """Whether `recv` returns immediately: bytes have arrived, or the other end is closed."""
         return bool(self.incoming) or self.peer.closed
 
     @property
     def writable(self) -> bool:
-        """Whether `send` accepts bytes, or fails at once."""
+        """Whether `send` returns or fails immediately: there is room, or the other end is closed."""
         return len(self.peer.incoming) < self._capacity or self.peer.closed
 
     def send(self, data: bytes | bytearray) -> int:
@@ -78,11 +76,13 @@ class Wire:
         return data
 
     def close(self) -> None:
-        """Close this end. The other end reads the bytes sent before, and then the end of the connection."""
+        """Close this end. The other end can still read the bytes sent before; then it sees that the connection has
+        ended.
+        """
         self.closed = True
 
     def fileno(self) -> int:
-        """A unique number; -1 once it is closed."""
+        """A unique number; -1 after `close`."""
         return -1 if self.closed else self._number
 
     def setblocking(self, blocking: bool) -> None:
@@ -91,7 +91,7 @@ class Wire:
             self.wait = None
 
     def settimeout(self, seconds: float) -> None:
-        """From now on, a `send` without room times out at once, as if it had waited `seconds`."""
+        """From now on, a `send` without room raises TimeoutError immediately, as if it had waited `seconds`."""
         self._timed = True
 
     def _some(self, most: int) -> int:
@@ -166,15 +166,15 @@ class WireLoop:
                         callback()
 
     def is_running(self) -> bool:
-        """Always true."""
+        """Always True."""
         return True
 
     def is_closed(self) -> bool:
-        """Always false."""
+        """Always False."""
         return False
 
     def get_debug(self) -> bool:
-        """Called by futures."""
+        """Called by futures. Runs the callback immediately."""
         return False
 
     def create_future(self) -> asyncio.Future[Any]:

@@ -31,7 +31,7 @@ _META = torch.device("meta")
 _HOST = torch.device(CPU)
 _GPU = torch.device(CUDA, 0)
 _ISOLATION = "CUDA error: dependency created on uncaptured work in another stream"
-_MEMORY = 80 << 30  # attributes that programs read
+_MEMORY = 80 << 30  # the size that the fake `torch.cuda` reports
 
 
 class _Lifetime:
@@ -132,7 +132,7 @@ class FakeCuda:
         if self._steps is not None:
             self._steps.append(step)
         if func._schema.name == "aten::_to_copy" and kwargs.get("non_blocking") and type(out) is torch.Tensor:
-            self._pin(out)  # the same result type as in torch
+            self._pin(out)  # torch also returns pinned memory here
         return out
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

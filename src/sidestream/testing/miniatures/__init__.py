@@ -1,9 +1,9 @@
-"""Published bugs of KV offloading as small programs. Without its protection, each program fails in some schedules; with
-it, in none.
+"""Miniatures: published bugs of KV offloading as small programs. Each program can run with or without its protection
+(fix). Without it, the program fails in some schedules (orders of execution); with it, in none.
 
-`MINIATURES` covers the hazards H1 to H26, the hazards between processes (H32, H34, H35), and some bugs that only cost
-time. `run_miniature` runs a miniature on the simulated device with a policy, a seed and the checker, and reports the
-oracle that detected the bug.
+`MINIATURES` covers the hazards H1 to H26 of docs/ordering.md, the hazards between processes (H32, H34, H35), and some
+bugs that only cost time. `run_miniature` runs a miniature on the simulated device with a policy, a seed and the
+checker, and reports the oracle that detected the bug.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sidestream.testing.miniatures.tiers import TIERS
 
 __all__ = ["MINIATURES", "Caught", "Miniature", "Outcome", "run_miniature"]
 
-# Work of miniatures fails on purpose.
+# Exceptions that miniatures raise on purpose inside work.
 _RULES = Rules(faults=(Exception,))
 _NAMES = {"assertion": "balance", "deadlock": "order"}
 
@@ -31,7 +31,7 @@ MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """The oracles that detected a failure.
+    """The failure of a run.
 
     oracles   one or more of `"checker"`, `"tokens"`, `"accept length"`, `"balance"` (a leak, or one release too many)
               and `"order"` (an event was too late or never happened)
@@ -43,7 +43,7 @@ class Caught:
 
     @property
     def oracle(self) -> str:
-        """The first oracle."""
+        """The first oracle that detected a failure."""
         return self.oracles[0]
 
 
@@ -56,7 +56,7 @@ def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bo
     def program(device: SimDevice) -> None:
         try:
             outcomes.append(miniature.run(device, protected))
-        except InvariantError as error:  # a pool raises this, for example for a double release
+        except InvariantError as error:  # raised by a pool, for example for a double release
             raise AssertionError(str(error)) from error
 
     run = replay(program, policy, seed, rules=_RULES, trace=False)

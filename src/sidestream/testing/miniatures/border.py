@@ -1,6 +1,6 @@
-"""Front ends and an engine in separate processes: lost, duplicated and late messages, and processes that die.
-
-Streams of the simulated device represent threads and processes. The product's code packs and parses frames.
+"""Bugs between front ends and an engine in separate processes: lost, duplicated and late messages, and processes that
+die. Each function runs one bug on a simulated device, with or without its protection (fix). Streams of the device
+represent threads and processes. Frames are packed and parsed by the product's own code.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
 
     answers[0] = []
     late = engine.submit(partial(arrive, channel.pack(0, 7)), label="token of the first request")
-    del answers[0]  # the client has left; the engine learns it later
+    del answers[0]  # the client has left, but the engine does not know yet
     second = 1 if protected else 0
     answers[second] = []
     own = engine.submit(partial(arrive, channel.pack(second, 9)), label="token of the second request")
@@ -148,7 +148,7 @@ def abort_that_crosses_the_finish(device: SimDevice, protected: bool) -> Outcome
     running, told = set[int](), list[int]()
 
     def abort(name: int) -> None:
-        running.discard(name)  # harmless for requests that have ended
+        running.discard(name)  # no effect if the request has ended
 
     def token(name: int, value: int, *, last: bool) -> None:
         if name in running:

@@ -1,4 +1,6 @@
-"""Unordered copies and compute: wrong bytes without an error, or a blocked thread."""
+"""Bugs with unordered copies and compute: wrong bytes without an error, or a blocked thread. Each function runs one bug
+on a simulated device, with or without its protection (fix).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
     copy_engine.wait(filled)
     copy_engine.submit(lambda: device.sleep(0.02), label="the bulk of the store")
     stored = copy(copy_engine, kv, blocks.ids, host, slots.ids, "store")
-    path = compute if protected else copy_engine  # a kernel that writes to mapped memory, or an ordinary copy
+    # With the fix, a kernel writes the token to mapped memory; without it, the copy engine copies the token.
+    path = compute if protected else copy_engine
     path.wait(sampled)
     delivered = copy(path, drawn, token.ids, mailbox, entry.ids, "token to the host")
     finish(device, delivered)
@@ -117,7 +120,7 @@ def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
     filled = kv.write(compute, block.ids, 7, "prefill")
     store.wait(filled)
     stored = copy(store, kv, block.ids, host, slot.ids, "store")
-    block.release(after=(filled, stored))  # at once, without waiting for the store
+    block.release(after=(filled, stored))  # immediately: the host does not wait for the store
     fresh = kv.pool.take(1)
     for fence in fresh.after if protected else ():
         compute.wait(fence)

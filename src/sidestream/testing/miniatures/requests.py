@@ -1,4 +1,6 @@
-"""Requests that end, are preempted, or are shared by ranks: wrong releases, extra tokens, and different decisions."""
+"""Bugs with requests that end, are preempted, or run on several ranks: wrong releases, extra tokens, and ranks that
+decide differently. Each function runs one bug on a simulated device, with or without its protection (fix).
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def abort_while_a_step_is_in_flight(device: SimDevice, protected: bool) -> Outco
     lease = kv.pool.take(1)
     launched = kv.write(compute, lease.ids, 7, "step of the aborted request")
     if protected:
-        finish(device, launched)  # the abort is only recorded; the commit frees
+        finish(device, launched)  # with the fix, the abort is only recorded, and the commit frees the block
         lease.release()
     else:
         lease.release()

@@ -1,4 +1,6 @@
-"""Races between a step and the next step: rows of a batch, their device state and their inputs."""
+"""Bugs with races between a step and the next step: rows of a batch, their device state and their inputs. Each function
+runs one bug on a simulated device, with or without its protection (fix).
+"""
 
 from __future__ import annotations
 
@@ -175,9 +177,9 @@ def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
 
     def source(step: int) -> Callable[[], int]:
         epoch = defined.get("row")
-        device.sleep(1e-5)  # time for the rest of the batch
+        device.sleep(1e-5)  # the rest of the batch takes time
         if epoch is not None and not protected and "row" not in defined:
-            return lambda: 0  # an undefined tensor
+            return lambda: 0  # stands for an undefined tensor
         return (lambda: loop.on_device) if epoch is not None else (lambda: copies[step])
 
     def fly(step: int, hidden: Callable[[], int]) -> None:

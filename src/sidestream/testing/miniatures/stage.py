@@ -1,7 +1,6 @@
-"""Building blocks of the miniatures: small blocks, work that accesses them, and outcomes.
-
-A block holds two layers of one number each, so that half-finished copies are visible. As in the engine, all work
-declares its accesses, and every block is leased from a real pool.
+"""Building blocks of the miniatures (small programs that show published bugs): small KV blocks, work that accesses
+them, and outcomes. A block holds two layers of one number each, so that half-finished copies are visible. As in the
+engine, all work declares its accesses, and every block is leased from a real pool.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Outcome:
     output, expected                  numbers or tokens
     accept_lengths, expected_...      accept lengths of a speculative loop, by round
     leaked                            number of ids that are never released
-    late                              descriptions of events that happened too late, too often or never
+    late                              sentences about events that happened too late, too often or never
     """
 
     output: tuple[int, ...] = ()
@@ -85,21 +84,21 @@ class Blocks:
         self.pool = self.another_pool(f"{name} blocks")
 
     def another_pool(self, name: str) -> FencedPool:
-        """A second pool over the same blocks."""
+        """Another pool for the same blocks, with its own leases."""
         if self._tracer is not None:
             self._tracer.backed(name, self.memory.name, LAYOUT.block_bytes)
         return FencedPool(name, len(self.numbers), tracer=self._tracer)
 
     def reads(self, ids: Sequence[int], layers: range = BOTH) -> Accesses:
-        """Declares that some layers of some blocks are read."""
+        """The accesses of work that reads these layers of these blocks."""
         return lambda: self._ranges(ids, layers, write=False)
 
     def writes(self, ids: Sequence[int], layers: range = BOTH) -> Accesses:
-        """Declares that some layers of some blocks are written, and possibly read."""
+        """The accesses of work that writes (and may read) these layers of these blocks."""
         return lambda: self._ranges(ids, layers, write=True)
 
     def write(self, stream: SimStream, ids: Sequence[int], number: int, label: str) -> SimFence:
-        """Work that computes the blocks layer by layer; other work may run in between."""
+        """Submit work that writes the blocks layer by layer. Other work may run between two layers."""
 
         def work() -> None:
             for layer in BOTH:
@@ -109,7 +108,7 @@ class Blocks:
         return stream.submit(work, self.writes(ids), label=label)
 
     def read(self, stream: SimStream, ids: Sequence[int], found: list[int], label: str) -> SimFence:
-        """Work that reads the blocks layer by layer, and appends the values to `found`."""
+        """Submit work that reads the blocks layer by layer, and appends the values to `found`."""
 
         def work() -> None:
             for layer in BOTH:
@@ -144,7 +143,7 @@ def copy(
     label: str,
     layers: range = BOTH,
 ) -> SimFence:
-    """Work that copies some layers of `source_ids` to `target_ids`; other work may run between two layers."""
+    """Submit work that copies layers of `source_ids` to `target_ids`. Other work may run between two layers."""
     ids, size = list(zip(source_ids, target_ids, strict=True)), LAYOUT.layer_bytes
     batch = CopyBatch(
         source.memory,
@@ -157,6 +156,6 @@ def copy(
 
 
 def finish(device: SimDevice, *fences: SimFence) -> None:
-    """The commit: the host waits for results. Here, a wait of the host is allowed."""
+    """Wait on the host for results, as the engine does at the commit of a step, where a wait is allowed."""
     for fence in fences:
         device.wait_host(fence, reason="step")

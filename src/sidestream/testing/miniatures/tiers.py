@@ -1,4 +1,6 @@
-"""KV in tiers: slots, keys and entries that refer to missing or wrong bytes."""
+"""Bugs with KV in host memory and on disk: slots, keys and entries that refer to missing or wrong bytes. Each function
+runs one bug on a simulated device, with or without its protection (fix).
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
         finish(device, read)
         pin.release()
     else:
-        found.append(7)  # computed again
+        found.append(7)  # a miss: the block is computed again
     return Outcome(tuple(found), (7,))
 
 
