@@ -161,7 +161,7 @@ def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -
                 else {"down_proj": expert}
             )
             carried |= {f"{found[1]}.{number}.{part}.weight": weights.contiguous() for part, weights in parts.items()}
-    if names == "deepseek":  # copies, because such checkpoints hold shared tensors twice
+    if names == "deepseek":  # such checkpoints repeat shared tensors; this copy is a dummy
         carried[f"{prefix}embed_tokens.weight"] = torch.zeros(2, 2)
     save_file(carried, model / "model-mtp.safetensors")
 

@@ -28,7 +28,7 @@ class ToyTokenizer:
     """
 
     eos_ids = (EOS_ID,)
-    vocab_size = 0x110000 - 0x100  # as many characters as Unicode allows
+    vocab_size = 0x110000 - 0x100  # number of ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """One id per character. Raises RequestRejected for a character without an id."""

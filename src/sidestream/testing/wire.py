@@ -174,7 +174,7 @@ class WireLoop:
         return False
 
     def get_debug(self) -> bool:
-        """Called by futures. Runs the callback immediately."""
+        """Always False. Called by futures."""
         return False
 
     def create_future(self) -> asyncio.Future[Any]:
