@@ -219,7 +219,7 @@ class ScriptedModel:
         if fault is not None and fault.kind == "nan":
             assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             given[0].fill_(torch.nan)
-            for last in logit_rows.tolist():  # no logits: no result of this step is read
+            for last in logit_rows.tolist():  # only rows with logits: no result of other rows is read
                 row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
                 slots = batch.slot_mapping[batch.cu_seqlens_q[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
