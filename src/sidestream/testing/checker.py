@@ -39,7 +39,7 @@ from sidestream.types import Access, Accesses, Fence, Key
 
 Poison = Callable[[str, int, int, Sequence[Fence]], None]
 
-# Every so many submissions, records that cannot matter any more are deleted.
+# Number of submissions after which old records are deleted.
 _PRUNE_EVERY = 256
 _SWEEP_FROM = 4096
 
@@ -127,8 +127,8 @@ class Checker:
         """See `Tracer.waited`."""
         with self._lock:
             waiting, op = self._order.stream(stream), self._order.op(fence)
-            # None: the record was deleted. Before the host submitted the oldest unfinished work, it knew that this work
-            # was done, so the wait adds no order.
+            # None: `prune` deleted the record, because all unfinished work already comes after this work. The wait adds
+            # no order.
             if op is not None and op.final is not None:
                 learn(waiting.clock, op.final)
 

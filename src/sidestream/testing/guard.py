@@ -60,7 +60,7 @@ class Guard:
         self._checker = checker
         self._arenas: list[_Arena] = []
         self._places: dict[str, tuple[_Arena, int, int]] = {}
-        self._ranges: Sequence[Range] | None = None  # of the running work
+        self._ranges: Sequence[Range] | None = None  # ranges that the running work has declared
         self._known: tuple[Sequence[Access], Sequence[Range]] = ((), ())
         checker.refuse_unknown()
 
@@ -111,13 +111,15 @@ class Guard:
         content[first + start : first + stop] = POISON
 
     def require(self, stream: str, access: Access) -> None:
-        """Report an access of running work that was not declared. For memories without bytes here, such as files."""
+        """Report an access of running work that was not declared. Called for memories that have no byte array, such as
+        files.
+        """
         if access not in self._checker.declared(stream):
             self._checker.undeclared(stream, access)
 
     def _ranges_of(self, declared: Sequence[Access]) -> list[Range]:
-        """The ranges of the declared accesses: arena, start, stop, and whether it is a write. Memories without bytes
-        are left out.
+        """The ranges of the declared accesses: arena, start, stop, and whether it is a write. Memories without a byte
+        array are left out.
         """
         ranges = []
         for access in declared:

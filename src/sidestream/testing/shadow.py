@@ -1,4 +1,5 @@
-"""The checker's records: the last accesses to each byte range and id, and the leases of each id. Contains no rules.
+"""The checker's records: the last accesses to each byte range and id, and the leases of each id. The rules are checked
+elsewhere (`Leases`, `Memories`).
 
 An id is a block or slot number of a pool; a lease keeps an id from reuse; an id is findable while its key is in a cache
 index. `seq` numbers all submissions, host accesses and lease events in one order.
@@ -28,10 +29,10 @@ clock that work keeps (`Op.before`, `Op.final`) is never changed in place, becau
 """
 
 Site = tuple[CodeType, int]
-"""A call site: code and instruction offset. The line number is computed only for messages, which is cheaper."""
+"""A call site: code and instruction offset. To save time, the line number is computed only for messages."""
 
 # Findings name the first caller outside these files as the call site.
-_TORCH = importlib.util.find_spec("torch")  # found without an import, which is slow
+_TORCH = importlib.util.find_spec("torch")  # finds torch without the slow import
 _ROOM = Path(sidestream.device.__file__).parent
 _PASSED_OVER = (
     str(_ROOM),
@@ -76,7 +77,8 @@ class Op:
 
     seq            position in the order of all events
     before         the host's clock at the submission; None after the end
-    final          the clock that a waiter for this work gets; None before the end, and after the record was pruned
+    final          the clock that a stream or host merges into its own when it waits for this work; None before the end,
+                   and after the record was pruned
     failure        the exception of the work, as text for messages
     declared       all accesses that the work has declared so far; empty after the end
     writes, reads  accesses declared at the submission: memory, start, stop; for a read also the `seq` after which the

@@ -1,6 +1,6 @@
-"""The clients of a schedule: send requests to the engine, abort requests, and check each output as it arrives.
-
-Knows the engine's public calls, and front ends (`Border`) if the workload has any. Called by the schedule's thread.
+"""The clients of a schedule (one run of the torture test) send requests to the engine, abort requests, and check each
+output as it arrives. They call the engine directly, or through front ends (`Border`) if the workload has any. H24 is a
+hazard of docs/ordering.md. Called by the thread that runs the schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sidestream.types import Delta
 
 
 class Clients:
-    """The clients of one engine, until it is closed or crashes. Another engine gets other clients.
+    """The clients of one engine, until the engine is closed or crashes. After a restart, a new object serves the new
+    engine.
 
     received   the output of each sample so far, by request number and sample number
     started    version of the weights that each request started with, by request number
@@ -29,7 +30,9 @@ class Clients:
     """
 
     def __init__(self, workload: Workload, life: Life, find: Callable[[str, str], None], *, weights: int) -> None:
-        """`find` is called with an oracle and a text for each finding. `weights` is the engine's version of them."""
+        """`find` receives the oracle (name of a check) and the text of each finding. `weights` is the version of the
+        model's weights.
+        """
         self._workload = workload
         self._life = life
         self._find = find
@@ -74,7 +77,7 @@ class Clients:
             self.border.turn()
 
     def hang_up(self) -> None:
-        """Replace a front end, if there are any. The requests of the old front end end as aborted."""
+        """Replace a front end, if there are any. The requests of the old front end count as aborted."""
         for number in self.border.hang_up() if self.border is not None else ():
             self.gone.add(number)
             for index in range(self._workload.requests[number].n):
@@ -117,7 +120,7 @@ class Clients:
     # ------------------------------------------------------------------ output
 
     def _tell(self, number: int, delta: Delta) -> None:
-        """Deliver output to one request's client; called inside the engine's step, unless front ends are in between."""
+        """Receive output of one request, and check it. Without front ends, this is called inside the engine's step."""
         life, sample, who = self._life, self.received[number, delta.index], f"request {number}, sample {delta.index}"
         if delta.prompt_tokens != (length := len(self._workload.requests[number].prompt)):
             self._find("answered", f"{who} has {length} prompt tokens, its output counts {delta.prompt_tokens}")
@@ -130,7 +133,7 @@ class Clients:
             return
         self._say(f"request {number} ends: {delta.finish_reason}")
         if self.border is not None or life.device.is_lost:
-            return  # the engine has advanced meanwhile, or has failed
+            return  # the counts below may differ: the engine has run further steps, or has failed
         if life.engine.unfinished != (left := self.num_waiting()):
             self._find(
                 "answered",
@@ -140,7 +143,7 @@ class Clients:
             self._find("answered", f"{who} received its end, and the scheduler still holds it (H24)")
 
     def _fail(self, number: int, error: SidestreamError, refused: bool) -> None:
-        """Tell a client that its request has ended, because it was rejected or because its connection has ended."""
+        """Record that a request has ended: rejected by the engine (`refused`), or ended with its connection."""
         if refused:
             self.gone.add(number)
         for index in range(self._workload.requests[number].n):
@@ -159,12 +162,14 @@ class Clients:
         return [number for (number, _), sample in self.received.items() if sample.reason is None]
 
     def cut_off(self) -> None:
-        """Note that the engine will end now: it aborts requests that their clients still want."""
+        """Record the unfinished requests before the engine is closed. Their clients repeat them, although the engine
+        aborts them.
+        """
         self._cut_off = set(self.waiting())
 
     def wanted(self) -> list[int]:
-        """Numbers of the requests that clients repeat after a restart: all but those that ended as aborted or failed
-        before the engine ended.
+        """Numbers of the requests that clients repeat after a restart: all except those that were aborted or failed
+        earlier.
         """
         left = {
             number
@@ -174,7 +179,7 @@ class Clients:
         return sorted({number for number, _ in self.received} - left)
 
     def is_quiet(self) -> bool:
-        """Whether no message between front ends and engine is on its way."""
+        """Whether all messages between front ends and engine have arrived."""
         return self.border is None or self.border.is_quiet
 
     def _say(self, text: str) -> None:

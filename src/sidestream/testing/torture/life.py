@@ -26,8 +26,7 @@ from sidestream.types import Fence
 
 
 class Life:
-    """One engine with its devices, from start to close or crash. A schedule with a restart has several, one after
-    another.
+    """One engine with its devices, from start to close or crash. A restart in a schedule creates another engine.
 
     checker   finds races and lease errors in the device's work
     recorder  receives the device's events, and forwards them to the checker
@@ -133,7 +132,7 @@ class Life:
             disk.crash()
 
     def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # only rank 0's memory
+        self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # the memory belongs to rank 0
 
     def _actor(self) -> str:
         return self.device.turns.current.name if hasattr(self, "device") else HOST
