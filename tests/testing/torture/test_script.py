@@ -143,7 +143,7 @@ def test_workloads_damage_headers_blocks_and_several_files() -> None:
 
 @pytest.mark.parametrize("kind", ["device_lost", "copies_lost"])
 def test_an_engine_whose_device_is_lost_ends_its_requests_and_the_next_one_answers_them(kind: EventKind) -> None:
-    lost = dataclasses.replace(workload(), events=(Event(22, kind),))
+    lost = dataclasses.replace(workload(), events=(Event(14, kind),))
     assert "device_loss" in lost.features
     outcome = run(lost)
     assert outcome.findings == ()
