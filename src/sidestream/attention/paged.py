@@ -163,7 +163,8 @@ def paged_attention(
     row_keys, row_values = ([half[:, :, start:stop] for start, stop in seen.spans] for half in gathered.unbind())
     out = []
     if batch.num_decode:
-        # The query heads that share a KV head become queries of one head. So no key is repeated, and no mask is needed.
+        # The query heads that share a KV head become queries of one head, so no key is repeated. No mask is needed,
+        # because the only query of a decode row sees all tokens of the row's span.
         grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
         decoded = [
             _attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)
@@ -182,8 +183,8 @@ def paged_attention(
 class _Seen:
     """The KV that a layer reads. One object serves all layers with the same sliding window.
 
-    index   number of the pool row (see `_Addresses`) where each block's keys begin, for the blocks of all batch rows in
-            order; then the same for the values
+    index   for each block that a batch row sees, in the order of the batch rows: the pool row (see `_Addresses`) at
+            which the block's keys begin; then the same for the values
     spans   for each batch row, the range of tokens that the row sees, among the tokens of all gathered blocks
     masks   for each row after the decode rows, an additive mask `[queries, tokens seen]`. If the row has at most
             `_FEW_QUERIES` queries, the mask is repeated for each query head of a KV head
@@ -211,8 +212,8 @@ class _Addresses:
             )
         rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
         self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
-        # Entry i of this view is the `block_tokens` rows from row i on. If row i is the first key of a block, then
-        # entry i is all keys of the block. The same is true of values.
+        # `_halves` is a view with overlapping entries: entry i is the `block_tokens` pool rows that begin at row i. If
+        # row i is the first key of a block, then entry i is all keys of the block. The same is true of values.
         halves = (rows - self._block_tokens + 1, self._block_tokens, kv_heads, head_dim)
         self._halves = batch.kv.as_strided(halves, (width, width, head_dim, 1))
         self._block_tables = batch.block_tables

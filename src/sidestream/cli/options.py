@@ -159,7 +159,7 @@ _DraftHead = Annotated[
         "--draft-head",
         "With mtp: file of the head, or a checkpoint that contains it.",
         "PATH",
-        "the model's own, or the shipped one of the demo model",
+        "the model's own; for the demo model, the head that Sidestream ships",
     ),
 ]
 _DraftModel = Annotated[

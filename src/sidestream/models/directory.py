@@ -1,8 +1,8 @@
 """Inspects a model's directory by its file names and JSON files, and refuses a directory that cannot be served.
 
 Called on the caller's thread before the tokenizer and the weights are read, so that the first error names the cause.
-Knows nothing about tensors: `weights` reads the headers of weight files. Error messages say "its" for the model,
-because callers put the model's name in front.
+Knows nothing about tensors: `weights` reads the headers of weight files. A message that begins with "its" is completed
+by the caller, which puts the model's name in front.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_config(directory: Path) -> None:
         raise ModelError(f"{directory / 'config.json'} has no model_type: it is no transformers config")
     _refuse_own_code(config)
     _refuse_su_rope(config)
-    if config.get("transformers_weights"):  # transformers would read that file, but Sidestream checks another file
+    if config.get("transformers_weights"):  # transformers would load these weights; Sidestream does not
         raise ModelError(
             f"its config.json names other weights, {config['transformers_weights']!r} (transformers_weights): "
             f"Sidestream reads only {WEIGHTS} or {INDEX}; rename the file, and remove the entry"

@@ -1,9 +1,9 @@
 """Stores: copies of KV blocks from the device to host memory. Called on the offload worker's thread only.
 
 A store waits for the step that filled the blocks (hazard H1 in docs/glossary.md). It is copied in pieces. At start,
-host memory is pinned little by little, so the host tier grows for a while. In this time, no block is evicted from it,
-and a block that finds no host slot is deferred: when there are slots for it, the engine thread is told to store it
-again.
+host memory is pinned little by little, so the host tier grows for a while. During this time, no block is
+evicted from the host tier. A block that finds no free host slot is deferred: when a slot is free, the engine thread is
+asked to submit the block once more.
 
     slot    host memory for one block
     settle  a job has settled when it no longer uses device blocks
@@ -154,7 +154,7 @@ class Stores:
         )
 
     def _leave_out(self, job: StoreJob, keys: Sequence[Key]) -> None:
-        """Count that blocks of the job found no slot, once per job. While the tier grows, defer the blocks.
+        """Count the job, once, as a job with blocks that found no slot. While the tier grows, defer the blocks.
 
         A deferred block does not stay in use on the device: it is stored later only if it is still there.
         """

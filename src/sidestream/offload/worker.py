@@ -1,7 +1,8 @@
 """The offload worker executes transfers of KV blocks on its own thread. It owns the pool of host slots (host memory for
 one block each) and the indices of the persistent tiers, such as the disk.
 
-It takes commands from one channel and puts events into another channel. Neither thread waits for the other:
+The engine thread sends commands through one channel and receives events through another channel. Neither thread waits
+for the other. The commands cause these transfers:
 
     store        device blocks → host slots     after the step that filled the blocks (hazard H1)
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each group of layers
@@ -43,9 +44,10 @@ from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 # is the shortest sleep of the operating system.
 _PAUSE_S = 100e-6
 _SHORT_PAUSE_S = 20e-6
-# While a lane (the queue for one copy direction) holds this many copies, the worker begins further pieces only when the
-# link needs them; until then, the work stays in plans. A plan has far fewer Python objects than its tickets. With
-# hundreds of thousands of objects, a garbage collection would stop the engine thread for hundreds of milliseconds.
+# A plan is carried out in pieces of some blocks each. While a lane (the queue for one copy direction) holds this many
+# copies, the worker begins another piece only when the lane runs low; until then, the blocks stay in plans. A plan has
+# far fewer Python objects than the tickets of its pieces. With hundreds of thousands of objects, a garbage collection
+# would stop the engine thread for hundreds of milliseconds.
 _CROWDED_LANE = 64
 # Polling interval while host memory is being pinned.
 _GROWTH_POLL_S = 0.05

@@ -3,8 +3,8 @@ kernels read them.
 
 Even a small copy to the device waits while loads keep the copy engine busy: the 2 KB of a step took 40 ms during a load
 of 2 GiB. So on a GPU, the host writes the integers to mapped pinned memory, and a kernel copies them to device memory.
-Each step has its own region of the mapped memory, for as long as it has its mailbox entry (hazard H17). On a CPU there
-is nothing to copy.
+Each step has its own region of the mapped memory until its results have been read (hazard H17 in
+docs/glossary.md). On a CPU there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Uploads:
         self._device = torch.device(device)
         self._staging = staging
         self._mapped = mapped
-        # The region's bytes for `write` as int64, under the host address and under the device address, for each region.
+        # For each region, its int64 view at the host address, for `write`, and at the device address, for `fetches`.
         self._numbers: list[tuple[npt.NDArray[np.int64], Tensor]] = []
         if staging is not None and mapped is not None:
             pairs = zip(staging, mapped, strict=True)
@@ -96,7 +96,7 @@ class Uploads:
 
     def fetches(self, target: Tensor) -> list[Callable[[], None]]:
         """For each region, a function to capture in a graph: it overwrites `target`, int64 on the device, with the
-        numbers that `write` put into the region. Empty if `target` is larger than a region.
+        numbers that `write` put into the region. Empty if `target` is too large for a region, and on a CPU.
         """
         count = len(target)
         if count * _NUMBER_BYTES > self._input_bytes:
@@ -109,7 +109,7 @@ class Uploads:
         return self._region
 
     def into(self, target: Tensor, numbers: npt.NDArray[np.int64]) -> None:
-        """Overwrite `target`, int64 on the device. Uses the copy engine, which may be busy, and no region."""
+        """Overwrite `target`, int64 on the device. Uses no region, but the copy engine, which may be busy."""
         target.copy_(self._pinned(torch.from_numpy(numbers)), non_blocking=True)
 
     def _fetch(self, values: Tensor) -> Tensor:

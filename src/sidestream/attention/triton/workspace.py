@@ -69,8 +69,9 @@ class SplitKVWorkspace:
     """Memory for the partial results of splits. Allocated once, shared by all layers and steps of a stream.
 
     tokens        number of KV tokens in a split of a decode row
-    narrow, wide  the splits of a short chunk: the first `narrow` splits have `tokens` KV tokens, later splits have
-                  `wide`. Later splits are larger because each query writes partial sums for every split
+    narrow        number of leading splits of a short chunk that have `tokens` KV tokens each
+    wide          number of KV tokens of each later split of a short chunk. Later splits are larger because each query
+                  writes partial sums for every split
     sums          weighted sums of values: float32 [T, splits, heads, head_dim]. T is the largest number of packed query
                   tokens; `splits` is enough for the longest row
     tops, totals  highest scores, and sums of the softmax weights: float32 [T, splits, heads]
@@ -130,7 +131,8 @@ class SplitKVWorkspace:
         places = rows * splits * shape.heads
         if places * shape.head_dim > room[0].numel() or places > room[1].numel():
             raise InvariantError(
-                f"{shape.heads} heads of {shape.head_dim}: the workspace was made for {heads} of {self.sums.shape[-1]}"
+                f"{shape.heads} heads with head_dim {shape.head_dim}: the workspace was made for {heads} heads with "
+                f"head_dim {self.sums.shape[-1]}"
             )
         return SplitKVWorkspace(
             self.tokens, self.narrow, self.wide, *_cut(room, (rows, splits, shape.heads), shape.head_dim)

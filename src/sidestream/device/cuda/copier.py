@@ -1,6 +1,6 @@
 """Enqueues copies on one CUDA stream. The copy engine executes them or, if segments are small, a kernel does.
 
-A batch of segments (byte ranges of one size) is copied together. A segment table lists addresses and sizes.
+A batch of segments (byte ranges of one size) is copied together. A segment table lists the segments for a kernel.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class CopyDevice(Protocol):
     driver: Driver
 
     def take_table(self) -> Table | None:
-        """Memory for the segment table of a copy by kernel, in mapped host memory, int64 `[3 * n]`; None if all tables
-        are in use.
+        """Memory for the segment table of a copy by kernel, in mapped host memory, int64 `[3 * n]` for n segments;
+        None if all tables are in use.
         """
         ...
 
     def place(self, memory: Memory) -> Place:
-        """Addresses of the memory."""
+        """See `Place`."""
         ...
 
 
@@ -100,8 +100,8 @@ class Copier:
             self._driver.copy_each(table, self._handle)
 
     def _copy_by_kernel(self, table: Table, source: Place, target: Place, *, programs: int = 2) -> None:
-        """Launch one kernel for each free segment table. If no table is left, the copy engine copies the remaining
-        segments.
+        """Divide the segments among as many free segment tables as they need, and launch one kernel for each of these
+        tables. If no table is left, the copy engine copies the remaining segments.
         """
         from sidestream.device.cuda.kernels import copy_segments
 
