@@ -354,7 +354,7 @@ class OffloadConnector:
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Make these blocks unreachable in the tiers for later requests. They may be stored again."""
-        self._send(Forget(frozenset(keys)))
+        self._send(Forget(tuple(dict.fromkeys(keys))))
 
     def flush(self, *, timeout_s: float) -> bool:
         """Block until every transfer has ended, including writes to persistent tiers. Any thread may call it after the

@@ -28,10 +28,10 @@ class SubmitPlans:
 @dataclass(frozen=True, slots=True)
 class Forget:
     """Command: make the blocks of `keys` unreachable, also blocks that a transfer is still bringing to a tier. None:
-    all blocks.
+    all blocks. The tiers free the slots in the order of the keys.
     """
 
-    keys: frozenset[Key] | None = None
+    keys: tuple[Key, ...] | None = None
 
 
 Command = SubmitPlans | Forget

@@ -235,10 +235,11 @@ class OffloadWorker:
             self._stores.forget_deferred()
             self.forgotten += 1
         else:
+            keys = frozenset(command.keys)
             self._tiers.forget(command.keys)
-            self._stores.invalidate(command.keys)
+            self._stores.invalidate(keys)
             for io in self._io.values():
-                io.invalidate(command.keys)
+                io.invalidate(keys)
 
     def _begin_pieces(self, *, ahead: bool) -> bool:
         """Begin pieces for each lane that has nothing left to submit; with `ahead`, also for each lane that holds few
