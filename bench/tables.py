@@ -11,6 +11,7 @@ A table stands between its marker and `<!-- end -->`. NAME is a file of bench/re
     NAME FIGURE: what it means
     -->
     <!-- hazards -->                  the hazards, from the code (`hazards.py`)
+    <!-- mutants: NAME -->            the automatic mutants of this file that nothing detected (`mutants.py`)
     <!-- races -->                    other engines' races, from examples/races (`races.py`)
     <!-- sampling options -->         the sampling options, from the code (`sampling_options.py`)
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hazards import hazard_table
+from mutants import mutant_table
 from races import race_table
 from sampling_options import option_table
 
@@ -38,7 +40,8 @@ _SELECTED = re.compile(
 )
 _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_MARKER = re.compile(r"<!-- (?:figures|bounds|selected)\b")
+_MUTANTS = re.compile(r"(<!-- mutants: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?:figures|bounds|selected|mutants)\b")
 _OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -76,7 +79,7 @@ def selected_table(rows: str) -> str:
 
 def rewritten(text: str) -> str:
     """The text with every marked table made anew. Raises ValueError if a marker matches no table."""
-    marked = len(_FILES.findall(text)) + len(_SELECTED.findall(text))
+    marked = sum(len(pattern.findall(text)) for pattern in (_FILES, _SELECTED, _MUTANTS))
     markers = len(_MARKER.findall(text))
     if marked != markers:
         raise ValueError(
@@ -87,6 +90,7 @@ def rewritten(text: str) -> str:
         lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text
     )
     text = _SELECTED.sub(lambda found: found[1] + selected_table(found["rows"]) + found["end"], text)
+    text = _MUTANTS.sub(lambda found: found[1] + mutant_table(_report(found["name"])) + found["end"], text)
     text = _OPTIONS.sub(lambda found: found[1] + option_table() + found[3], text)
     text = _RACES.sub(lambda found: found[1] + race_table() + found["end"], text)
     return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found["end"], text)

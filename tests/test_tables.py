@@ -24,6 +24,7 @@ def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
         "<!-- figures: engine-h200 -->\n",
         "<!-- bounds:engine-h200 -->\n<!-- end -->",
         "<!-- selected\nengine-h200\n-->\n<!-- end -->",
+        "<!-- mutants: auto-mutants -->\n",
     ],
 )
 def test_a_marker_that_matches_no_table_is_reported(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +45,17 @@ def test_single_figures_are_selected_by_name_with_words_of_their_own(monkeypatch
     assert row.endswith(" | NVIDIA H200 |")
     with pytest.raises(KeyError, match="decode_b33"):
         tables.rewritten(marker.format("decode_b33"))
+
+
+def test_the_table_of_automatic_mutants_has_those_that_nothing_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    rows = [
+        {"name": "auto:kv.pool:f:delete:0", "by": "schedules", "finding": "checker", "schedules": 1},
+        {"name": "auto:kv.pool:f:compare:0", "by": "reason", "finding": "a reason", "schedules": 40, "change": "a → b"},
+        {"name": "auto:kv.pool:f:logic:0", "by": None, "finding": None, "schedules": 40, "change": "a | b → a"},
+    ]
+    table = importlib.import_module("mutants").mutant_table({"mutants": rows})
+    assert table.splitlines()[2:] == [
+        "| `kv.pool:f:compare:0` | `a → b` | a reason |",
+        "| `kv.pool:f:logic:0` | `a \\| b → a` | **open** |",
+    ]

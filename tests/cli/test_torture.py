@@ -51,6 +51,11 @@ def figures(stdout: str) -> dict[str, float]:
         (("--replay", "none.json", "--seed", "0"), "--replay takes everything from its file: leave --seed out"),
         (("--replay", "none.json", "--workers", "2", "--policy", "late"), "leave --policy out"),
         (("--replay", "none.json", "finish-releases"), "leave finish-releases out"),
+        (("--auto-mutants", "--only", "kv.pol:*"), "no automatic mutant matches 'kv.pol:*'"),
+        (("--auto-mutants", "--minutes", "1"), "--auto-mutants does not work with --minutes: leave one of them out"),
+        (("--auto-mutants", "--schedules", "0"), "schedules is 0: give a whole number from 1"),
+        (("--auto-mutants", "finish-releases"), "finish-releases is given with --auto-mutants: write --only"),
+        (("--only", "kv.pool:*"), "--only is given without --auto-mutants: give both, or leave it out"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(

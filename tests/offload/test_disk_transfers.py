@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, key, keys, step_of
 
+from sidestream.errors import TierError
 from sidestream.offload.messages import Promoted
 from sidestream.offload.tier_io import PAUSE_S
 from sidestream.offload.tiers.base import Block
@@ -35,6 +36,8 @@ def test_stored_block_is_written_to_disk_and_read_back_byte_for_byte(disk_rig: R
     disk_rig.promote(wanted)
     assert disk_rig.finish(*READERS) == [DONE]
     assert all(disk_rig.host_holds(of) for of in wanted)
+    for kind in ("disk-write", "disk-read"):
+        assert disk_rig.metrics.value("transfer_bytes_total", kind) == 3 * LAYOUT.block_bytes
 
 
 def test_key_is_not_findable_on_disk_before_its_write_has_ended(disk_rig: Rig) -> None:  # H7
@@ -101,6 +104,27 @@ def test_disk_error_leaves_no_entry_pauses_writing_is_counted_and_passes(disk_ri
     assert disk_rig.counted("disk-write", "skipped") == 2
     disk_rig.stored(keys("after the pause"))
     assert key("after the pause") in disk_rig.disk.index
+
+
+def _writes_nothing(proceed: Callable[[], None], block: Block) -> None:
+    """A write that ends without an error and without its entry."""
+
+
+def _writes_and_fails(proceed: Callable[[], None], block: Block) -> None:
+    proceed()
+    raise TierError("injected: the medium is gone")
+
+
+@pytest.mark.parametrize("fault", [_writes_nothing, _writes_and_fails])
+def test_entry_counts_only_if_it_was_written_and_its_write_has_not_failed(disk_rig: Rig, fault: faults.Fault) -> None:
+    assert disk_rig.disk is not None
+    disk_rig.disk.on_write = fault
+    disk_rig.stored(keys("a"))
+    assert key("a") not in disk_rig.disk.index
+    disk_rig.disk.on_write = faults.healthy
+    disk_rig.clock.now_s += PAUSE_S * 1.1
+    disk_rig.stored(keys("b"))
+    assert key("b") in disk_rig.disk.index
 
 
 def test_disk_that_is_full_of_entries_in_use_is_counted_and_takes_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 from sidestream.offload.connector import _Load
 from sidestream.offload.messages import LoadSubmitted, Part
@@ -15,3 +18,40 @@ def test_layer_waits_for_the_last_slice_of_all_earlier_pieces_and_of_its_own_gro
     load = _Load(LoadPlan(1, 0, (), (), ()), LoadSubmitted(1, (first, second), (of_group_0, of_group_1)))
     assert load.gates(0) == (fences[1], fences[3], fences[5])
     assert load.gates(1) == (fences[1], fences[3], fences[7])
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A fence whose state the test chooses."""
+
+    done: bool
+    failure: BaseException | None = None
+    stream: str = "load"
+    tick: int = 1
+
+    def poll(self) -> bool:
+        return self.done
+
+
+FAILED, GOOD, LATE = Settled(True, OSError("injected")), Settled(True), Settled(False)
+
+
+@pytest.mark.parametrize(
+    ("fences", "has_failed"),
+    [
+        ((GOOD, GOOD), False),
+        ((GOOD, LATE), False),
+        ((GOOD, FAILED), True),
+        ((FAILED, LATE), True),
+        ((GOOD, Settled(False, OSError("injected"))), False),  # its bytes may still move
+    ],
+)
+def test_a_load_has_failed_if_a_slice_of_it_has_ended_with_an_error(
+    fences: tuple[Settled, Settled], has_failed: bool
+) -> None:
+    load = _Load(LoadPlan(1, 0, (), (), ()))
+    assert not load.has_failed(), "no slice was submitted yet"
+    load.submitted = LoadSubmitted(1, (Part(fences[:1], 1),), (Part(fences[1:], 1),))
+    assert load.has_failed() is has_failed
+    load.reported = True
+    assert not load.has_failed(), "the failure was reported"

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from sidestream.device.cpu import CpuDevice
+from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Mailbox, MailboxEntry
 from sidestream.runner.sampler import SamplerOutput
-from sidestream.types import Fence, RowPlan
+from sidestream.testing.faults import Hold
+from sidestream.types import BatchPlan, Fence, RowPlan
 
 ROWS, DRAFTS, PADDED = 3, 2, 40
 
@@ -50,5 +52,17 @@ def test_samples_of_padding_change_no_field_and_no_other_mailbox_entry(by_device
             ]
             assert all(result.finite for result in delivered.rows)
             assert delivered.verify_s == pytest.approx(2e-9)
+    finally:
+        device.close()
+
+
+def test_entry_of_a_dropped_step_is_taken_again_behind_the_step() -> None:
+    device = CpuDevice()
+    try:
+        box, compute = Mailbox(1, ROWS, 50, device), device.stream("compute")
+        with Hold(compute):
+            fence = compute.submit(lambda: None)
+            LaunchedStep(BatchPlan(()), fence, box.take_entry(), False, (), 0.0, box).drop()
+            assert box.take_entry().lease.after == (fence,)
     finally:
         device.close()

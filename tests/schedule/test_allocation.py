@@ -25,6 +25,19 @@ def test_blocks_and_row_of_an_aborted_request_wait_for_its_step() -> None:
     world.settle()
 
 
+def test_a_step_that_was_planned_before_a_preemption_or_an_abort_is_no_last_use() -> None:
+    world = World()
+    request = world.submit(prompt(6))
+    plan = world.scheduler.plan()
+    fence = world.device.compute.submit(lambda: None)
+    world.scheduler.preempt(request)
+    world.scheduler.launched(plan.batch, fence)
+    assert request.last_fence is None
+    world.abort(request)
+    world.scheduler.launched(plan.batch, fence)
+    assert request.last_fence is None
+
+
 def test_blocks_of_an_ended_request_are_not_free_until_earlier_transfers_have_settled() -> None:
     """H2, H10: no stream can wait for a transfer that the device has not been given yet, so the ledger does."""
     world = World()

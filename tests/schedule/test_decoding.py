@@ -83,6 +83,14 @@ def test_a_row_without_room_for_drafts_goes_on_without_them_and_takes_no_blocks_
     assert sum(plan.undrafted["blocks"] for plan in world.plans) > 0
 
 
+def test_a_row_has_all_its_drafts_if_the_last_block_just_holds_them() -> None:
+    world = drafting_world(right=WRONG, num_blocks=3)
+    request = world.submit(prompt(8), outputs=5)  # its first decode row takes the positions 8 to 11 of the third block
+    while not decodes(world, request):
+        world.step()
+    assert [(row.stop, row.drafts) for row in decodes(world, request)] == [(12, 3)]
+
+
 def test_a_request_may_want_fewer_drafts_or_none() -> None:
     world = drafting_world(right=WRONG)
     beginnings = (1, 21, 31)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plans import crowded_world, loading, promoting, prompt, row_epochs, states, steps_until
+from plans import crowded_world, loading, promoting, prompt, row_epochs, small_limits, states, steps_until
 from scheduler_world import World
 
 from sidestream.schedule.request import Request, State
@@ -31,6 +31,27 @@ def test_a_preempted_request_outputs_the_same_tokens() -> None:
     assert world.said(old) == world.expected(old)
     begins = [row.begin for plan in world.plans for row in plan.batch.rows if row.request_id == young.id and row.begin]
     assert [len(begin.outputs) for begin in begins] == [0, said_before]
+
+
+def test_a_preempted_request_goes_on_while_no_new_requests_are_admitted() -> None:
+    """New weights wait for all requests that have begun, so a preempted one must come to its end."""
+    world, _, young = crowded_world()
+    steps_until(world, lambda: young.epoch == 1)
+    world.scheduler.pause_admission()
+    world.run()
+    assert world.said(young) == world.expected(young)
+
+
+def test_a_request_may_be_preempted_in_the_middle_of_its_prompt() -> None:
+    """By a decode row of the same plan, which has looked for requests with a next chunk before."""
+    world = World(num_blocks=18, limits=small_limits(chunk_tokens=4, token_budget=8))
+    old, young = world.submit(prompt(3), outputs=20), world.submit(prompt(60, beginning=21), outputs=1)
+    steps_until(world, lambda: young.epoch == 1)
+    chunks = [row for plan in world.plans for row in plan.batch.rows if row.request_id == young.id]
+    assert 0 < chunks[-1].stop < 60
+    world.run()
+    assert world.said(young) == world.expected(young)
+    assert world.said(old) == world.expected(old)
 
 
 def test_late_results_of_a_preempted_request_are_dropped() -> None:

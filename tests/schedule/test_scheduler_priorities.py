@@ -118,6 +118,20 @@ def test_one_that_waited_long_enough_keeps_its_room() -> None:
     world.run()
 
 
+def test_one_that_waited_until_it_was_equal_keeps_its_room() -> None:
+    world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=4))
+    world.submit(prompt(3), outputs=5, priority=0)
+    world.step()
+    aged = world.submit(prompt(3, beginning=11), outputs=8, priority=1)
+    steps_until(world, lambda: aged.stepped)
+    assert aged.level(4) == 0
+    world.submit(prompt(3, beginning=21), priority=0)
+    for _ in range(3):
+        world.step()
+        assert (aged.state, aged.epoch) == (State.RUNNING, 0)
+    world.run()
+
+
 def test_no_waiting_request_starves_under_a_stream_of_better_requests() -> None:
     world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=3))
     low = world.submit(prompt(3), outputs=4, priority=4)

@@ -77,6 +77,15 @@ def test_a_request_that_was_on_its_way_when_the_weights_changed_gets_the_new_key
     assert not set(request.keys) & set(old)
 
 
+def test_blocks_of_old_weights_take_no_room() -> None:
+    world = World()
+    world.submit(prompt(18))
+    world.run()
+    assert world.blocks.num_cached > 0
+    world.scheduler.rekey(BlockKeys(fingerprint="retrained", layout=KVLayout(1, 1, 1, 4, "float32")))
+    assert (world.blocks.num_cached, world.blocks.num_free) == (0, world.blocks.size)
+
+
 def test_a_scheduler_without_tiers_finds_nothing_in_them() -> None:
     world = World()
     scheduler = Scheduler(limits=world.limits, blocks=world.blocks, slots=world.slots, keys=world.keys)

@@ -41,12 +41,20 @@ class Step:
 class Turns:
     """A scheduler, and steps that are committed as soon as they are planned. Every token drawn is 1."""
 
-    def __init__(self, *, num_states: int = 12, num_blocks: int = 64, num_slots: int = 2, interval: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_states: int = 12,
+        num_blocks: int = 64,
+        num_slots: int = 2,
+        interval: int = 0,
+        layout: KVLayout = LAYOUT,
+    ) -> None:
         limits = Limits(SIZE, 16, 16 + num_slots, state_interval=interval)
         self.blocks, self.slots = FencedPool("blocks", num_blocks), FencedPool("rows", num_slots)
         self.states = FencedPool("states", num_states)
-        self.region = StateRegion(STATES, LAYOUT.block_bytes, num_blocks, num_states)
-        self.keys = BlockKeys(fingerprint="turns", layout=LAYOUT, states=STATES)
+        self.region = StateRegion(STATES, layout.block_bytes, num_blocks, num_states)
+        self.keys = BlockKeys(fingerprint="turns", layout=layout, states=STATES)
         self.tiers = SimTiers()
         self.scheduler = Scheduler(
             limits=limits,
@@ -250,6 +258,21 @@ def test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts(missing: int | No
     assert not turns.stored  # and came from a tier
 
 
+def test_a_request_waits_for_two_states_if_it_loads_a_checkpoint_even_of_one_part() -> None:
+    turns = Turns(num_states=2, num_slots=2, layout=KVLayout(1, 1, 16, SIZE, "float32"))
+    assert turns.region.blocks_per_state == 1
+    first, prompt = turns.submit([1, 2, 3], outputs=3), list(range(10))
+    turns.commit(turns.plan())
+    keys: list[bytes] = []
+    turns.keys.extend(keys, prompt)
+    turns.tiers.where = dict.fromkeys([*keys, *part_keys(keys[1], 1)], "host")
+    second = turns.submit(prompt)
+    turns.commit(turns.plan())
+    assert second.states is None, "one state is left, and the request needs one for itself and one for the checkpoint"
+    turns.run(first)
+    assert any(isinstance(transfer, LoadPlan) for transfer in turns.plan().transfers)
+
+
 def test_checkpoints_of_prompts_are_stored_with_their_blocks() -> None:
     turns = Turns()
     rows = turns.answer(list(range(10)))
@@ -370,6 +393,18 @@ def test_a_checkpoint_is_found_only_if_the_accepted_drafts_reached_its_border() 
     assert decoding.pool.get(decoding.keys[1]) == second.checkpoint
     decoding.commit(third, 9, 10)
     assert decoding.pool.num_keys == 1
+
+
+def test_a_candidate_behind_a_border_that_was_reached_is_released_behind_its_step() -> None:
+    decoding, fence = Decoding(), Step(3, done=False)
+    first, second, third = decoding.plan(5), decoding.plan(8, in_flight=2), decoding.plan(9, in_flight=2)
+    decoding.commit(first, 5, 7)
+    decoding.commit(second, 7, 8)  # reaches the border at 8 tokens
+    decoding.cache.commit(decoding.states, third, 9, 9, fence)
+    leases = [decoding.pool.take(1) for _ in range(decoding.pool.num_available)]
+    after = {lease.ids[0]: lease.after for lease in leases}
+    assert after[third.checkpoint] == (fence,)
+    assert after[second.checkpoint] == (fence,)  # it is findable, and other ranks may still read it in this step
 
 
 def test_a_request_without_drafts_again_makes_checkpoints_without_a_copy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from plans import loading, promoting, prompt, row_of, spans, states, steps_until
 from scheduler_world import World
 
@@ -113,10 +114,11 @@ def test_what_is_on_the_device_is_not_loaded() -> None:
     world.run()
 
 
-def test_a_load_that_is_not_worth_it_is_computed() -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_load_that_is_not_worth_it_is_computed(tier: str) -> None:
     world = World()
     request = world.submit(prompt(22))
-    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], tier)
     world.tiers.worth = False
     assert world.step().transfers == ()
     world.run()
@@ -225,6 +227,7 @@ def test_events_of_abandoned_promotions_and_loads_are_ignored() -> None:
     world.step()
     world.scheduler.promoted(request.id, epoch=0, again=False)
     world.scheduler.load_failed(request.id, epoch=7)
+    world.scheduler.load_failed(99, epoch=0)
     assert (request.state, request.epoch, request.avoid_disk, request.avoid_tiers) == (State.RUNNING, 0, False, False)
     world.run()
 

@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rule_scan import PACKAGE, ROOMS, all_sites, sites_of, uncovered, without_a_mutation
+from rule_scan import uncovered, without_a_mutation
 
 from sidestream.testing.mutations import EQUIVALENT, EXEMPT, MUTATIONS
+from sidestream.testing.mutations.marks import PACKAGE
+from sidestream.testing.mutations.sites import ROOMS, all_sites, sites_of
 
 
 def test_every_wait_lease_check_and_publication_has_a_mutation_or_a_reason() -> None:

@@ -1,8 +1,9 @@
 """`sidestream torture`: tests the ordering of concurrent work by running the engine on a simulated device.
 
 A schedule is one run with a seeded order of events. A mutation removes a rule from the code, and the hunt checks that
-schedules detect (kill) it. An excuse is the reason why no schedule can detect the removal of a rule. An oracle is a
-check that a run may fail. A miniature is a small model of a published bug. The command also replays saved schedules.
+schedules detect (kill) it. An automatic mutant is a small change of a statement that orders work. An excuse is the
+reason why no schedule can detect the removal of a rule. An oracle is a check that a run may fail. A miniature is a
+small model of a published bug. The command also replays saved schedules.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sidestream.cli.bench.options import was_given
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.bench.torture_device import show_campaign, show_hunt, show_service
 from sidestream.cli.bench.torture_excuses import show_excuses
+from sidestream.cli.bench.torture_mutants import show_mutants
 from sidestream.cli.declare import flag, number, option, whole
 from sidestream.cli.options import AsJson
 from sidestream.cli.progress import Steps
@@ -46,8 +48,8 @@ Schedules = Annotated[
     option(
         "--schedules",
         "N",
-        "Number of schedules (runs) to try; with --excuses, for each rule.",
-        f"{_SCHEDULES}, or none with --mutations, or 200 with --excuses",
+        "Number of schedules (runs) to try; with --excuses, for each rule; with --auto-mutants, at most for each.",
+        f"{_SCHEDULES}, or none with --mutations, or 200 with --excuses, or 40 with --auto-mutants",
         whole,
     ),
 ]
@@ -74,9 +76,23 @@ ExcusesFlag = Annotated[
         "Check rules whose removal no schedule detects: a unit test must detect it instead. Needs a checkout.",
     ),
 ]
+AutoMutants = Annotated[
+    bool,
+    flag(
+        "--auto-mutants",
+        "Change each statement that orders work in standard ways; each change must be detected by schedules or by unit "
+        "tests. Needs a checkout.",
+    ),
+]
+Only = Annotated[
+    str,
+    option("--only", "PATTERN", "With --auto-mutants: only mutants whose names match, with wildcards * and ?.", "all"),
+]
 ReplayFile = Annotated[Path | None, option("--replay", "FILE", "Replay a saved schedule.", False)]
 Workers = Annotated[int, option("--workers", "N", "Number of processes.", parse=whole)]
-Save = Annotated[Path, option("--save", "DIR", "Directory for failing schedules.")]
+Save = Annotated[
+    Path, option("--save", "DIR", "Directory for failing schedules, and for the results of --auto-mutants so far.")
+]
 OnDevice = Annotated[
     str | None,
     option(
@@ -114,6 +130,8 @@ def torture(
     policy: Policies = None,
     mutations: Mutations = False,
     excuses: ExcusesFlag = False,
+    auto_mutants: AutoMutants = False,
+    only: Only = "",
     replay: ReplayFile = None,
     workers: Workers = 1,
     save: Save = Path("runs/torture"),
@@ -151,6 +169,13 @@ def torture(
         _exit(good=good, interrupted=interrupted)
         return
     _make_directory(save)
+    if auto_mutants:
+        with _bar("mutants", None) as show:
+            good, interrupted = show_mutants(
+                only, schedules=schedules, seed=seed, workers=workers, save=save, as_json=as_json, show=show
+            )
+        _exit(good=good, interrupted=interrupted)
+        return
     figures: list[Figure] = []
     details: dict[str, object] = {}
     good, interrupted = True, False
@@ -180,8 +205,8 @@ def _exit(*, good: bool, interrupted: bool) -> None:
 def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     """Raise ConfigError for an option that would have no effect."""
     of_device = {"device": "--device", "blocks": "--blocks", "requests": "--requests", "check_order": "--check-order"}
-    of_simulation = ("schedules", "minutes", "seed", "policy", "mutations", "excuses", "workers", "save")
-    flags = {name: f"--{name}" for name in of_simulation} | of_device
+    of_simulation = ("schedules", "minutes", "seed", "policy", "mutations", "excuses", "only", "workers", "save")
+    flags = {name: f"--{name}" for name in of_simulation} | of_device | {"auto_mutants": "--auto-mutants"}
     given = [flag for name, flag in flags.items() if was_given(context, name)]
     if was_given(context, "device"):
         _check_device_options(context, given, names)
@@ -190,6 +215,13 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     elif was_given(context, "replay"):
         if given or names:
             raise ConfigError(f"--replay takes everything from its file: leave {(given or names)[0]} out")
+    elif "--auto-mutants" in given:
+        if others := [flag for flag in ("--minutes", "--policy", "--mutations", "--excuses") if flag in given]:
+            raise ConfigError(f"--auto-mutants does not work with {others[0]}: leave one of them out")
+        if names:
+            raise ConfigError(f"{names[0]} is given with --auto-mutants: write --only {names[0]}")
+    elif "--only" in given:
+        raise ConfigError("--only is given without --auto-mutants: give both, or leave it out")
     elif "--excuses" in given:
         if others := [flag for flag in ("--minutes", "--policy", "--mutations", "--save") if flag in given]:
             raise ConfigError(f"--excuses does not work with {others[0]}: leave one of them out")

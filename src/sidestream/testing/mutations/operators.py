@@ -63,6 +63,11 @@ class Place:
         """Position of the statement in `body`."""
         return next(index for index, entry in enumerate(self.body) if entry is self.statement)
 
+    @classmethod
+    def alone(cls, statement: ast.stmt) -> Place:
+        """The place of a statement outside of any function."""
+        return cls(ast.Module([statement], []), statement, _no_other)
+
     def replace(self, stop: int, statements: list[ast.stmt]) -> None:
         """Replace the statements from this one to index `stop`, exclusive, by other statements."""
         body, first = self.body, self.index
@@ -360,7 +365,7 @@ class Rewrite(Operator):
     new: str
 
     def _change(self, place: Place) -> None:
-        header = _header(place.statement)
+        header = header_of(place.statement)
         text = ast.unparse(header)
         if (count := text.count(self.old)) != 1:
             raise DoesNotFit(f"{self.old!r} occurs {count} times in {text!r}, not once")
@@ -371,7 +376,11 @@ class Rewrite(Operator):
         place.replace(place.index + 1, [changed])
 
 
-def _header(statement: ast.stmt) -> ast.stmt:
+def _no_other(mark: str) -> Place:
+    raise DoesNotFit(f"no mark {mark} stands in the same function")
+
+
+def header_of(statement: ast.stmt) -> ast.stmt:
     """The statement; a compound statement without its body."""
     if not hasattr(statement, "body"):
         return statement

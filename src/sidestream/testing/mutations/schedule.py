@@ -427,6 +427,8 @@ EQUIVALENT = (
             consequence="the fence of an earlier step counts as the last use of a restarted request",
         ),
         "a step is launched and recorded in the same turn that planned it",
+        noticed_by="schedule/test_allocation.py::"
+        "test_a_step_that_was_planned_before_a_preemption_or_an_abort_is_no_last_use",
     ),
     Equivalent(
         Mutation(
@@ -457,6 +459,7 @@ EQUIVALENT = (
         ),
         "the old keys are never looked up again, so these blocks only take room; other-weights-have-other-keys "
         "removes both rules",
+        noticed_by="schedule/test_scheduler_reset.py::test_blocks_of_old_weights_take_no_room",
     ),
     Equivalent(
         Mutation(

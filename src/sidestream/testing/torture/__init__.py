@@ -5,6 +5,7 @@ execution, which a policy decides. An oracle is a check of a run. A mutation rem
 
     torture(...)          many schedules of the unmodified code
     hunt(...), kill(...)  schedules with a mutation, until an oracle reports a failure
+    hunt_mutants(...)     schedules with an automatic mutant, then the unit tests of its module
     check_excuses(...)    check the mutations that no schedule can detect, and the unit tests that detect them
     run_schedule(...)     one schedule
     shrink(...)           reduce a failing schedule
@@ -35,6 +36,7 @@ from sidestream.testing.torture.hardware import (
     torture_device,
 )
 from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hunt, kill, kill_miniature
+from sidestream.testing.torture.mutants import SCHEDULES_PER_MUTANT, MutantHunt, MutantRow, hunt_mutants
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
 from sidestream.testing.torture.run import Outcome, run_schedule
@@ -54,6 +56,7 @@ __all__ = [
     "ORACLES",
     "POLICIES",
     "SCHEDULES_PER_EXCUSE",
+    "SCHEDULES_PER_MUTANT",
     "Asked",
     "DeviceReport",
     "Event",
@@ -65,6 +68,8 @@ __all__ = [
     "Hunt",
     "Killed",
     "Missed",
+    "MutantHunt",
+    "MutantRow",
     "Outcome",
     "Reference",
     "Replay",
@@ -79,6 +84,7 @@ __all__ = [
     "explain",
     "hunt",
     "hunt_device",
+    "hunt_mutants",
     "hunt_service",
     "kill",
     "kill_miniature",
