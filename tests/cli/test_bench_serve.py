@@ -394,7 +394,7 @@ def test_earlier_results_keep_their_servers_and_no_name_stands_twice(tmp_path: P
     with pytest.raises(ConfigError, match="a_tok_s_b1, which this run will also have: give another --label"):
         read_result(path, label="a")
     path.write_text(json.dumps({"bench": "serve", "command": "c", "environment": {}, "figures": []}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="has no server's figures"):
+    with pytest.raises(ConfigError, match="has no figures of a server"):
         read_result(path, label="b")
     with pytest.raises(ConfigError, match="cannot be read as a result"):
         read_result(tmp_path / "none.json", label="b")
