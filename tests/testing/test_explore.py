@@ -145,7 +145,7 @@ def test_a_hang_is_a_finding() -> None:
     found = explore(circle).found
     assert found is not None
     assert found.problem.oracle == "deadlock"
-    assert "first for second" in found.problem.text
+    assert "first waits for second" in found.problem.text
 
 
 def test_an_assertion_of_work_and_any_other_exception_are_findings_unless_the_rules_expect_them() -> None:

@@ -171,6 +171,11 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "len(parts):",
         "a checkpoint without its first part lacks a part, so only time is lost",
     ),
+    EquivalentMutant(
+        "auto:runner.executor:Executor._states_hook:constant:0",
+        "for fence in gates.by_layer[0]: → for fence in gates.by_layer[1]:",
+        "the KV of later layers is loaded behind that of the first layer, so its fences are done later",
+    ),
 )
 
 
