@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,45 +67,45 @@ def test_a_copy_moves_bytes_and_is_reported_when_it_is_done(rank: Rank) -> None:
     assert rank.reports == [Ready(4 * LAYOUT.block_bytes, True), Passed((("store-0", 1),))]
 
 
-def test_a_copy_waits_for_the_fences_that_its_message_names(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[str] = []
-    make = rank.device.stream
+@pytest.fixture
+def waits(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The waits of the rank's streams. Until the end of the test, no fence is seen done."""
+    waits: list[str] = []
 
-    def stream(name: str) -> Any:
-        made = make(name)
-        monkeypatch.setattr(made, "wait", lambda fence: waited.append(f"{name} waits for {fence.stream}"))
-        return made
+    def watched(make: Callable[[str], Any]) -> Callable[[str], Any]:
+        def stream(name: str) -> Any:
+            made = make(name)
+            monkeypatch.setattr(made, "wait", lambda fence: waits.append(f"{name} waits for {fence.stream}"))
+            return made
 
-    monkeypatch.setattr(rank.device, "stream", stream)
-    held = rank.device.stream("held").submit(lambda: rank.device.sleep(0.05))
+        return stream
+
+    held = rank.device.stream("held").submit(lambda: None)
+    monkeypatch.setattr(rank.device, "stream", watched(rank.device.stream))
+    monkeypatch.setattr(rank.device, "worker", watched(rank.device.worker))
+    monkeypatch.setattr(type(held), "poll", lambda fence: False)
+    return waits
+
+
+def test_a_copy_waits_for_the_fences_that_its_message_names(
+    rank: Rank, waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank.inbox += [copy("store-0", 1, 0, 0), copy("store-1", 1, 1, 1, (("store-0", 1),))]
-    monkeypatch.setattr(type(held), "poll", lambda fence: False)  # the first copy is not known to be done
     rank.follower.turn()
     monkeypatch.undo()
-    assert waited == ["store-1 waits for store-0"]
+    assert waits == ["store-1 waits for store-0"]
     rank.settle()
 
 
 def test_a_read_waits_for_the_fences_that_its_message_names(
-    tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rank: Rank, waits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier.open(tmp_path, layout=LAYOUT, fingerprint="f", capacity_bytes=1 << 20)
     rank.follower._tiers = TierStack(rank.host, {"disk": tier})
-    waited: list[str] = []
-    make = rank.device.worker
-
-    def worker(name: str) -> Any:
-        made = make(name)
-        monkeypatch.setattr(made, "wait", lambda fence: waited.append(f"{name} waits for {fence.stream}"))
-        return made
-
-    monkeypatch.setattr(rank.device, "worker", worker)
-    held = rank.device.stream("held").submit(lambda: None)
-    monkeypatch.setattr(type(held), "poll", lambda fence: False)  # the load is not known to be done
     rank.inbox += [copy("load-0", 1, 0, 0), TierRead("disk-read-0", 1, "disk", 0, b"k" * 16, 1, (("load-0", 1),))]
     rank.follower.turn()
     monkeypatch.undo()
-    assert waited == ["disk-read-0 waits for load-0"]
+    assert waits == ["disk-read-0 waits for load-0"]
     rank.settle()
     tier.close()
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from sidestream.testing.torture.workers import Job
+from sidestream.testing.torture.workers import Job, serve_jobs
 
 T = TypeVar("T")
 
@@ -92,17 +92,10 @@ def watched(seconds: float) -> Iterator[None]:
 
 
 def _serve(pipe: Connection) -> None:
-    """Main loop of the process: receive a job, send its result or error, until the other end is closed."""
+    """Run jobs with a limit on memory; the owner handles interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            job: Job[Any] = pipe.recv()
-            try:
-                answer: tuple[Any, Exception | None] = (job.run(), None)
-            except Exception as error:
-                answer = (None, error)
-            pipe.send(answer)
+    serve_jobs(pipe)
 
 
 def _limit_memory() -> None:

@@ -44,7 +44,7 @@ def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
         with _deaf():
             for _ in range(workers):
                 ours, theirs = context.Pipe()
-                process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
+                process: BaseProcess = context.Process(target=serve_jobs, args=(theirs,), daemon=True)
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -94,8 +94,8 @@ def _give(pipe: Connection, jobs: Iterator[Job[T]]) -> bool:
     return job is not None
 
 
-def _work(pipe: Connection) -> None:
-    """Main loop of a worker: receive a job, send its result or error, until the other end is closed."""
+def serve_jobs(pipe: Connection) -> None:
+    """Main loop of a process that runs jobs: receive a job, send its result or error, until the other end is closed."""
     try:
         while True:
             job: Job[object] = pipe.recv()
