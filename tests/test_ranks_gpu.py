@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -130,3 +132,41 @@ def test_a_rank_killed_while_kv_is_loaded_ends_the_engine_and_leaves_the_disk_in
         restarted = llm.generate(PROMPTS, PARAMS)
         check(restarted, expected)
         assert any(output.cached.disk for output in restarted)
+
+
+ALONE = """
+import sys, time
+from sidestream import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], device=sys.argv[2], dtype="float32", tensor_parallel=2, kv_memory="64MiB")
+print(llm._loaded._processes.pids[0], flush=True)
+while True:
+    llm.generate([[5, 7, 11] * 40] * 4, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
+    print("answered", flush=True)
+"""
+
+
+def test_no_rank_outlives_the_engine_process(model: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ALONE, str(model), DEVICE], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert engine.stdout is not None
+        rank = int(engine.stdout.readline())
+        assert engine.stdout.readline() == "answered\n"
+    finally:
+        engine.kill()
+        engine.wait(10)
+    until_s = time.monotonic() + 10.0
+    while runs(rank) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not runs(rank)
+
+
+def runs(pid: int) -> bool:
+    """Whether the rank process runs. A process that has ended and is not reaped yet has no command line."""
+    try:
+        return "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False

@@ -110,16 +110,19 @@ class RankProcesses:
         return error
 
     def close(self) -> None:
-        """End the group, and wait for the processes, which have received `End`. Blocks. Idempotent."""
+        """Wait for the processes, which have received `End`, and end the group. Blocks. Idempotent. On GPUs, delete the
+        captured graphs first, see `Group.close`.
+        """
         for process in self._processes:
             try:
                 process.wait(_KILL_S)
             except subprocess.TimeoutExpired:
                 log.warning("rank process %d did not end and is killed", process.pid)
         self.kill()
+        self.group.close()
 
     def kill(self) -> None:
-        """Kill the processes. Idempotent; any thread."""
+        """Kill the processes, and end this process's collectives. Idempotent; any thread."""
         with self._ending:
             for process in self._processes:
                 if process.poll() is None:
@@ -129,7 +132,7 @@ class RankProcesses:
             for each in self._sockets:
                 each.close()
             if hasattr(self, "group"):  # otherwise the start failed before the group existed
-                self.group.close()
+                self.group.abort()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, rank: int, model: str, config: EngineConfig, device: torch.device) -> None:
@@ -195,3 +198,4 @@ class RankProcesses:
     def _end_all(self) -> None:
         for process in self._processes:
             process.kill()
+        self.group.abort()  # otherwise rank 0's GPU would wait for the killed ranks forever

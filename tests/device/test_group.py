@@ -233,3 +233,54 @@ def test_collectives_of_nccl_are_captured(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [rank.wait(180) for rank in ranks] == [0, 0]
+
+
+GPU_RANK_THAT_IS_LEFT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from sidestream.device.group import open_group
+
+directory, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+where = torch.device(kind, rank)
+torch.cuda.set_device(where)
+group = open_group(directory, rank=rank, size=2, device=where, timeout_s=120)
+values = torch.zeros(8, device=where)
+group.all_reduce(values)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    group.all_reduce(values)
+torch.cuda.synchronize()
+(directory / f"ready {rank}").touch()
+while not (directory / f"ready {1 - rank}").exists():
+    time.sleep(0.01)
+if rank:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+graph.replay()
+done = torch.cuda.Event()
+done.record()
+time.sleep(0.2)
+assert not done.query()  # it waits for rank 1
+began_s = time.monotonic()
+group.abort()
+torch.cuda.synchronize()
+assert time.monotonic() - began_s < 2.0
+del graph
+group.close()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_a_captured_collective_of_a_killed_rank_ends_by_abort(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", GPU_RANK_THAT_IS_LEFT, str(tmp_path), str(rank), CUDA], env=environment)
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, -9]
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -313,8 +313,8 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(
 
     forward = PagedModel.forward
 
-    def waits(self: PagedModel, *given: Any) -> torch.Tensor:
-        logits = forward(self, *given)
+    def waits(self: PagedModel, *given: Any, **states: Any) -> torch.Tensor:
+        logits = forward(self, *given, **states)
         logits.sum().item()
         return logits
 
@@ -334,10 +334,10 @@ def test_memory_that_runs_out_at_capture_leaves_what_was_captured_by_then(
 
     forward, kept = PagedModel.forward, FEW[:3]
 
-    def greedy_for_memory(self: PagedModel, ids: torch.Tensor, *given: Any) -> torch.Tensor:
+    def greedy_for_memory(self: PagedModel, ids: torch.Tensor, *given: Any, **states: Any) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing() and len(ids) > max(key.sizes.num_tokens for key in kept):
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        return forward(self, ids, *given)
+        return forward(self, ids, *given, **states)
 
     with engine(llama, max_running=6, chunk_tokens=64) as llm:
         expected = tokens(llm.generate([*PROMPTS, *PROMPTS], GREEDY))

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sidestream.config import EngineConfig, SamplingParams
 from sidestream.device.base import CopyBatch, Rest
 from sidestream.device.cpu import CpuDevice
+from sidestream.engine import build_engine
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.ranks.fences import JointFence, Progress
 from sidestream.ranks.leader import Ranks, joint_device
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready
+from sidestream.testing.toy import ToyModel
+from sidestream.types import Delta
 
 
 class Sent:
@@ -124,6 +128,24 @@ def test_a_lost_rank_ends_everything_that_waits(device: CpuDevice, how: str) -> 
     assert len(errors) == 1
     with pytest.raises(DeviceLost):
         fence.poll()
+
+
+def test_a_step_that_ends_after_a_rank_is_lost_is_not_committed() -> None:
+    """An aborted collective ends without an error, and with any content of its tensors."""
+    ranks = Ranks(2, Sent(), progress=Progress(2))
+    model = ToyModel()
+    config = EngineConfig(device="cpu", kv_memory=16 * model.layout.block_bytes, compute_threads=1)
+    engine = build_engine(model, config, ranks=ranks, threaded=False)
+    deltas: list[Delta] = []
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=4, temperature=0), deltas.append)
+    try:
+        assert engine.loop.step()  # launched, and not committed
+        ranks.progress.lose(DeviceLost("rank 1 is lost"))
+        with pytest.raises(DeviceLost, match="rank 1 is lost"):
+            engine.loop.step()
+        assert not deltas
+    finally:
+        engine.close()
 
 
 def test_a_report_during_a_turn_causes_another_turn(device: CpuDevice) -> None:

@@ -7,6 +7,7 @@ forward pass calls the collectives, on all ranks in the same order.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -52,6 +53,11 @@ class Group(Protocol):
     def broadcast(self, values: Tensor) -> None:
         """Replace `values`, contiguous, by those of rank 0."""
 
+    def abort(self) -> None:
+        """End the collectives of this rank that wait for a rank that was killed. Returns at once. Any thread. The
+        tensors of these collectives may have any content, and on a GPU their kernels report no error.
+        """
+
     def close(self) -> None:
         """Leave the group, without waiting for other ranks; their later collectives fail. Idempotent.
 
@@ -93,12 +99,16 @@ class TorchGroup:
         options.rootRank = 0
         self._run("broadcast", lambda backend: backend.broadcast([values], options))
 
+    def abort(self) -> None:
+        """See `Group`. NCCL's kernels end at once, but its abort returns only when captured graphs are deleted."""
+        if (backend := self._backend) is not None:
+            threading.Thread(target=_abort, args=(backend,), name="sidestream-abort", daemon=True).start()
+
     def close(self) -> None:
         """See `Group`."""
         backend, self._backend, self._store = self._backend, None, None
         if backend is not None:
-            with suppress(RuntimeError):  # another rank may be gone
-                backend.abort()
+            _abort(backend)
 
     def _run(self, name: str, collective: Callable[[Any], Any]) -> None:
         if self._backend is None:
@@ -116,6 +126,9 @@ class TorchGroup:
 
 class GlooGroup(TorchGroup):
     """A group of CPUs. It adds small tensors itself, because Gloo's own sum takes several rounds of messages."""
+
+    def abort(self) -> None:
+        """See `Group`. A rank that was killed has closed its connections, so the collectives fail by themselves."""
 
     def all_reduce(self, values: Tensor) -> None:
         """See `Group`. Each rank sends its values to all other ranks, and each rank adds all values in the order of the
@@ -135,6 +148,11 @@ class GlooGroup(TorchGroup):
 
         self._run("all_reduce", exchange)
         torch.sum(gathered, 0, out=values)
+
+
+def _abort(backend: Any) -> None:
+    with suppress(RuntimeError):  # another rank may be gone
+        backend.abort()
 
 
 def _options(name: str) -> Any:

@@ -170,8 +170,8 @@ class StepLoop:
         self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-committed
         if step.gated:
             self._listener.apply_failed_loads()  # preempts their requests: the commit discards the rows
-        if parts.ranks is not None and step.fence.failure is not None:
-            raise parts.ranks.why_failed(step.fence.failure)
+        if parts.ranks is not None:
+            parts.ranks.check_step(step.fence.failure)
         if step.fence.failure is not None:  # rule: results-of-a-failed-step-are-discarded
             self._failures.end_step(step)
             return

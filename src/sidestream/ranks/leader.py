@@ -70,15 +70,19 @@ class Ranks:
         with self._sending:
             self._transport.send(message)  # rule: message-is-sent
 
-    def why_failed(self, failure: BaseException) -> DeviceLost:
-        """The error that ends the engine when a step failed on rank 0. If another rank was lost, that loss is the
-        error. Waits for a moment: the collective may fail before the loss is known.
+    def check_step(self, failure: BaseException | None) -> None:
+        """Raise the error that ends the engine if a step failed on rank 0, or if a rank was lost. `failure`: that of
+        the step, which has ended on rank 0. Call it before the results of a step are used: when a rank is lost, steps
+        end without an error and with wrong results, because their collectives are aborted.
+
+        After a failure, waits for a moment: a collective may fail before the loss of the rank is known.
         """
-        self._known.wait(_KNOWN_S)
-        lost = self.progress.lost
-        return (
-            DeviceLost(f"a step failed on rank 0, and the other ranks wait for it: {failure}") if lost is None else lost
-        )
+        if failure is not None:
+            self._known.wait(_KNOWN_S)
+        if (lost := self.progress.lost) is not None:  # rule: step-with-a-lost-rank-is-not-committed
+            raise lost
+        if failure is not None:
+            raise DeviceLost(f"a step failed on rank 0, and the other ranks wait for it: {failure}")
 
     def close(self) -> None:
         """End rank 0's threads, let the other ranks finish all work that was sent, and end them. Blocks. Idempotent."""
@@ -115,7 +119,7 @@ class Ranks:
 
     def lose(self, error: DeviceLost) -> None:
         """End everything that waits for the other ranks: a rank has ended, or its step has failed. Any thread."""
-        self.progress.lose(error)
+        self.progress.lose(error)  # before `kill`, which ends the steps that wait for other ranks
         self._known.set()
         self._transport.kill()  # the ranks that still run would wait forever in a collective, and rank 0 with them
         self._wake()

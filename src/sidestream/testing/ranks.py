@@ -146,6 +146,9 @@ class MeetingGroup:
         """See `Group`."""
         values.copy_(self._meeting.exchange(self.rank, values)[0])
 
+    def abort(self) -> None:
+        """See `Group`."""
+
     def close(self) -> None:
         """See `Group`."""
 

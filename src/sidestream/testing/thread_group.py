@@ -42,6 +42,9 @@ class ThreadGroup:
         """See `sidestream.device.group.Group`."""
         values.copy_(self._meeting.exchange(self.rank, "broadcast", values)[0])
 
+    def abort(self) -> None:
+        """See `sidestream.device.group.Group`."""
+
     def close(self) -> None:
         """See `sidestream.device.group.Group`."""
         self._meeting.leave(self.rank)

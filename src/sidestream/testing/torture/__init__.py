@@ -40,7 +40,7 @@ from sidestream.testing.torture.mutants import SCHEDULES_PER_MUTANT, MutantHunt,
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
 from sidestream.testing.torture.run import Outcome, run_schedule
-from sidestream.testing.torture.service import GATES, ServiceReport, hunt_service, torture_service
+from sidestream.testing.torture.service import EAGER_GATES, GATES, ServiceReport, hunt_service, torture_service
 from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
 from sidestream.testing.torture.verdict import ORACLES, Finding
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
@@ -48,6 +48,7 @@ from sidestream.testing.trace import TraceLine, explain, render
 
 __all__ = [
     "DEVICES",
+    "EAGER_GATES",
     "FEATURES",
     "GATES",
     "HUNT_BLOCKS",

@@ -37,7 +37,9 @@ class ProcessEnded(Exception):
 class Apart:
     """A child process, started by the first job."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit_memory: bool = True) -> None:
+        """`limit_memory`: False for jobs that use a GPU, whose driver reserves far more addresses than memory."""
+        self._limit_memory = limit_memory
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -75,7 +77,7 @@ class Apart:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")  # not forked: torch's threads do not survive a fork
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self._limit_memory), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -91,10 +93,11 @@ def watched(seconds: float) -> Iterator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _serve(pipe: Connection) -> None:
-    """Run jobs with a limit on memory; the owner handles interrupts."""
+def _serve(pipe: Connection, limit_memory: bool) -> None:
+    """Run jobs; the owner handles interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _limit_memory()
+    if limit_memory:
+        _limit_memory()
     serve_jobs(pipe)
 
 

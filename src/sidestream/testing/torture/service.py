@@ -24,10 +24,11 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.engine import Engine, Handle, build_engine
-from sidestream.errors import ConfigError, InvariantError
+from sidestream.errors import ConfigError, InvariantError, SidestreamError
 from sidestream.runner.executor import PreparedStep
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.rig import busy
+from sidestream.testing.torture.apart import Apart, ProcessEnded
 from sidestream.testing.torture.hardware import Missed, open_device
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
 from sidestream.testing.toy import ToyItself, ToyModel
@@ -67,6 +68,9 @@ GATES: dict[str, tuple[str, ...]] = {
 """By kind of device: the mutations that `hunt_service` must detect. Each removes a gate between loads and forward
 passes. On a CPU, there are no gates in captured graphs.
 """
+
+EAGER_GATES = ("layer-waits-for-its-load",)
+"""The mutations of `GATES` that concern only steps without captured graphs."""
 
 
 @dataclass(slots=True)
@@ -113,17 +117,39 @@ class _Asked:
 
 
 def torture_service(
-    kind: str, *, requests: int, seed: int = 0, tell: Callable[[int, str], None] = lambda done, text: None
+    kind: str,
+    *,
+    requests: int,
+    seed: int = 0,
+    eager: bool = False,
+    tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> ServiceReport:
-    """Send `requests` requests and check each answer. Blocks. `tell` receives the number of answers so far.
+    """Send `requests` requests and check each answer. Blocks.
 
-    Raises ConfigError when the device does not exist, and any error of the engine.
+    eager   on a GPU, run steps without captured graphs
+    tell    receives the number of answers so far
+
+    The end of the engine by an error is a finding. Raises ConfigError when the device does not exist.
     """
     if requests < 1:
         raise ConfigError(f"requests is {requests}: give a whole number from 1")
-    start, report, rng = time.monotonic(), ServiceReport(), random.Random(seed)
+    start, report = time.monotonic(), ServiceReport()
+    try:
+        _torture(kind, requests, seed, eager, report, tell)
+    except ConfigError:
+        raise
+    except SidestreamError as error:  # on a GPU, a wrong number may be a wrong address, which ends everything
+        report.find(f"the engine has ended: {type(error).__name__}: {error}")
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _torture(
+    kind: str, requests: int, seed: int, eager: bool, report: ServiceReport, tell: Callable[[int, str], None]
+) -> None:
+    rng = random.Random(seed)
     model = ToyModel(block_tokens=16, num_layers=12, vocab_size=97, max_model_len=512, eos_every=60)
-    with _quiet(), _engine(kind, model, seed=seed, report=report) as engine:
+    with _quiet(), _engine(kind, model, seed=seed, eager=eager, report=report) as engine:
         _ask_all(engine, model, requests, rng, report, tell)
         if not engine.flush(timeout_s=_PATIENCE_S):
             report.find("transfers did not end")
@@ -132,8 +158,6 @@ def torture_service(
             pool.check()
             if pool.num_used:
                 report.find(f"{pool.num_used} of {pool.name} are still in use though all has ended")
-    report.seconds = time.monotonic() - start
-    return report
 
 
 def hunt_service(
@@ -144,8 +168,8 @@ def hunt_service(
     seed: int = 0,
     tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> list[Missed]:
-    """Apply the mutations of `GATES` one by one. With each, send at most `requests` requests, until an answer is wrong.
-    Blocks.
+    """Apply the mutations of `GATES` one by one, each in a process of its own, because a mutation may end the GPU for
+    its process. With each, send at most `requests` requests, until an answer is wrong. Blocks.
 
     Raises ConfigError when the device does not exist, or a mutation is not one of `GATES`; InvariantError when the
     unmodified code gives a wrong answer.
@@ -154,18 +178,48 @@ def hunt_service(
     for name in names:
         if name not in known:
             raise ConfigError(unknown_name(f"mutation for a whole engine on {kind}", name, known))
-    clean = torture_service(kind, requests=requests, seed=seed)
-    if clean.wrong:
-        raise InvariantError(f"the unmodified code fails: {clean.findings[0]}: results with mutations mean nothing")
-    rows: list[Missed] = []
-    for name in names or known:
-        tell(len(rows), name)
-        mutation = find(name)
-        with applied(mutation):
-            report = torture_service(kind, requests=requests, seed=seed)
-        said = report.findings[0] if report.findings else ""
-        rows.append(Missed(name, mutation.hazard, report.requests if report.wrong else None, said))
+    apart, rows = Apart(limit_memory=False), list[Missed]()
+    try:
+        for eager in {name in EAGER_GATES for name in names or known}:
+            clean = apart.run(_Trial(None, kind, requests, seed, eager))
+            if clean.wrong:
+                raise InvariantError(f"the unmodified code fails: {clean.findings[0]}: mutations would prove nothing")
+        for name in names or known:
+            tell(len(rows), name)
+            rows.append(_hunt(apart, _Trial(name, kind, requests, seed, name in EAGER_GATES)))
+    finally:
+        apart.stop()
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A job of `Apart`: `torture_service` with a mutation, or with the unmodified code."""
+
+    name: str | None
+    kind: str
+    requests: int
+    seed: int
+    eager: bool
+
+    def run(self) -> ServiceReport:
+        """Run the torture test."""
+        with contextlib.nullcontext() if self.name is None else applied(find(self.name)):
+            return torture_service(self.kind, requests=self.requests, seed=self.seed, eager=self.eager)
+
+
+def _hunt(apart: Apart, trial: _Trial) -> Missed:
+    """The result of a trial with a mutation. If its process has ended, all its requests count as sent."""
+    assert trial.name is not None
+    hazard = find(trial.name).hazard
+    try:
+        report = apart.run(trial)
+    except ProcessEnded as error:
+        return Missed(trial.name, hazard, trial.requests, str(error))
+    if not report.wrong:
+        return Missed(trial.name, hazard, None, "")
+    apart.stop()  # the process's GPU may be unusable
+    return Missed(trial.name, hazard, report.requests, report.findings[0])
 
 
 def _ask_all(
@@ -250,7 +304,7 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
 
 
 @contextlib.contextmanager
-def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> Iterator[Engine]:
+def _engine(kind: str, model: ToyModel, *, seed: int, eager: bool, report: ServiceReport) -> Iterator[Engine]:
     """An engine whose steps and copies are delayed at random, and whose copies sometimes fail."""
     device = open_device(kind)
     meddler = Meddler(device, replace(_HABITS, load_delay=_LOAD_DELAYS[kind]), seed=seed)
@@ -260,6 +314,7 @@ def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> 
         model,
         EngineConfig(
             device=kind,
+            eager=eager,
             kv_memory=_POOL_BLOCKS * layout.block_bytes,
             block_tokens=layout.block_tokens,
             max_running=8,
