@@ -36,6 +36,7 @@ from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
 
 _PRIME = (1 << 31) - 1
+_WRONG_DRAFTS = 4
 # Hash weights: `_WEIGHTS` for each position and each of the 4 numbers of its KV; `_PARTS` for each of the 4 numbers.
 _WEIGHTS = np.arange(1, 4 * 4096 + 1, dtype=np.int64).reshape(-1, 4) * 48271 % _PRIME
 _PARTS = np.arange(4) * 611953
@@ -403,7 +404,8 @@ class ToyDraftHead:
         right = self.accepted(context) if hidden == self.hidden(context) else 0
         truth = self.model.expected(context, self.width)
         truth += [0] * (self.width - len(truth))
-        wrong = [1 + token % (self.model.vocab_size - 1) for token in truth]  # never equal to `token`
+        # Never equal to `token`, and small: the biased tokens of the torture test are small, too, and may be accepted.
+        wrong = [1 + token % min(_WRONG_DRAFTS, self.model.vocab_size - 1) for token in truth]
         return tuple(truth[:right] + wrong[right:])
 
     def accept_length(self, context: Sequence[int], drafts: Sequence[int]) -> int:

@@ -185,6 +185,5 @@ EQUIVALENT = (
 
 EXEMPT = (
     Exempt("share_of_rank", ("replace",), "a copy of a configuration"),
-    Exempt("StepLoop._commit", ("failure",), "a failed step of several ranks ends the engine instead of its requests"),
     Exempt("build_rank_parts", ("callback",), "closes what was opened if the rest of the build fails"),
 )

@@ -53,7 +53,7 @@ MUTATIONS = (
         hazard="H19",
         change=SetOperand("min_tokens", "outputs >= 1"),
         consequence="a captured step samples an end token before the minimum length",
-        needs=frozenset({"captured", "sampling"}),
+        needs=frozenset({"captured", "min_tokens"}),
         also=(Change("ban-is-needed", SetOperand("min_tokens", "outputs < 1")),),
     ),
     Mutation(
@@ -89,7 +89,7 @@ MUTATIONS = (
         hazard="H16",
         at="slot-drops-prompt-before",
         consequence="a request is penalised for prompt tokens of the request slot's previous owner",
-        needs=frozenset({"sampling"}),
+        needs=frozenset({"penalties"}),
     ),
     Mutation(
         name="slot-keeps-outputs-from-before-a-preemption",
@@ -151,14 +151,14 @@ MUTATIONS = (
         hazard="H19",
         change=Value("None"),
         consequence="a token is not penalised for its repetition within an accepted run",
-        needs=frozenset({"speculative", "sampling"}),
+        needs=frozenset({"speculative", "penalties"}),
     ),
     Mutation(
         name="accepted-tokens-count-for-later-penalties",
         hazard="H19",
         change=Rewrite(".to(torch.int32)", ".to(torch.int32).tril()"),
         consequence="accepted drafts of a step's first rows are not counted as output",
-        needs=frozenset({"speculative", "sampling"}),
+        needs=frozenset({"speculative", "penalties"}),
     ),
     Mutation(
         name="host-reads-accept-lengths",

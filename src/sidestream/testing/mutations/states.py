@@ -69,7 +69,7 @@ MUTATIONS = (
         name="states-wait-for-their-load",
         hazard="H5",
         consequence="a step reads a state that a load is still writing",
-        needs=frozenset({"states", "offload", "layer_groups"}),
+        needs=frozenset({"slow_load", "states", "offload", "layer_groups"}),
     ),
     Mutation(
         name="states-are-loaded-before-layers",
@@ -82,7 +82,7 @@ MUTATIONS = (
         name="captured-states-wait-for-their-load",
         hazard="H5",
         consequence="a captured step reads a state that a load is still writing",
-        needs=frozenset({"states", "offload", "captured", "layer_groups"}),
+        needs=frozenset({"slow_load", "states", "offload", "captured", "layer_groups"}),
     ),
     Mutation(
         name="states-of-a-row-are-its-owners",

@@ -23,6 +23,7 @@ Feature = Literal[
     "failing_load",
     "failing_step",
     "failing_tier",
+    "flipped_block",
     "full_queue",
     "growing_tier",
     "hang_up",
@@ -30,13 +31,16 @@ Feature = Literal[
     "layer_groups",
     "logprobs",
     "meanwhile",
+    "min_tokens",
     "offload",
+    "penalties",
     "preempt",
     "priority",
     "ranks",
     "reset",
     "restart",
     "sampling",
+    "slow_load",
     "slow_tier",
     "speculative",
     "states",
@@ -59,6 +63,7 @@ failing_copy    stores and loads raise; a load may raise after a part of it was 
 failing_load    the failing copies include loads, not only stores
 failing_step    forward passes raise
 failing_tier    disk reads and writes raise
+flipped_block   a bit of a block flips in a file of the disk tier
 full_queue      requests are refused because too many wait
 growing_tier    host memory is pinned while the engine serves
 hang_up         front ends disconnect and others take their place
@@ -66,12 +71,15 @@ hidden_states   drafts are made from hidden states
 layer_groups    loads are split by groups of layers
 logprobs        some requests ask for log-probabilities
 meanwhile       requests arrive, and clients leave, while the engine waits for a step
+min_tokens      some requests have a minimum length
 offload         there is a host tier
+penalties       some requests have penalties
 preempt         the device pool is too small for the requests that run
 priority        requests have several priorities
 reset           the cache is reset while transfers are unfinished
 restart         the engine ends and another one opens the same disk
 sampling        penalties, biases and `min_tokens` change which tokens are drawn
+slow_load       loads take longer than steps
 slow_tier       disk operations take longer than the deadline
 speculative     tokens are drafted and verified
 states          the model keeps recurrent state besides its KV

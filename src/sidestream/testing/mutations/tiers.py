@@ -104,7 +104,7 @@ MUTATIONS = (
         hazard="H9",
         change=SetArgument("update", 0, "payload[payload.nbytes // 2 :]"),
         consequence="a wrong bit in the first half of a block is not detected",
-        needs=frozenset({"corrupt_tier", "disk"}),
+        needs=frozenset({"flipped_block", "disk"}),
     ),
 )
 

@@ -243,6 +243,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "failing_step": _befalls(("forward", "lost")),
     "failing_load": _befalls(("load", "lost"), ("load", "torn")),
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
+    "flipped_block": lambda w: any(f.kind == "flipped" and 1.0 - _BLOCK_PART <= f.place < 1.0 for f in w.faults),
     "full_queue": lambda w: w.front_ends > 0 and w.waiting + w.max_running < sum(asked.n for asked in w.requests),
     "growing_tier": lambda w: w.slots > 1 and w.pin_s > 0,
     "hang_up": lambda w: w.front_ends > 0 and any(event.kind == "hang_up" for event in w.events),
@@ -250,13 +251,16 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "layer_groups": lambda w: w.layer_groups,
     "logprobs": lambda w: len({asked.logprobs is None for asked in w.requests}) > 1,
     "meanwhile": lambda w: w.meanwhile,
+    "min_tokens": lambda w: any(asked.min_tokens for asked in w.requests),
     "offload": lambda w: w.slots > 0,
+    "penalties": lambda w: any(asked.penalties not in (None, _PENALTIES[0]) for asked in w.requests),
     "preempt": lambda w: w.max_running > 1 and w.blocks < sum(blocks_for(asked) * asked.n for asked in w.requests),
     "ranks": lambda w: w.ranks > 1,
     "priority": lambda w: len({asked.priority for asked in w.requests}) > 1,
     "reset": _happens("reset"),
     "restart": _happens("crash", "restart"),
     "sampling": lambda w: any(asked.penalties is not None or asked.bias or asked.min_tokens for asked in w.requests),
+    "slow_load": _befalls(("load", "slow"), ("load", "late")),
     "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
     "speculative": lambda w: w.drafts > 0,
     "states": lambda w: w.states > 0,
@@ -282,7 +286,10 @@ def draw_workload(seed: int) -> Workload:
     rng = random.Random(f"sidestream pinning {seed}")
     pin_s = rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0
     workload = dataclasses.replace(workload, pin_s=pin_s)
+    workload = _draw_ties(random.Random(f"sidestream ties {seed}"), workload)
     workload = _draw_states(random.Random(f"sidestream states {seed}"), workload)
+    workload = _draw_returns(random.Random(f"sidestream returns {seed}"), workload)
+    workload = _draw_slow_loads(random.Random(f"sidestream slow loads {seed}"), workload)
     workload = _draw_border(random.Random(f"sidestream front ends {seed}"), workload)
     workload = _draw_ranks(random.Random(f"sidestream ranks {seed}"), workload)
     workload = _draw_identities(random.Random(f"sidestream identities {seed}"), workload)
@@ -336,16 +343,19 @@ def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
 
 def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
     """Use several ranks in one workload of eight. Such a workload has no weight updates and no failing steps, because a
-    failed step ends an engine with ranks. If the host tier grows, it may do so while steps are in flight: a deferred
-    block is then stored at once, and other ranks may not have filled it yet.
+    failed step ends an engine with ranks. If the host tier grows, it may do so in many small steps while steps are in
+    flight: a deferred block is then stored at once, and other ranks may not have filled it yet.
     """
     if rng.random() >= 1 / 8:
         return workload
     ranks = rng.choice((2, 2, 4))
+    if workload.pin_s and rng.random() < 2 / 3:
+        workload = dataclasses.replace(
+            workload, pin_s=rng.choice((5e-4, 1.5e-3)), slots=max(workload.slots, rng.choice((16, 24, 32)))
+        )
     return dataclasses.replace(
         workload,
         ranks=ranks,
-        pin_s=workload.pin_s and rng.choice((workload.pin_s, 5e-4, 1.5e-3)),
         events=tuple(event for event in workload.events if event.kind != "weights"),
         faults=tuple(fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "lost")),
     )
@@ -366,6 +376,51 @@ def _draw_states(rng: random.Random, workload: Workload) -> Workload:
         disk_blocks=workload.disk_blocks and workload.disk_blocks + rng.choice((3, 9, 24)),
         chunk_tokens=rng.choice((4, 8)),
     )
+
+
+def _draw_ties(rng: random.Random, workload: Workload) -> Workload:
+    """In half of the workloads with drafts and penalties, let three tokens tie in every request. Drafts guess them, and
+    in an accepted run, only the penalty of a draft before makes the next token another one.
+    """
+    if not workload.drafts or "penalties" not in workload.features or rng.random() >= 0.5:
+        return workload
+    ties = tuple((token, _TIE) for token in (1, 2, 3))
+    requests = (
+        dataclasses.replace(asked, hot=False, penalties=_PENALTIES[2], bias=ties) for asked in workload.requests
+    )
+    return dataclasses.replace(workload, requests=tuple(requests))
+
+
+def _draw_returns(rng: random.Random, workload: Workload) -> Workload:
+    """Let two short prompts return in turn, in three of ten workloads with states and a host tier. So short a load is
+    submitted whole, and a step joins it before its first bytes have arrived: those of the state.
+    """
+    if not workload.states or not workload.slots or workload.meanwhile or rng.random() >= 0.3:
+        return workload
+    prompts = [_draw_tokens(rng, rng.randint(5, 12)) for _ in range(2)]
+    requests, at = [], 0
+    for number, asked in enumerate(workload.requests):
+        requests.append(dataclasses.replace(asked, at=at, prompt=prompts[number % 2], abort_at=None))
+        at += rng.choice((3, 4, 6, 8))
+    return dataclasses.replace(
+        workload,
+        requests=tuple(requests),
+        blocks=max(map(blocks_for, requests)) + rng.choice((0, 1, 2)),
+        slots=max(workload.slots, 40),
+        states=workload.max_running + rng.choice((1, 1, 2)),
+        faults=(*workload.faults, _slow_loads(rng)),
+    )
+
+
+def _draw_slow_loads(rng: random.Random, workload: Workload) -> Workload:
+    """Slow down loads in one of eight workloads with a host tier, so that steps wait for them."""
+    if not workload.slots or rng.random() >= 1 / 8:
+        return workload
+    return dataclasses.replace(workload, faults=(*workload.faults, _slow_loads(rng)))
+
+
+def _slow_loads(rng: random.Random) -> Fault:
+    return Fault("load", "slow", 0, rng.choice((1, 1, 2, 3)), rng.choice((0.3, 0.9, 1.5)) * LOAD_DEADLINE_S)
 
 
 def _draw_border(rng: random.Random, workload: Workload) -> Workload:
