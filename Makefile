@@ -86,6 +86,8 @@ bench: $(VENV)/.dev
 	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json
 	$(BIN)/sidestream torture --mutations --json > bench/results/torture-mutations.json.new
 	mv bench/results/torture-mutations.json.new bench/results/torture-mutations.json
+	$(BIN)/sidestream torture --device cpu --tensor-parallel 2 --json > bench/results/torture-ranks-cpu.json.new
+	mv bench/results/torture-ranks-cpu.json.new bench/results/torture-ranks-cpu.json
 	$(BIN)/python bench/races.py --json > bench/results/races-cpu.json.new
 	mv bench/results/races-cpu.json.new bench/results/races-cpu.json
 	$(MAKE) tables

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,8 +30,15 @@ from sidestream.version import VERSION
 
 log = logging.getLogger(__name__)
 
+OnDevice = Callable[[int, Device], None]
+"""Called with the rank's number and its open device, which nothing uses yet."""
 
-def main(descriptor: int) -> None:
+
+def leave_as_it_is(rank: int, device: Device) -> None:
+    """The default `OnDevice`."""
+
+
+def main(descriptor: int, *, on_device: OnDevice = leave_as_it_is) -> None:
     """Run a rank. `descriptor`: the socket that is connected to rank 0's process, with which this process ends."""
     faulthandler.enable()
     link = RankConnection(socket.socket(fileno=descriptor))
@@ -39,7 +47,7 @@ def main(descriptor: int) -> None:
         sys.exit(1)
     logging.basicConfig(level=begin.log_level, format=f"rank {begin.rank}: %(levelname)s %(name)s %(message)s")
     try:
-        follow(begin, link)
+        follow(begin, link, on_device)
     except BaseException as error:
         log.critical("rank %d of %d failed", begin.rank, begin.size, exc_info=error)
         kind = type(error).__name__ if isinstance(error, SidestreamError) else "ProcessFailed"
@@ -49,7 +57,7 @@ def main(descriptor: int) -> None:
     os._exit(0)
 
 
-def follow(begin: Begin, link: RankConnection) -> None:
+def follow(begin: Begin, link: RankConnection, on_device: OnDevice = leave_as_it_is) -> None:
     """Join the group, load this rank's share, and carry out rank 0's messages until the last one."""
     if begin.version != VERSION:
         raise ProcessFailed(
@@ -68,6 +76,7 @@ def follow(begin: Begin, link: RankConnection) -> None:
         group=group,
     )
     device = _open_device(config, where)
+    on_device(begin.rank, device)
     follower = build_follower(model, config, device=device, group=group, take=link.take, report=link.report)
     link.report(Serving())
     link.run(follower)

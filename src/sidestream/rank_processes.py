@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -55,6 +57,22 @@ def threads_of_rank(config: EngineConfig) -> int:
     return config.compute_threads or max(1, torch.get_num_threads() // config.tensor_parallel)
 
 
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """The program of the processes of the other ranks.
+
+    module       its function `main` runs a rank, as `rank_process.main` does
+    environment  further environment variables
+    """
+
+    module: str = "sidestream.rank_process"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+RANK_PROGRAM = RankProgram()
+"""The product's own program. The torture test runs another one, which delays the work of its rank."""
+
+
 class RankProcesses:
     """The processes of ranks 1 to `size` - 1. They end when this process ends, however it ends.
 
@@ -62,11 +80,12 @@ class RankProcesses:
     transport   the sockets of the ranks, with the engine's handle of them
     """
 
-    def __init__(self, model: str, config: EngineConfig) -> None:
+    def __init__(self, model: str, config: EngineConfig, *, program: RankProgram = RANK_PROGRAM) -> None:
         """Start the processes and join their group; then all ranks load. Raises the error of a rank that cannot start,
         after all of them have ended.
         """
         self.size = config.tensor_parallel
+        self._program = program
         self._directory = Path(tempfile.mkdtemp(prefix="sidestream-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
@@ -137,7 +156,7 @@ class RankProcesses:
 
     def _start(self, rank: int, model: str, config: EngineConfig, device: torch.device) -> None:
         ours, theirs = socket.socketpair()
-        environment = child_environment()
+        environment = {**child_environment(), **self._program.environment}
         environment["OMP_NUM_THREADS"] = str(threads_of_rank(config))
         if on_gpu(device):
             given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -145,7 +164,7 @@ class RankProcesses:
         with theirs:
             self._processes.append(
                 subprocess.Popen(
-                    child_command("sidestream.rank_process", theirs.fileno()),
+                    child_command(self._program.module, theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     env=environment,

@@ -41,6 +41,16 @@ from .conftest import Run
             ("--device", "cpu", "--requests", "5", "--mutations", "store-waits-for-step"),
             "no mutation for a whole engine on cpu store-waits-for-step",
         ),
+        (("--tensor-parallel", "2"), "--tensor-parallel is given without --device"),
+        (
+            ("--device", "cpu", "--tensor-parallel", "3"),
+            "tensor_parallel is 3: the model of this test has 8 KV heads, which two or more ranks divide among them: "
+            "give 2 or 4 or 8",
+        ),
+        *(
+            (("--device", "cpu", "--tensor-parallel", "2", *other), f"--tensor-parallel does not work with {other[0]}")
+            for other in (("--mutations",), ("--requests", "5"), ("--check-order",))
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(options: tuple[str, ...], message: str, run: Run) -> None:
@@ -59,6 +69,20 @@ def test_figures_say_how_many_blocks_moved_and_that_none_was_wrong(run: Run) -> 
     assert figures["torture_blocks"]["bound"] == "at least 500"
     assert figures["torture_wrong"]["value"] == figures["findings"]["value"] == 0
     assert all(figure["holds"] is not False for figure in report["figures"])
+
+
+def test_ranks_in_processes_transfer_blocks_and_answer_right(run: Run) -> None:
+    result = run("torture", "--device", "cpu", "--tensor-parallel", "2", "--blocks", "400", "--seed", "1", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["environment"]["model"] == "model on 2 ranks, cpu"
+    figures = {figure["name"]: figure for figure in report["figures"]}
+    assert figures["torture_blocks"]["value"] >= 400
+    assert figures["torture_blocks"]["bound"] == "at least 400"
+    assert figures["torture_wrong_answers"]["value"] == 0
+    assert all(figure["holds"] is not False for figure in report["figures"])
+    for name in ("blocks_stored", "blocks_loaded", "tokens_found_on_device", "tokens_found_on_host", "tokens"):
+        assert figures[name]["value"] > 0, name
 
 
 def test_wrong_bytes_are_reported_and_end_it_with_1(run: Run) -> None:

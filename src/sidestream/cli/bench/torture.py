@@ -23,9 +23,11 @@ from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.bench.torture_device import show_campaign, show_hunt, show_service
 from sidestream.cli.bench.torture_excuses import show_excuses
 from sidestream.cli.bench.torture_mutants import show_mutants
+from sidestream.cli.bench.torture_ranks import BLOCKS, show_ranks
 from sidestream.cli.declare import flag, number, option, whole
 from sidestream.cli.options import AsJson
 from sidestream.cli.progress import Steps
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _SCHEDULES = 2000
 _INTERRUPTED = 130
 _MAX_FAILURES = 3  # failures that are shrunk and shown; more than one cause is rare
+_OF_DEVICE = ("device", "blocks", "requests", "tensor_parallel", "check_order")
 _MAX_FINDINGS = 3  # findings shown for a failure; one missing wait often breaks several rules
 
 ShowProgress = Callable[[float, str], None]
@@ -98,7 +101,7 @@ OnDevice = Annotated[
     option(
         "--device",
         "D",
-        "Test a real device, cuda or cpu: only its transfers, unless --requests is given.",
+        "Test a real device, cuda or cpu: only its transfers, unless --requests or --tensor-parallel is given.",
         "a simulated device",
     ),
 ]
@@ -107,14 +110,25 @@ Blocks = Annotated[
     option(
         "--blocks",
         "N",
-        "With --device: block transfers to run; with --mutations too: maximum for each mutation.",
-        "1,000,000 on cuda, 20,000 on cpu",
+        "With --device: block transfers to run; with --mutations too: maximum for each mutation; with "
+        "--tensor-parallel: on all ranks together.",
+        f"1,000,000 on cuda, 20,000 on cpu; with --tensor-parallel {BLOCKS[CUDA]:,} on cuda, {BLOCKS[CPU]:,} on cpu",
         whole,
     ),
 ]
 Requests = Annotated[
     int | None,
     option("--requests", "N", "With --device: test a whole engine with N requests.", False, whole),
+]
+TensorParallel = Annotated[
+    int | None,
+    option(
+        "--tensor-parallel",
+        "N",
+        "With --device: test a language model on N ranks: processes, each with a GPU or with the CPU.",
+        False,
+        whole,
+    ),
 ]
 CheckOrder = Annotated[
     bool, flag("--check-order", "With --device: also run the order checker, with a tenth of the blocks.")
@@ -138,6 +152,7 @@ def torture(
     device: OnDevice = None,
     blocks: Blocks = None,
     requests: Requests = None,
+    tensor_parallel: TensorParallel = None,
     check_order: CheckOrder = False,
     as_json: AsJson = False,
 ) -> None:
@@ -149,6 +164,8 @@ def torture(
                 good = show_hunt(
                     device, names or [], seed=seed, blocks=blocks, requests=requests, as_json=as_json, show=show
                 )
+            elif tensor_parallel is not None:
+                good = show_ranks(device, ranks=tensor_parallel, seed=seed, blocks=blocks, as_json=as_json, show=show)
             elif requests is not None:
                 good = show_service(device, seed=seed, requests=requests, as_json=as_json, show=show)
             else:
@@ -204,7 +221,7 @@ def _exit(*, good: bool, interrupted: bool) -> None:
 
 def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     """Raise ConfigError for an option that would have no effect."""
-    of_device = {"device": "--device", "blocks": "--blocks", "requests": "--requests", "check_order": "--check-order"}
+    of_device = {name: f"--{name.replace('_', '-')}" for name in _OF_DEVICE}
     of_simulation = ("schedules", "minutes", "seed", "policy", "mutations", "excuses", "only", "workers", "save")
     flags = {name: f"--{name}" for name in of_simulation} | of_device | {"auto_mutants": "--auto-mutants"}
     given = [flag for name, flag in flags.items() if was_given(context, name)]
@@ -240,7 +257,8 @@ def _check_device_options(context: typer.Context, given: Sequence[str], names: S
     simulated_only = [
         flag
         for flag in given
-        if flag not in ("--device", "--blocks", "--requests", "--check-order", "--seed", "--mutations")
+        if flag
+        not in ("--device", "--blocks", "--requests", "--tensor-parallel", "--check-order", "--seed", "--mutations")
     ]
     if was_given(context, "replay"):
         simulated_only.append("--replay")
@@ -250,6 +268,12 @@ def _check_device_options(context: typer.Context, given: Sequence[str], names: S
         )
     if names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+    if "--tensor-parallel" in given and (
+        others := [flag for flag in ("--mutations", "--requests", "--check-order") if flag in given]
+    ):
+        raise ConfigError(
+            f"--tensor-parallel does not work with {others[0]}: leave one of them out; --blocks sets the length"
+        )
     if "--requests" in given and (others := [flag for flag in ("--blocks", "--check-order") if flag in given]):
         raise ConfigError(f"--requests tests a whole engine, {others[0]} only transfers: leave one of them out")
     if "--check-order" in given and "--mutations" in given:

@@ -22,6 +22,11 @@ Without an engine, block transfers on a real device, where timing also affects t
 A whole engine on a real device (`sidestream.testing.torture.service`):
 
     torture_service(...)  requests to a toy model whose text depends on every KV byte
+
+A language model on several ranks, each in its own process. This module is not imported here, because it imports
+transformers:
+
+    rank_service.torture_ranks(...)   requests whose answers must equal those of transformers
 """
 
 from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture

@@ -1,0 +1,64 @@
+"""`sidestream torture --device D --tensor-parallel N`: tests a real language model whose KV lies on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+
+from sidestream.cli.bench.report import Figure, at_least, at_most, publish
+from sidestream.device.kinds import CPU, CUDA
+
+BLOCKS = {CUDA: 200_000, CPU: 4_000}
+"""Block transfers by kind of device, if no number is given."""
+_MAX_FINDINGS = 5
+
+
+def show_ranks(
+    device: str,
+    *,
+    ranks: int,
+    seed: int,
+    blocks: int | None,
+    as_json: bool,
+    show: Callable[[float, str], None],
+) -> bool:
+    """Test a model on several ranks. Print the figures, and findings on standard error. Returns whether all bounds
+    hold.
+
+    blocks   number of block transfers on all ranks together; None: the default of the device
+    """
+    from sidestream.testing.torture.rank_service import NEAR, torture_ranks
+
+    least = BLOCKS.get(device, 1) if blocks is None else blocks
+    report = torture_ranks(
+        device,
+        ranks=ranks,
+        blocks=least,
+        seed=seed,
+        tell=lambda done, text: show(min(done / least, 1.0), f"{done:,} blocks, {text}"),
+    )
+    console = Console(stderr=True)
+    for text in report.findings[:_MAX_FINDINGS]:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    figures = [
+        Figure("torture_blocks", report.blocks, "blocks", at_least(least)),
+        Figure("torture_wrong_answers", report.wrong, "findings", at_most(0)),
+        Figure("logprob_distance_max", report.distance, "nats", at_most(NEAR[device])),
+        Figure("ranks", ranks, "ranks"),
+        Figure("requests", report.requests, "requests"),
+        Figure("tokens", report.tokens, "tokens"),
+        Figure("blocks_per_second", report.blocks / max(report.traffic_s, 1e-9), "blocks/s"),
+        Figure("blocks_stored", report.stored, "blocks"),
+        Figure("blocks_loaded", report.loaded, "blocks"),
+        Figure("tokens_found_on_device", report.from_device, "tokens"),
+        Figure("tokens_found_on_host", report.from_host, "tokens"),
+        Figure("tokens_found_on_disk", report.from_disk, "tokens"),
+        Figure("requests_aborted", report.aborted, "requests"),
+        Figure("drafts_accepted", report.accepted, "tokens"),
+        Figure("preemptions", report.preemptions, "preemptions"),
+        Figure("resets", report.resets, "resets"),
+        Figure("failed_transfers", report.failed, "transfers"),
+        Figure("seconds", report.seconds, "s"),
+    ]
+    return publish("torture", f"model on {ranks} ranks, {device}", figures, as_json=as_json, console=Console())
