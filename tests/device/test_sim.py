@@ -148,6 +148,17 @@ def test_a_starved_stream_runs_only_when_no_other_actor_can(seed: int) -> None:
     assert ran == ["b"] * 4 + ["a"]
 
 
+def test_a_starved_family_runs_only_when_no_other_actor_can() -> None:
+    ran: list[str] = []
+    with simulated("starve:load", 0) as device:
+        names = ("load-0", "load-1", "loader", "other")
+        fences = [device.stream(name).submit(lambda name=name: ran.append(name)) for name in names]  # type: ignore[misc]
+        for fence in fences:
+            device.wait_host(fence, reason="step")
+    assert set(ran[:2]) == {"loader", "other"}
+    assert set(ran[2:]) == {"load-0", "load-1"}
+
+
 def test_pct_of_depth_one_never_preempts_and_of_depth_two_once() -> None:
     def program(device: SimDevice, work: Callable[[str], Callable[[], None]]) -> None:
         a, b = device.stream("a"), device.stream("b")

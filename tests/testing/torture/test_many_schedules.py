@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from sidestream.testing.torture import POLICIES, Report, torture
+from sidestream.device.sim.policies import Choice, Starve
+from sidestream.testing.torture import POLICIES, Report, draw_workload, reference_of, run_one, torture
 
 SCHEDULES = 2000
 
@@ -26,3 +29,22 @@ def test_they_are_worth_their_name(report: Report) -> None:
     assert report.steps / report.schedules > 20
     assert report.decisions / report.schedules > 80
     assert 100 * len(POLICIES) < SCHEDULES
+
+
+def test_every_starved_name_is_the_name_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that starves a name that does not exist would choose at random."""
+    starved: set[str] = set()
+    choose = Starve.choose
+
+    def watching(self: Starve, choice: Choice) -> str:
+        if any(name == self._victim or name.startswith(self._family) for name in choice.able):
+            starved.add(self._victim)
+        return choose(self, choice)
+
+    monkeypatch.setattr(Starve, "choose", watching)
+    victims = {policy.partition(":")[2] for policy in POLICIES if policy.startswith("starve:")}
+    several = (each for each in map(draw_workload, range(400)) if {"ranks", "slow_load", "offload"} <= each.features)
+    for workload in itertools.islice(several, 3):
+        for victim in victims:
+            run_one(workload, f"starve:{victim}", 0, reference_of(workload))
+    assert starved == victims

@@ -5,7 +5,7 @@ when another actor may run.
 random        all actors have the same probability
 late          the host runs ahead as far as it can; a stream runs only when the host waits for it
 early         every stream runs as soon as it can; the host runs when no stream can
-starve:NAME   random, but the actor NAME runs only when no other actor can
+starve:NAME   random, but the actors NAME, NAME-… (`load-0`) and NAME/… (`rank1/load-0`) run only when no other can
 pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010). Actors have
               random priorities, and the actor with the highest priority runs; at D - 1 random points, the running actor
               gets the lowest priority. Each run of n actors and k points finds a bug of depth D (a bug that D ordering
@@ -96,23 +96,24 @@ class Early:
 
 
 class Starve:
-    """Chooses at random, but never chooses one actor while another can run."""
+    """Chooses at random, but never chooses one actor, or a family of actors, while another can run."""
 
     def __init__(self, rng: random.Random, victim: str) -> None:
         self._rng = rng
         self._victim = victim
+        self._family = (f"{victim}-", f"{victim}/")
         self._naps = 0
 
     def choose(self, choice: Choice) -> str:
         """See `Policy.choose`."""
-        others = [name for name in choice.able if name != self._victim]
+        others = [name for name in choice.able if name != self._victim and not name.startswith(self._family)]
         if others:
             return others[int(self._rng.random() * len(others))]
         if choice.may_nap and self._naps < _NAPS:
             self._naps += 1
             return HOST
         self._naps = 0
-        return self._victim
+        return choice.able[int(self._rng.random() * len(choice.able))]
 
 
 class Pct:

@@ -62,14 +62,14 @@ MUTATIONS = (
         change=Never(),
         consequence="results of a step with a failed load are used, because the offload worker has not reported the "
         "failure yet",
-        needs=frozenset({"failing_copy", "failing_load", "offload"}),
+        needs=frozenset({"failing_load", "layer_groups", "offload"}),
     ),
     Mutation(
         name="load-fails-with-any-of-its-slices",
         hazard="H15",
         change=Rewrite("self.submitted.fences", "self.submitted.groups[-1].fences"),
         consequence="results of a step are used although only the last layers of its load succeeded",
-        needs=frozenset({"failing_copy", "failing_load", "offload"}),
+        needs=frozenset({"failing_load", "layer_groups", "offload"}),
     ),
     # ------------------------------------------------------------------ gates
     Mutation(

@@ -32,13 +32,13 @@ MUTATIONS = (
         at="late-results",
         change=DropOperand("epoch"),
         consequence="a preempted request that runs again accepts the token of an earlier step",
-        needs=frozenset({"failing_copy", "offload"}),
+        needs=frozenset({"failing_load", "offload"}),
     ),
     Mutation(
         name="preemption-begins-an-epoch",
         hazard="H10",
         consequence="steps launched before a preemption cannot be distinguished from those launched after it",
-        needs=frozenset({"failing_copy", "offload"}),
+        needs=frozenset({"failing_load", "offload"}),
     ),
     Mutation(
         name="blocks-of-non-finite-logits-are-not-published",

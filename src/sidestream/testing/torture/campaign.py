@@ -19,7 +19,18 @@ from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.workers import spread
 from sidestream.testing.torture.workload import Workload, draw_workload
 
-POLICIES = ("random", "late", "early", "starve:compute", "starve:store", "starve:load", "pct:2", "pct:3", "pct:4")
+POLICIES = (
+    "random",
+    "late",
+    "early",
+    "starve:compute",
+    "starve:store",
+    "starve:load",
+    "starve:rank1",
+    "pct:2",
+    "pct:3",
+    "pct:4",
+)
 SCHEDULES_PER_WORKLOAD = 8
 """Number of schedules that share a workload and its reference."""
 
