@@ -17,6 +17,7 @@ from sidestream.cli.bench.report import Bound, Figure, at_least, at_most
 from sidestream.config import OffloadConfig
 from sidestream.device.choice import torch_device
 from sidestream.device.kinds import CUDA
+from sidestream.errors import ConfigError
 from sidestream.llm import LLM
 from sidestream.testing.random_models import SHAPES, random_checkpoint
 from sidestream.testing.tiny_models import tiny_model_dir
@@ -46,6 +47,7 @@ class _Times:
     """The results at one number of ranks.
 
     step_s         seconds of a decode step, by the number of rows
+    contexts       prompt tokens of each row of these steps, by the number of rows
     cold_s         TTFT in seconds without cached KV, by the number of prompt tokens
     host_s         TTFT in seconds with KV in host memory, by the number of prompt tokens
     idle_share     share of time in which rank 0's device is idle between decode steps; the maximum over the row counts
@@ -55,6 +57,7 @@ class _Times:
     """
 
     step_s: dict[int, float]
+    contexts: dict[int, int]
     cold_s: dict[int, float]
     host_s: dict[int, float]
     idle_share: float
@@ -111,8 +114,18 @@ def _times(model: str, device: str, shape: str, size: int, sizes: Sizes, on_prog
 def _measured(rig: Rig, size: int, sizes: Sizes, tell: Callable[[str], None]) -> _Times:
     rig.ask(rig.prompt(40), 4).wait()
     step_s, cold_s, host_s, shares = dict[int, float](), dict[int, float](), dict[int, float](), list[float]()
-    for rows, context, _ in sizes.decode:
-        tell(f"decode, {rows} rows")
+    contexts = dict[int, int]()
+    block_tokens = rig.parts.layout.block_tokens
+    for rows, longest, _ in sizes.decode:
+        # All rows must fit into the KV memory of one rank; each of several ranks has room for more tokens.
+        room = rig.parts.blocks.size // size // rows * block_tokens
+        context = contexts[rows] = min(longest, room - sizes.outputs - block_tokens)
+        if context < 1:
+            raise ConfigError(
+                f"the KV memory of a rank holds {room} tokens for each of {rows} rows, {sizes.outputs + block_tokens} of "
+                "them for outputs: give more --kv-memory"
+            )
+        tell(f"decode, {rows} rows of {context} tokens")
         lengths, idle = rig.steps(rows, context, sizes.outputs)
         step_s[rows] = median(lengths)
         shares.append(sum(idle) / sum(lengths))
@@ -133,7 +146,7 @@ def _measured(rig: Rig, size: int, sizes: Sizes, tell: Callable[[str], None]) ->
             rates.append(size * num_bytes / seconds)  # each rank loads as many bytes as rank 0: the KV of its heads
         host_s[length] = median(taken)
     figures = {figure.name: figure for figure in resume(rig, sizes, step_s[1], tell)}
-    return _Times(step_s, cold_s, host_s, max(shares), max(rates), rig.host_waits(), figures)
+    return _Times(step_s, contexts, cold_s, host_s, max(shares), max(rates), rig.host_waits(), figures)
 
 
 def _loaded(rig: Rig) -> tuple[float, float]:
@@ -148,6 +161,7 @@ def _figures(one: _Times, many: _Times, ranks: int, sizes: Sizes) -> list[Figure
     for rows, _, _ in sizes.decode:
         bound = at_most(0.62) if ranks == 2 and rows in _BOUNDED_ROWS else None
         figures += _pair("decode_b{}", rows, one.step_s[rows], many.step_s[rows], ranks, bound)
+        figures.append(Figure(f"decode_b{rows}_prompt_tokens", min(one.contexts[rows], many.contexts[rows]), "tokens"))
     for length, _ in sizes.cold:
         bound = at_most(0.6) if ranks == 2 and length == _BOUNDED_LENGTH else None
         figures += _pair("ttft_cold_{}", length, one.cold_s[length], many.cold_s[length], ranks, bound)
