@@ -122,8 +122,8 @@ def _measured(rig: Rig, size: int, sizes: Sizes, tell: Callable[[str], None]) ->
         context = contexts[rows] = min(longest, room - sizes.outputs - block_tokens)
         if context < 1:
             raise ConfigError(
-                f"the KV memory of a rank holds {room} tokens for each of {rows} rows, {sizes.outputs + block_tokens} of "
-                "them for outputs: give more --kv-memory"
+                f"the KV memory of a rank holds {room} tokens for each of {rows} rows, and outputs take "
+                f"{sizes.outputs + block_tokens}: give more --kv-memory"
             )
         tell(f"decode, {rows} rows of {context} tokens")
         lengths, idle = rig.steps(rows, context, sizes.outputs)
