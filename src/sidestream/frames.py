@@ -51,6 +51,15 @@ class FrameDecoder(msgspec.Struct):
         """Add received bytes; yields the messages that are now complete. Raises EngineStopped for a frame that is out
         of order or cannot be decoded.
         """
+        size, buffer = _HEAD.size, self.buffer
+        if not buffer and len(data) >= size:  # nearly always, `data` is one frame, and needs no buffer
+            length, number = _HEAD.unpack_from(data)
+            if length == len(data) - size and number == self.number + 1:
+                self.number = number
+                return iter((self._decode(data[size:]),))
+        return self._frames(data)
+
+    def _frames(self, data: bytes) -> Iterator[Any]:
         buffer, start = self.buffer, 0
         buffer += data
         try:
@@ -69,12 +78,12 @@ class FrameDecoder(msgspec.Struct):
                     )
                 body = bytes(memoryview(buffer)[start + _HEAD.size : start + _HEAD.size + length])
                 start += _HEAD.size + length
-                try:
-                    message = self.decoder.decode(body)
-                except Exception as error:  # raised by msgspec, or by a dataclass that checks its values
-                    raise EngineStopped(
-                        f"a message cannot be read ({error}): both sides must run the same version"
-                    ) from error
-                yield message
+                yield self._decode(body)
         finally:
             del buffer[:start]
+
+    def _decode(self, body: bytes) -> Any:
+        try:
+            return self.decoder.decode(body)
+        except Exception as error:  # raised by msgspec, or by a dataclass that checks its values
+            raise EngineStopped(f"a message cannot be read ({error}): both sides must run the same version") from error

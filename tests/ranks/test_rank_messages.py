@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sidestream.errors import InvariantError
-from sidestream.ranks.messages import Step, StepDecoder, StepEncoder
+from sidestream.errors import EngineStopped, InvariantError
+from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.ranks.messages import Step, StepDecoder, StepEncoder, ToRank
 from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart, SamplingSpec
 
 _UNGATED = LayerGates(())
@@ -90,3 +95,77 @@ def test_decode_step_of_32_rows_takes_at_most_2_kb() -> None:
     assert size(4001) <= 2000
     tables = {slot: (*blocks, 20_000 + slot) for slot, blocks in tables.items()}
     assert size(4002) <= 2000
+
+
+# ------------------------------------------------------------------ any step, as bytes
+
+
+@st.composite
+def _plans(draw: st.DrawFn) -> BatchPlan:
+    """A step of any rows: decode rows, also with drafts, and behind them prefill rows, of which some begin."""
+    numbers = st.integers(0, 2**31 - 1)
+    slots = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True))
+    num_decodes = draw(st.integers(0, len(slots)))
+    start = RowStart(SamplingSpec({}, False, {5: 1.0}, 3, 0, (), -1), prompt=(5, 6), outputs=(7,))
+    rows = []
+    for index, slot in enumerate(slots):
+        blocks = tuple(draw(st.lists(numbers, min_size=1, max_size=5)))
+        row = _decode_row(slot, draw(numbers), blocks, draw(st.integers(0, 3)))
+        if index >= num_decodes:
+            tokens = tuple(draw(st.lists(numbers, min_size=1, max_size=4)))
+            begin = start if draw(st.booleans()) else None
+            row = row._replace(tokens=tokens, stop=row.min_start + len(tokens), drafts=0, begin=begin)
+        rows.append(row._replace(samples=draw(st.booleans())))
+    return BatchPlan(rows, draw(st.booleans()))
+
+
+def _decoder() -> FrameDecoder:
+    return FrameDecoder(msgspec.msgpack.Decoder(ToRank))
+
+
+@settings(max_examples=50)
+@given(st.lists(_plans(), min_size=1, max_size=6), st.data())
+def test_any_steps_arrive_as_they_were_planned_however_their_bytes_are_cut(plans: list[BatchPlan], data: Any) -> None:
+    encoder, frames = StepEncoder(), FrameEncoder()
+    sent = b"".join(frames.encode(encoder.encode(plan, (), _UNGATED)) for plan in plans)
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=4))), len(sent)]
+    receiver, decoder, arrived = _decoder(), StepDecoder(), list[BatchPlan]()
+    for begin, end in pairwise(cuts):
+        arrived += map(decoder.decode, receiver.feed(sent[begin:end]))
+    assert arrived == plans
+
+
+@settings(max_examples=50)
+@given(_plans(), st.data())
+def test_a_step_that_lost_bytes_is_refused_or_waited_for(plan: BatchPlan, data: Any) -> None:
+    frame = FrameEncoder().encode(StepEncoder().encode(plan, (), _UNGATED))
+    kept = data.draw(st.integers(0, len(frame) - 9))
+    assert [*_decoder().feed(frame[:kept])] == []
+    shorter = (kept).to_bytes(4, "little") + frame[4 : 8 + kept]  # a frame that is whole, with a message that is not
+    with pytest.raises(EngineStopped, match="a message cannot be read"):
+        list(_decoder().feed(shorter))
+
+
+_STEP = StepEncoder().encode(BatchPlan((_decode_row(1, 4, (1, 2)), _decode_row(2, 6, (3,)))), (), _UNGATED)
+_START = RowStart(SamplingSpec({}, False, {}, 3, 0, (), -1), prompt=(5, 6), outputs=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"tables": ((2, 0, (1,)),)}, "step 1 has a block table for row 2 of 2"),
+        ({"tables": ((-1, 0, (1,)),)}, "step 1 has a block table for row -1 of 2"),
+        ({"tables": ((0, 1, (1,)), (1, 0, (3,)))}, "step 1 keeps 1 of 0 blocks of slot 1"),
+        ({"tables": ((0, -1, (1,)), (1, 0, (3,)))}, "step 1 keeps -1 of 0 blocks of slot 1"),
+        ({"tables": ((0, 0, (1,)),)}, "step 1 has no block table for slot 2"),
+        ({"stops": (5,)}, "step 1 of 2 rows has columns of lengths"),
+        ({"drafts": (0, 0, 0)}, "step 1 of 2 rows has columns of lengths"),
+        ({"tokens": ((1,), (2,), (3,))}, "step 1 of 2 rows has columns of lengths"),
+        ({"begins": ((2, _START),)}, r"step 1 begins rows \[2\] of 2"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_step_whose_parts_do_not_fit_is_refused(changes: dict[str, Any], refusal: str) -> None:
+    step = _over_the_wire(msgspec.structs.replace(_STEP, **changes))
+    with pytest.raises(InvariantError, match=refusal):
+        StepDecoder().decode(step)

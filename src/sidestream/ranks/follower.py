@@ -28,6 +28,7 @@ from sidestream.types import Access, Fence, LayerGates
 
 # Polling interval for host memory that is being pinned.
 _GROWTH_POLL_S = 0.05
+_UNGATED = LayerGates(())
 
 
 class _Track:
@@ -112,10 +113,11 @@ class Follower:
                 self.ended = True
 
     def _launch(self, message: Step) -> None:
-        gates = LayerGates(tuple(tuple(self._unfinished(names)) for names in message.gates))
-        step = self.executor.launch(
-            self._decoder.decode(message), after=tuple(self._unfinished(message.after)), gates=gates
-        )
+        batch = self._decoder.decode(message)  # first, because it needs the messages of all steps in their order
+        gates = _UNGATED
+        if message.gates:
+            gates = LayerGates(tuple(tuple(self._unfinished(names)) for names in message.gates))
+        step = self.executor.launch(batch, after=tuple(self._unfinished(message.after)), gates=gates)
         step.drop()
         self._submitted(COMPUTE, message.number, step.fence)
 

@@ -28,7 +28,8 @@ SILENCE_S = 10.0
 _BEAT_S = 0.5
 # Polling interval of a rank while its device has work. It may delay a report, and so a transfer, but no step.
 _POLL_S = 0.5e-3
-_READ_BYTES = 1 << 18
+# `recv` allocates as many bytes before each read. The C library maps and unmaps memory for 128 KiB and more.
+_READ_BYTES = 1 << 16
 # Unsent bytes at which a rank counts as hanging. The messages of all steps and copies in flight are far smaller.
 _MAX_BACKLOG = 256 << 20
 _END_S = 60.0
@@ -76,11 +77,11 @@ class SocketTransport:
 
     def send(self, message: ToRank) -> None:
         """See `Transport.send`. Bytes that a socket does not take at once are written by the reading thread."""
-        frame = memoryview(self._encoder.encode(message))
+        frame = self._encoder.encode(message)
         with self._lock:
             for each, backlog in zip(self._sockets, self._backlogs, strict=True):
-                if backlog or (left := _write(each, frame)):
-                    backlog.append(frame if backlog else left)
+                if left := _write(each, frame) if not backlog else frame:
+                    backlog.append(memoryview(left))
                     # A full bell wakes the thread anyway. A closed bell means that the ranks have ended.
                     with contextlib.suppress(OSError):
                         self._bell.send(b"\0")
@@ -154,23 +155,23 @@ class SocketTransport:
             while backlog:
                 left = _write(self._sockets[index], backlog[0])
                 if left:
-                    backlog[0] = left
+                    backlog[0] = memoryview(left)
                     return
                 backlog.popleft()
 
 
-def _write(each: socket.socket, frame: memoryview) -> memoryview:
+def _write(each: socket.socket, frame: bytes | memoryview) -> bytes | memoryview:
     """Write as many bytes as the socket takes now. Returns the remaining bytes. If the socket is closed, the
     bytes are dropped, and the reading thread notices it.
     """
-    while frame:
-        try:
-            frame = frame[each.send(frame) :]
-        except BlockingIOError:
-            return frame
-        except OSError:
-            return frame[:0]
-    return frame
+    try:
+        while (sent := each.send(frame)) < len(frame):
+            frame = memoryview(frame)[sent:]
+    except BlockingIOError:
+        return frame
+    except OSError:
+        pass
+    return b""
 
 
 def decoder_of_reports() -> FrameDecoder:
@@ -218,10 +219,11 @@ class RankConnection:
 
     def run(self, follower: Follower) -> None:
         """Follow rank 0 until its last message, and until all work is done. A message ends the sleep between turns."""
+        waiting = (self._connection,)
         while not follower.ended or follower.busy:
             rest = follower.turn()
-            busy = bool(rest.fences) or rest.until_s is not None
-            if not self._messages:
-                select.select([self._connection], [], [], _POLL_S if busy else _BEAT_S)
             if time.monotonic() - self._sent_s >= _BEAT_S:
                 self.report(Beat())
+            busy = bool(rest.fences) or rest.until_s is not None
+            if not self._messages:
+                select.select(waiting, (), (), _POLL_S if busy else _BEAT_S)  # A message is taken at once.

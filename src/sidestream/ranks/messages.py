@@ -166,7 +166,6 @@ class StepEncoder:
                 kept = len(held) if wanted[: len(held)] == held else 0
                 tables.append((index, kept, wanted[kept:]))
                 self._tables[slot] = wanted
-        begins = [(index, begin) for index, begin in enumerate(columns.begin) if begin] if any(columns.begin) else []
         return Step(
             number=self._number,
             speculates=batch.speculates,
@@ -178,11 +177,15 @@ class StepEncoder:
             drafts=columns.drafts,
             tokens=columns.tokens[batch.num_decodes :],  # type: ignore[arg-type]  # only decode rows have None
             tables=tuple(tables),
-            begins=tuple(begins),
+            begins=_begins_of(columns) if any(columns.begin) else (),
             states=columns.states if columns.states and columns.states[0] is not None else (),
-            after=names_of(after),
-            gates=tuple(map(names_of, gates.by_layer)),
+            after=names_of(after) if after else (),
+            gates=tuple(map(names_of, gates.by_layer)) if gates.by_layer else (),
         )
+
+
+def _begins_of(columns: RowColumns) -> tuple[tuple[int, RowStart], ...]:
+    return tuple((index, begin) for index, begin in enumerate(columns.begin) if begin)
 
 
 class StepDecoder:
@@ -193,27 +196,46 @@ class StepDecoder:
         self._number = 0
 
     def decode(self, step: Step) -> BatchPlan:
-        """The plan of the next step. Raises InvariantError if a step is missing, or came twice."""
+        """The plan of the next step. Raises InvariantError if a step is missing, or came twice, or if its parts do not
+        fit each other.
+        """
         if step.number != self._number + 1:  # rule: step-is-the-next-one
             raise InvariantError(f"step {step.number} came after step {self._number}: each step comes once, in order")
         self._number = step.number
+        slots, tables = step.slots, self._tables
+        count = len(slots)
         for index, kept, added in step.tables:
-            slot = step.slots[index]
-            self._tables[slot] = (*self._tables.get(slot, ())[:kept], *added)
-        count, decodes = len(step.slots), len(step.slots) - len(step.tokens)
-        begins = dict(step.begins)  # rule: slot-begins-on-every-rank
+            if not 0 <= index < count:
+                raise InvariantError(f"step {step.number} has a block table for row {index} of {count}")
+            held = tables.get(slots[index], ())
+            if not 0 <= kept <= len(held):
+                raise InvariantError(f"step {step.number} keeps {kept} of {len(held)} blocks of slot {slots[index]}")
+            tables[slots[index]] = (*held[:kept], *added)
+        try:
+            block_ids = tuple([tables[slot] for slot in slots])
+        except KeyError as error:
+            raise InvariantError(f"step {step.number} has no block table for slot {error}") from None
+        nones: tuple[None, ...] = (None,) * count
+        begin: tuple[RowStart | None, ...] = nones
+        if step.begins:
+            begins = dict(step.begins)  # rule: slot-begins-on-every-rank
+            begin = tuple([begins.pop(index, None) for index in range(count)])
+            if begins:
+                raise InvariantError(f"step {step.number} begins rows {sorted(begins)} of {count}")
         columns = RowColumns(
-            request_id=step.slots,  # only rank 0 knows requests
-            slot=step.slots,
+            request_id=slots,  # only rank 0 knows requests
+            slot=slots,
             epoch=(0,) * count,
             min_start=step.min_starts,
             stop=step.stops,
-            tokens=(None,) * decodes + step.tokens,
-            block_ids=tuple(map(self._tables.__getitem__, step.slots)),
+            tokens=nones[len(step.tokens) :] + step.tokens,
+            block_ids=block_ids,
             samples=step.samples,
             min_output_index=step.min_output_indices,
-            begin=tuple(map(begins.get, range(count))),
+            begin=begin,
             drafts=step.drafts,
-            states=step.states or (None,) * count,
+            states=step.states or nones,
         )
+        if set(map(len, columns)) != {count}:
+            raise InvariantError(f"step {step.number} of {count} rows has columns of lengths {[*map(len, columns)]}")
         return BatchPlan.of_columns(columns, step.speculates)

@@ -1,10 +1,12 @@
 """Measures how long rank 0 needs to send the plan of a decode step to the processes of the other ranks (tensor
-parallelism). Three transports are measured, one after another:
+parallelism). Four transports are measured, one after another:
 
     socket   Sidestream's own transport: `SocketTransport` to a `Follower` (the loop of another rank), whose executor
              does nothing
     ring     a ring buffer in shared memory; readers spin on a counter, and yield the core between two reads of it
     gloo     two Gloo broadcasts: the length of the plan, and its bytes
+    byte     one byte over the same sockets, to a rank that blocks in `recv`: the part of the operating system, without
+             any plan
 
 Each transport is first idle for a while, to measure the CPU time of an idle rank, and then sends steps at a steady
 rate. `broadcast_rank.py` is the program of the other ranks.
@@ -26,7 +28,14 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from sidestream.cli.bench.broadcast_rank import NoExecutor, Ring, join_group, send_by_group
+from sidestream.cli.bench.broadcast_rank import (
+    END_BYTE,
+    STEP_BYTE,
+    NoExecutor,
+    Ring,
+    join_group,
+    send_by_group,
+)
 from sidestream.cli.bench.report import percentile
 from sidestream.client.process import child_command, child_environment, plain
 from sidestream.config import EngineConfig
@@ -38,7 +47,7 @@ from sidestream.runner.executor import Executor
 from sidestream.types import BatchPlan, LayerGates, RowPlan
 from sidestream.version import VERSION
 
-WAYS = ("socket", "ring", "gloo")
+WAYS = ("socket", "ring", "gloo", "byte")
 _ROWS = 32
 _BLOCK_TOKENS = 16
 _CONTEXT = 1000  # tokens of the first row; each further row has one token more
@@ -85,7 +94,7 @@ def measure_broadcast(size: int, *, steps: int, rate: float, idle_s: float) -> B
     result = Broadcast()
     with _Ranks(size, rate) as ranks:
         sent = {}
-        for way, run in (("socket", ranks.by_socket), ("ring", ranks.by_ring), ("gloo", ranks.by_gloo)):
+        for way, run in zip(WAYS, (ranks.by_socket, ranks.by_ring, ranks.by_gloo, ranks.by_byte), strict=True):
             time.sleep(idle_s)
             sent[way] = run(steps)
         ranks.end()
@@ -186,6 +195,17 @@ class _Ranks:
         """Like `by_socket`, but through Gloo."""
         return self._by_bytes(steps, lambda message: send_by_group(self._group, message))
 
+    def by_byte(self, steps: int) -> list[int]:
+        """Like `by_socket`, but send a byte instead of each plan."""
+
+        def send(byte: bytes) -> None:
+            for each in self._sockets:
+                each.send(byte)
+
+        begun = self._paced(steps, lambda batch: send(STEP_BYTE))
+        send(END_BYTE)
+        return begun
+
     def end(self) -> None:
         """Wait until the other ranks have ended, and read the measurements that they wrote."""
         self._transport.close()
@@ -200,9 +220,10 @@ class _Ranks:
         return begun
 
     def _paced(self, steps: int, send: Callable[[BatchPlan], None]) -> list[int]:
-        begun, next_s = [], time.monotonic()
-        for batch, _ in zip(decode_steps(), range(steps), strict=False):
+        begun, plans, next_s = [], decode_steps(), time.monotonic()
+        for _ in range(steps):
             time.sleep(max(0.0, next_s - time.monotonic()))
+            batch = next(plans)  # after the pause, as the engine makes a plan just before it is sent
             next_s = max(next_s + 1 / self._rate, time.monotonic())
             if (lost := self._transport.ranks.progress.lost) is not None:
                 raise lost

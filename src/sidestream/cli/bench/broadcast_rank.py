@@ -1,4 +1,4 @@
-"""The processes to which `broadcast.py` sends plans, and the ring and Gloo transports, which both sides use."""
+"""The processes to which `broadcast.py` sends plans, and the parts of its transports that both sides use."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.types import BatchPlan
 
 TIMEOUT_S = 120.0
+STEP_BYTE, END_BYTE = b"\1", b"\0"
+"""The bytes of the transport `byte`."""
 _RING_HEAD, _RING_SLOTS, _RING_SLOT = 4096, 16, 1 << 16
 
 
@@ -154,6 +156,7 @@ def main(descriptor: int) -> None:
     notes = {"socket": _by_socket(link, begin.config["step_s"])}
     notes["ring"] = _by_bytes(lambda: ring.take(begin.rank - 1))
     notes["gloo"] = _by_bytes(lambda: take_by_group(group))
+    notes["byte"] = _by_byte(connection)
     Path(begin.directory, f"notes-{begin.rank}").write_text(json.dumps(notes), encoding="utf-8")
     os._exit(0)  # the group's threads may wait for ranks that have ended
 
@@ -176,5 +179,12 @@ def _by_bytes(take: Callable[[], bytes]) -> dict[str, Any]:
     decode, decoder, notes = msgspec.msgpack.Decoder(ToRank).decode, StepDecoder(), _Notes()
     while isinstance(message := decode(take()), Step):
         decoder.decode(message)
+        notes.step()
+    return notes.plain()
+
+
+def _by_byte(connection: socket.socket) -> dict[str, Any]:
+    notes = _Notes()
+    while connection.recv(1) == STEP_BYTE:
         notes.step()
     return notes.plain()

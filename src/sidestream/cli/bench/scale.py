@@ -95,7 +95,7 @@ def _broadcast_figures(broadcasts: dict[int, Broadcast]) -> list[Figure]:
             Figure(f"plan_broadcast_us_p99_{size}", p99, "us"),
             Figure(f"plan_broadcast_p99_over_p50_{size}", p99 / p50, "ratio", at_most(5)),
         ]
-        for way in ("ring", "gloo"):
+        for way in ("ring", "gloo", "byte"):
             figures += [
                 Figure(f"{way}_us_p50_{size}", result.ways[way].percentile_us(50), "us"),
                 Figure(f"{way}_us_p99_{size}", result.ways[way].percentile_us(99), "us"),
