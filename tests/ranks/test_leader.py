@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,25 @@ def test_a_lost_rank_ends_everything_that_waits(device: CpuDevice, how: str) -> 
     assert len(errors) == 1
     with pytest.raises(DeviceLost):
         fence.poll()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_work_is_awaited_until_every_rank_has_reported_it_or_is_lost(device: CpuDevice, lost: bool) -> None:
+    joint, ranks, _ = rank_0(device, 3)
+    fence = joint.stream("store-0").submit_copy(a_copy(joint), 0, 2)
+    settle(fence, device)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(ranks.wait_for, fence)
+        ranks.take_in(1, Passed((("store-0", 1),)))
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        if lost:
+            ranks.lose(DeviceLost("rank 2 is lost"))
+            with pytest.raises(DeviceLost, match="rank 2 is lost"):
+                waiting.result(5.0)
+        else:
+            ranks.take_in(2, Passed((("store-0", 1),)))
+            waiting.result(5.0)
 
 
 def test_a_step_that_ends_after_a_rank_is_lost_is_not_committed() -> None:

@@ -166,12 +166,14 @@ class StepLoop:
         parts, times = self._parts, self.times
         times.begin_commit()
         self._listener.wait_for(step.fence)  # rule: commit-waits-for-its-step
+        if parts.ranks is not None:
+            parts.ranks.check_step(step.fence.failure)
+            if step.gated:  # a load may have failed on another rank, which then computed with wrong KV
+                parts.ranks.wait_for(step.last_use)  # rule: failed-load-of-any-rank-is-known-before-the-commit
         times.end_wait()
         self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-committed
         if step.gated:
             self._listener.apply_failed_loads()  # preempts their requests: the commit discards the rows
-        if parts.ranks is not None:
-            parts.ranks.check_step(step.fence.failure)
         if step.fence.failure is not None:  # rule: results-of-a-failed-step-are-discarded
             self._failures.end_step(step)
             return

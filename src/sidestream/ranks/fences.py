@@ -31,14 +31,21 @@ class Progress:
         """Whether the work is done on every other rank. Raises DeviceLost if a rank has ended. `fence`: rank 0's."""
         if self._lost is not None:
             raise self._lost
-        stream, number = name
-        for done in self._done:  # rule: fence-of-all-ranks-waits-for-each-rank
-            if done.get(stream, 0) < number:
-                return False
+        if self.behind(name) is not None:
+            return False
+        stream, _ = name
         if self._observed is not None:
             for rank in range(1, len(self._done) + 1):
                 self._observed(rank, stream, fence.tick)
         return True
+
+    def behind(self, name: FenceName) -> int | None:
+        """The first rank that has not reported the work as done."""
+        stream, number = name
+        for rank, done in enumerate(self._done, start=1):  # rule: fence-of-all-ranks-waits-for-each-rank
+            if done.get(stream, 0) < number:
+                return rank
+        return None
 
     def failure(self, name: FenceName) -> BaseException | None:
         """The failure of the work on any other rank."""

@@ -60,6 +60,7 @@ class Ranks:
         self._transport = transport
         self._sending = threading.Lock()
         self._known = threading.Event()  # set when a rank is lost
+        self._reported = threading.Event()  # set by each report of finished work, and when a rank is lost
         self._closed = False
         self._threads: list[_JointThread] = []
         self._ready: dict[int, Ready] = {}  # by rank
@@ -84,6 +85,16 @@ class Ranks:
         if failure is not None:
             raise DeviceLost(f"a step failed on rank 0, and the other ranks wait for it: {failure}")
 
+    def wait_for(self, fence: Fence) -> None:
+        """Block until every rank has reported work that rank 0 has done already. The other ranks do it at the same
+        time, so this waits for their reports only. Raises DeviceLost if a rank is lost.
+        """
+        while True:
+            self._reported.clear()
+            if fence.poll():
+                return
+            self._reported.wait()
+
     def close(self) -> None:
         """End rank 0's threads, let the other ranks finish all work that was sent, and end them. Blocks. Idempotent."""
         for joint in self._threads:  # The threads end first: none may send a copy after `End`.
@@ -105,6 +116,7 @@ class Ranks:
         match message:
             case Passed(names):
                 self.progress.raise_to(rank, names)
+                self._reported.set()
                 self._wake()
             case Failed(stream, number, kind, text):
                 if stream == COMPUTE:
@@ -121,6 +133,7 @@ class Ranks:
         """End everything that waits for the other ranks: a rank has ended, or its step has failed. Any thread."""
         self.progress.lose(error)  # before `kill`, which ends the steps that wait for other ranks
         self._known.set()
+        self._reported.set()
         self._transport.kill()  # the ranks that still run would wait forever in a collective, and rank 0 with them
         self._wake()
         self._on_loss(error)

@@ -25,7 +25,7 @@ from sidestream.engine.build import build_follower
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout
 from sidestream.offload.tiers.base import PersistentTier
-from sidestream.ranks.fences import Progress
+from sidestream.ranks.fences import JointFence, Progress
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import Ranks
 from sidestream.ranks.messages import ToLeader, ToRank
@@ -270,7 +270,11 @@ class SimRanks:
         self._followers: list[Follower] = []
         observed = None if tracer is None else self._observed
         self.ranks = _WakingRanks(
-            size, _Broadcast(self._to_ranks, self._finish), self._threads, Progress(size, observed=observed)
+            size,
+            _Broadcast(self._to_ranks, self._finish),
+            self._threads,
+            Progress(size, observed=observed),
+            self._wait_for,
         )
         self._reader: HostThread | None = None
 
@@ -319,6 +323,13 @@ class SimRanks:
         if not self._device.closed:
             self._device.turns.block(lambda: late() is None, late)
 
+    def _wait_for(self, fence: JointFence) -> None:
+        def late() -> str | None:
+            rank = self.ranks.progress.behind(fence.name)
+            return None if rank is None else "reports" if any(self._reports) else f"rank{rank}/host"
+
+        self._device.turns.block(lambda: late() is None, late)
+
     def _put(self, reports: Channel[ToLeader], report: ToLeader) -> None:
         reports.put(report)
         assert self._reader is not None
@@ -342,9 +353,23 @@ class _WakingRanks(Ranks):
     threads there.
     """
 
-    def __init__(self, size: int, transport: _Broadcast, threads: Sequence[HostThread], progress: Progress) -> None:
+    def __init__(
+        self,
+        size: int,
+        transport: _Broadcast,
+        threads: Sequence[HostThread],
+        progress: Progress,
+        block: Callable[[JointFence], None],
+    ) -> None:
         super().__init__(size, transport, progress=progress)
         self._to_wake = threads
+        self._block = block
+
+    def wait_for(self, fence: Fence) -> None:
+        """See `Ranks.wait_for`."""
+        assert isinstance(fence, JointFence)
+        self._block(fence)
+        super().wait_for(fence)
 
     def send(self, message: ToRank) -> None:
         """See `Ranks.send`."""

@@ -101,6 +101,12 @@ MUTATIONS = (
         needs=frozenset({"ranks", "failing_copy"}),
     ),
     Mutation(
+        name="failed-load-of-any-rank-is-known-before-the-commit",
+        hazard="H9",
+        consequence="results of a step are used although a load that it waited for has failed on another rank",
+        needs=frozenset({"ranks", "failing_load"}),
+    ),
+    Mutation(
         name="rank-reports-its-failures",
         hazard="H9",
         change=Never(),
