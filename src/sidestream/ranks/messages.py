@@ -38,6 +38,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     states   of each row, if the model keeps recurrent states
     after    fences that the step waits for
     gates    fences that each layer waits for; empty: none
+    twice    run the forward pass twice
     """
 
     number: int
@@ -54,6 +55,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     states: tuple[StateIds | None, ...]
     after: tuple[FenceName, ...]
     gates: tuple[tuple[FenceName, ...], ...]
+    twice: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -182,6 +184,7 @@ class StepEncoder:
             states=columns.states if columns.states and columns.states[0] is not None else (),
             after=names_of(after),
             gates=tuple(map(names_of, gates.by_layer)),
+            twice=batch.twice,
         )
 
 
@@ -216,4 +219,5 @@ class StepDecoder:
             drafts=step.drafts,
             states=step.states or (None,) * count,
         )
-        return BatchPlan.of_columns(columns, step.speculates)
+        # rule: second-run-is-on-every-rank
+        return BatchPlan.of_columns(columns, step.speculates, twice=step.twice)
