@@ -296,6 +296,8 @@ class EngineConfig:
     kv_events       events that tell routers which blocks the engine holds; None: no events
     tensor_parallel number of ranks that share the model; each rank has its own process and, on GPUs, its own GPU.
                     kv_memory is the size for one rank; the tiers' sizes are totals of all ranks
+    self_check      share of steps whose forward pass runs a second time and is compared with the first, and share of
+                    blocks in host memory that get a checksum (docs/self-check.md); 0: off
     """
 
     dtype: str = "auto"
@@ -320,6 +322,7 @@ class EngineConfig:
     state_interval: int = 0
     kv_events: KVEventsConfig | None = None
     tensor_parallel: int = 1
+    self_check: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -347,6 +350,11 @@ class EngineConfig:
             raise ConfigError(
                 f"state_interval is {self.state_interval}: it must be a multiple of block_tokens "
                 f"({self.block_tokens}), so that checkpoints are taken at block borders"
+            )
+        share = self.self_check
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(
+                f"self_check is {share!r}: give the share of steps to check, from 0 (off) to 1 (all steps)"
             )
         if self.kv_events is not None and not self.prefix_cache:
             raise ConfigError("KV events report on the prefix cache: leave prefix_cache on, or leave kv_events out")

@@ -189,11 +189,13 @@ class BatchPlan:
 
     columns      the rows as columns, one for each field
     speculates   a row has drafts, or its positions depend on an earlier step with drafts
+    twice        run the forward pass twice, and compare both runs (the self-check); every rank does it
     num_decodes  number of decode rows
     """
 
     columns: RowColumns
     speculates: bool
+    twice: bool
     num_decodes: int = field(repr=False, compare=False)
     _rows: tuple[RowPlan, ...] | None = field(repr=False, compare=False)
 
@@ -203,17 +205,26 @@ class BatchPlan:
         self._set(columns, speculates, rows)
 
     @classmethod
-    def of_columns(cls, columns: RowColumns, speculates: bool) -> BatchPlan:
+    def of_columns(cls, columns: RowColumns, speculates: bool, *, twice: bool = False) -> BatchPlan:
         """The batch with these columns. Its rows are made on first use, because a decode step without drafts needs only
         columns.
         """
         batch = cls.__new__(cls)
-        batch._set(columns, speculates, None)
+        batch._set(columns, speculates, None, twice=twice)
         return batch
 
-    def _set(self, columns: RowColumns, speculates: bool, rows: tuple[RowPlan, ...] | None) -> None:
+    def run_twice(self) -> BatchPlan:
+        """The same batch, to be run twice."""
+        batch = type(self).__new__(type(self))
+        batch._set(self.columns, self.speculates, self._rows, twice=True)
+        return batch
+
+    def _set(
+        self, columns: RowColumns, speculates: bool, rows: tuple[RowPlan, ...] | None, *, twice: bool = False
+    ) -> None:
         object.__setattr__(self, "columns", columns)
         object.__setattr__(self, "speculates", speculates)
+        object.__setattr__(self, "twice", twice)
         object.__setattr__(self, "num_decodes", columns.tokens.count(None))
         object.__setattr__(self, "_rows", rows)
 

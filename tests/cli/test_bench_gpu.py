@@ -25,6 +25,7 @@ COMMANDS = {
     "engine": ["--shape", "tiny"],
     "hybrid-engine": ["--shape", "tiny-hybrid"],
     "throughput": ["--shape", "tiny"],
+    "self-check": ["--shape", "tiny", "--rounds", "1"],
     "ranks": ["--shape", "tiny-two-heads"],
     "host-tier": ["--shape", "tiny", "--host", "16MiB", "--rounds", "1"],
 }
@@ -52,6 +53,7 @@ FIGURES = {
         "hybrid_verify_over_plain_step",
         "hybrid_speculative_idle_share",
     },
+    "self-check": {"self_check_overhead", "self_check_step_ratio", "self_check_disagreements"},
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
     "ranks": {
         "tp2_over_tp1_decode_b1",
@@ -80,6 +82,10 @@ def test_benchmark_measures_on_the_cpu_too(name: str, run: Run) -> None:
         if name == "identity"
         else set()
     )
+    if name == "self-check":
+        assert figures["self_check_disagreements"]["value"] == figures["self_check_mismatches"]["value"] == 0
+        assert figures["self_check_tokens"]["value"] > 0
+        assert figures["self_check_blocks"]["value"] > 0
     if name == "forward-thread":
         assert figures["host_waits"]["value"] == 0
         assert figures["stored_gib"]["value"] > 0

@@ -108,6 +108,7 @@ class Rig:
         num_slots: int = 8,
         ready_slots: int | None = None,
         disk_blocks: int = 64,
+        self_check: float = 0.0,
     ) -> None:
         """`ready_slots` of the host tier can be used at first; None: all."""
         self.device = CpuDevice(compute_threads=1)
@@ -139,6 +140,7 @@ class Rig:
             costs=self.costs,
             metrics=self.metrics,
             load_deadline_s=DEADLINE_S,
+            self_check=self_check,
         )
         self.ready: list[tuple[int, int]] = []
         self._holds: list[Hold] = []

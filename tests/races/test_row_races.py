@@ -10,6 +10,11 @@ def test_h12_token_is_read_because_the_step_was_counted_and_not_because_it_is_do
     assert_clean("token read when the step was counted")
 
 
+def test_h3_block_is_released_after_the_first_of_two_runs_of_a_step() -> None:
+    assert_caught("released before the second run", by=("checker", "tokens"), within=5)
+    assert_clean("released before the second run")
+
+
 def test_h16_row_of_a_finished_request_is_reused_before_its_last_step() -> None:
     assert_caught("row reused under its last step", by=("checker", "tokens"), within=5)
     assert_clean("row reused under its last step")

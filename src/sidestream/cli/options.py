@@ -199,6 +199,16 @@ _GenerationConfig = Annotated[
         "auto|none",
     ),
 ]
+_SelfCheck = Annotated[
+    float,
+    _engine(
+        "--self-check",
+        "Share of steps to run twice and compare, and of blocks in host memory to checksum; 0.01 is 1 %.",
+        "SHARE",
+        "off",
+        parse=number,
+    ),
+]
 _Salt = Annotated[str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)]
 _OffloadHost = Annotated[
     str | None,
@@ -252,6 +262,7 @@ def engine_config(
     max_slowdown: _MaxSlowdown = None,
     generation_config: _GenerationConfig = _ENGINE.generation_config,
     salt: _Salt = _ENGINE.salt,
+    self_check: _SelfCheck = _ENGINE.self_check,
     offload_host: _OffloadHost = None,
     offload_disk: _OffloadDisk = None,
     offload_disk_capacity: _OffloadDiskCapacity = None,
@@ -275,6 +286,7 @@ def engine_config(
         tail_apart=tail_apart,
         eager=eager,
         salt=salt,
+        self_check=self_check,
         speculative=_speculative_config(speculative, max_drafts, max_slowdown, draft_head, draft_model),
         generation_config=generation_config,
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),

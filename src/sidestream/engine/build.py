@@ -179,6 +179,7 @@ def _build_parts(
         state_region=plan.region,
         ranks=ranks,
         kv_events=events,
+        self_check=plan.config.self_check,
     )
 
 
@@ -198,6 +199,7 @@ def _build_transfers(
         load_deadline_s=plan.config.offload.load_deadline_s,
         states=None if plan.region is None else plan.region.layout,
         notify=inbox.bell.ring,
+        self_check=plan.config.self_check,
     )
 
 

@@ -157,6 +157,11 @@ def plan_build(
     proposer   makes drafts; used instead of the proposer that the config names
     """
     sizes = sizes_for(model, config, on_gpu=device.torch_device.type == CUDA)
+    if config.self_check and model.state_layout is not None:
+        raise ConfigError(
+            f"self_check is {config.self_check}, but the model has recurrent states: a step overwrites the state "
+            "that it reads, so it cannot run twice; leave self_check out"
+        )
     layout, proposer = model.layout, _proposer(config, proposer)
     max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
     if sizes.kv_bytes is not None:

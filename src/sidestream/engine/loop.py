@@ -12,6 +12,7 @@ from sidestream.engine.failures import Failures
 from sidestream.engine.listening import Listener
 from sidestream.engine.output_stream import OutputStreams
 from sidestream.engine.parts import Parts
+from sidestream.engine.self_check import SelfCheck
 from sidestream.engine.spec_stats import SpecStats
 from sidestream.engine.stats import Gauges, StepTimes
 from sidestream.engine.weights import WeightUpdates
@@ -47,6 +48,7 @@ class StepLoop:
         self.num_steps = 0
         self.times = StepTimes(parts)
         self.spec_stats = SpecStats(parts.metrics, parts.proposer, parts.device.now)
+        self._self_check = SelfCheck(parts.self_check, parts.metrics, parts.device.now)
         self.weights = WeightUpdates(
             scheduler=parts.scheduler,
             transfers=parts.transfers,
@@ -152,7 +154,7 @@ class StepLoop:
             gates = parts.transfers.gates(plan.batch)
         if not plan.batch.num_rows:
             return None
-        step = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
+        step = parts.executor.launch(self._self_check.choose(plan.batch), after=plan.after, gates=gates)
         parts.scheduler.launched(plan.batch, step.last_use)  # rule: launched-step-is-recorded
         self.times.launched(begin_s)
         self.num_steps += 1
@@ -182,6 +184,8 @@ class StepLoop:
         committed = parts.scheduler.commit(step.batch, results.rows, step.last_use)
         if step.batch.speculates:
             self.spec_stats.count(step, results)
+        if results.compared is not None:
+            self._self_check.count(step, results.compared)
         endings = self._streams.send(committed.outputs)
         if parts.transfers is not None and committed.invalidated:
             parts.transfers.forget(committed.invalidated)  # rule: invalidated-keys-are-sent-to-the-tiers

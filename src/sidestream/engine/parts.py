@@ -35,6 +35,7 @@ class Parts:
     state_region  location of the states in the memory of the blocks
     ranks         the other ranks of tensor parallelism; None: the engine has one rank
     kv_events     publishes which blocks can be reused; None: no events
+    self_check    share of steps that run twice
     """
 
     device: Device
@@ -59,3 +60,4 @@ class Parts:
     state_region: StateRegion | None = None
     ranks: Ranks | None = None
     kv_events: KVEvents | None = None
+    self_check: float = 0.0

@@ -73,15 +73,19 @@ class StepTimes:
         step, whichever is later.
         """
         now_s = self._device.now()
-        seconds = self.last_s = self._interval_s = now_s - max(step.launched_s, self._last_done_s)
+        seconds = self._interval_s = now_s - max(step.launched_s, self._last_done_s)
+        if not step.batch.twice:
+            self.last_s = seconds
         self._last_done_s = now_s
         self._metrics.observe("step_seconds", seconds)
         prefill = step.batch.num_prefill_tokens
-        # A short last chunk, or a step that waited for a load, says little about the time to compute a long prompt.
+        # A short last chunk, or a step that ran twice or waited for a load, tells little about the time of a long
+        # prompt.
         if (
             self._costs is not None
             and prefill >= _MEASURED_PREFILL
             and not step.gated
+            and not step.batch.twice
             and prefill >= 0.5 * step.batch.num_tokens
         ):
             self._costs.saw_prefill(prefill, seconds)
@@ -91,9 +95,9 @@ class StepTimes:
 
     def end_commit(self, step: LaunchedStep) -> float | None:
         """Record the end of the commit. Returns the expected time of another step with the same rows; None if it is
-        unknown, or if the step had prefill or waited for loads.
+        unknown, or if the step had prefill, waited for loads, or ran twice.
         """
-        if step.gated or step.batch.num_prefill_tokens:
+        if step.gated or step.batch.twice or step.batch.num_prefill_tokens:
             return None
         host_s = self._prepared_s + self._device.now() - self._done_s
         return step_seconds(self._interval_s, host_s, before=self._was_awaited, awaited=self._awaited)

@@ -70,6 +70,7 @@ class WarmUpSteps:
     chunk_tokens   tokens of the largest prefill chunk
     max_drafts     largest number of drafts of a row; 0: no speculative decoding
     has_states     whether the model has recurrent state
+    twice          run each step twice, because steps of requests may run twice
     """
 
     max_rows: int
@@ -77,6 +78,7 @@ class WarmUpSteps:
     chunk_tokens: int
     max_drafts: int = 0
     has_states: bool = False
+    twice: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -111,7 +113,8 @@ class WarmUpSteps:
     def _batches(self, *steps: Sequence[RowPlan]) -> Iterator[BatchPlan]:
         states = StateIds(-1, -1) if self.has_states else None
         for rows in filter(None, steps):
-            yield BatchPlan(tuple(row._replace(states=states) for row in rows), any(row.drafts for row in rows))
+            batch = BatchPlan(tuple(row._replace(states=states) for row in rows), any(row.drafts for row in rows))
+            yield batch.run_twice() if self.twice else batch
 
 
 def warm_up_row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec = GREEDY) -> RowPlan:
@@ -150,6 +153,7 @@ def make_ready(
         chunk_tokens=min(sizes.chunk_tokens, plan.bounds.max_model_len),
         max_drafts=plan.max_drafts,
         has_states=plan.region is not None,
+        twice=plan.config.self_check > 0,
     )
     warm_up = functools.partial(run_warm_up, executor, blocks, steps, tell)
     if plan.config.eager:

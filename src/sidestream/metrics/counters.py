@@ -51,6 +51,15 @@ METRICS: Mapping[str, Declared] = {
         "histogram", "device time of the forward pass in a step with drafts", ("proposer",), _STEP_PARTS
     ),
     "draft_fallbacks_total": Declared("counter", "steps of requests without drafts, by reason", ("reason",)),
+    "self_check_steps_total": Declared("counter", "steps whose forward pass ran twice for the self-check"),
+    "self_check_tokens_total": Declared("counter", "tokens of the steps that ran twice"),
+    "self_check_disagreements_total": Declared("counter", "rows of steps that ran twice and whose two runs differed"),
+    "self_check_blocks_total": Declared(
+        "counter", "blocks whose checksum was compared before they were loaded from host memory, by result", ("result",)
+    ),
+    "self_check_seconds_total": Declared(
+        "counter", "seconds of the self-check: second runs on the device, checksums on the offload worker", ("part",)
+    ),
     "transfers_total": Declared("counter", "transfers that ended, by kind and outcome", ("kind", "outcome")),
     "transfer_bytes_total": Declared("counter", "bytes of transfers that succeeded, by kind", ("kind",)),
     "transfer_seconds": Declared(

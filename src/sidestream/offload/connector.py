@@ -141,9 +141,10 @@ class SettledFence:
 class OffloadConnector:
     """The scheduler's view of the tiers, and the engine thread's record of all transfers in flight.
 
-    pools    pools of device blocks; their blocks are released only when the transfers that use them have settled
-    states   layout of the model's recurrent states; None if the model has none
-    notify   function that the worker's thread calls when there is something to `poll`
+    pools       pools of device blocks; their blocks are released only when the transfers that use them have settled
+    states      layout of the model's recurrent states; None if the model has none
+    notify      function that the worker's thread calls when there is something to `poll`
+    self_check  share of the blocks in host memory that get a checksum
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class OffloadConnector:
         load_deadline_s: float,
         states: StateLayout | None = None,
         notify: Callable[[], None] = lambda: None,
+        self_check: float = 0.0,
     ) -> None:
         self.tiers = tiers
         self._pools = pools
@@ -185,6 +187,7 @@ class OffloadConnector:
             events=self._events,
             settled=self._settled,
             states=states,
+            self_check=self_check,
         )
         self._switches = self._worker.switches
         self._thread = device.thread("offload", self._worker.turn)

@@ -19,17 +19,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from sidestream.device.base import Device
+from sidestream.errors import TierCorrupt
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout
 from sidestream.offload import pacing
 from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
+from sidestream.offload.checksums import Checksums
 from sidestream.offload.copy import BlockMemory, layers_batch
 from sidestream.offload.costs import CostModel
 from sidestream.offload.messages import LoadMissed, LoadSubmitted, Part
 from sidestream.offload.pacing import Copy, Lane, Urgency
 from sidestream.offload.tickets import LoadJob
 from sidestream.offload.tiers.stack import TierStack
-from sidestream.types import HOST, LoadPlan
+from sidestream.types import HOST, Key, LoadPlan
 
 
 class Loads:
@@ -52,6 +54,7 @@ class Loads:
         costs: CostModel,
         report: Callable[[LoadSubmitted | LoadMissed], None],
         states: StateLayout | None,
+        checksums: Checksums,
     ) -> None:
         self._device = device
         self._memory = memory
@@ -65,6 +68,7 @@ class Loads:
         self._costs = costs
         self._report = report
         self._states = states
+        self._checksums = checksums
         self._waiting: deque[LoadJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._jobs: dict[Copy, LoadJob] = {}
 
@@ -125,7 +129,8 @@ class Loads:
 
     def _begin_piece(self, job: LoadJob) -> None:
         """Queue the copy of the job's next blocks. Only the last piece is split by layers, because such copies are
-        slower, and because the other pieces have arrived when a step can start.
+        slower, and because the other pieces have arrived when a step can start. If a block does not match its checksum,
+        the job fails instead.
         """
         plan, layout, first = job.plan, self._memory.layout, job.begun
         piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // layout.block_bytes)
@@ -137,6 +142,10 @@ class Loads:
         else:
             stop = min(first + piece, plan.num_whole)
         job.begun = stop
+        changed = self._checksums.changed(job.slots.ids[first:stop])
+        if changed:  # rule: changed-block-is-not-loaded
+            self._refuse(job, [plan.keys[first + index] for index in changed])
+            return
         split = by_layers and job.all_begun
         step = layers_per_group(layout, self._device.segment_bytes) if split else layout.num_layers
         slots, block_ids, groups = job.slots.ids[first:stop], plan.block_ids[first:stop], []
@@ -150,6 +159,12 @@ class Loads:
         job.copies.append(copy)
         self._jobs[copy] = job
         self._lane.add(copy)
+
+    def _refuse(self, job: LoadJob, changed: Sequence[Key]) -> None:
+        """Fail the job, because the blocks of the keys `changed` do not match their checksums."""
+        job.failure = TierCorrupt(f"{len(changed)} blocks in host memory do not match their checksums")
+        self._tiers.forget(changed)  # otherwise the next request would plan the same load
+        self._settle(job)  # rule: refused-load-is-settled
 
     def submitted(self, copy: Copy) -> None:
         """Record that all slices of a piece were submitted to the device. After the last piece, report the job's

@@ -19,6 +19,7 @@ from sidestream.device.base import Device
 from sidestream.kv.pool import Lease
 from sidestream.offload import pacing
 from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
+from sidestream.offload.checksums import Checksums
 from sidestream.offload.copy import BlockMemory, layers_batch
 from sidestream.offload.pacing import Copy, Lane, Urgency
 from sidestream.offload.tickets import StoreJob, StoreTicket
@@ -45,6 +46,7 @@ class Stores:
         switches: Switches,
         log: TransferLog,
         write_through: WriteThrough,
+        checksums: Checksums,
     ) -> None:
         self._device = device
         self._memory = memory
@@ -56,6 +58,7 @@ class Stores:
         self._switches = switches
         self._log = log
         self._write_through = write_through
+        self._checksums = checksums
         self._clock = device.now
         self._waiting: deque[StoreJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._storing: dict[Key, StoreTicket] = {}
@@ -182,6 +185,7 @@ class Stores:
         if good and job.generation == self._switches.generation:  # rule: store-is-published
             pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]
+            self._checksums.compute([slot for _, slot in stored])
             pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
             for key, slot in stored:
                 self._write_through(key, slot, ticket)

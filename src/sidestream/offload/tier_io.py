@@ -19,6 +19,7 @@ from itertools import islice
 from sidestream.device.base import Device
 from sidestream.errors import TierFull, TierTimeout
 from sidestream.offload.bookkeeping import Switches, TransferLog
+from sidestream.offload.checksums import Checksums
 from sidestream.offload.copy import BlockMemory
 from sidestream.offload.costs import CostModel
 from sidestream.offload.tickets import ReadTicket, Stopwatch, StoreTicket, WriteTicket
@@ -67,6 +68,7 @@ class TierIO:
         costs: CostModel,
         switches: Switches,
         log: TransferLog,
+        checksums: Checksums,
     ) -> None:
         self.name = name
         self._tier: PersistentTier = tiers.persistent[name]
@@ -76,6 +78,7 @@ class TierIO:
         self._costs = costs
         self._switches = switches
         self._log = log
+        self._checksums = checksums
         self._clock = device.now
         self._write_stream = device.worker(f"{name}-write")
         self._read_streams = [device.worker(f"{name}-read-{index}") for index in range(_NUM_READERS)]
@@ -195,6 +198,7 @@ class TierIO:
                 self._costs.saw_transfer(self.name, self._host.layout.block_bytes, ticket.work.seconds)
                 # rule: disk-read-from-before-a-reset-publishes-nothing
                 if self._is_current(ticket) and not ticket.invalidated:
+                    self._checksums.compute(ticket.slot.ids)
                     self._host.pool.publish(ticket.slot.ids[0], ticket.key)
                     published(ticket)
             elif not isinstance(ticket.failure(), TierTimeout):

@@ -27,6 +27,7 @@ from sidestream.kv.state_layout import StateLayout
 from sidestream.metrics import Metrics
 from sidestream.offload import pacing
 from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
+from sidestream.offload.checksums import Checksums
 from sidestream.offload.copy import BlockMemory
 from sidestream.offload.costs import CostModel
 from sidestream.offload.loads import Loads
@@ -78,8 +79,11 @@ class OffloadWorker:
         events: Channel[WorkerEvent],
         settled: Mark,
         states: StateLayout | None = None,
+        self_check: float = 0.0,
     ) -> None:
-        """`settled`: the worker sets it to the largest job id up to which no job uses device blocks any more."""
+        """settled      the worker sets it to the largest job id up to which no job uses device blocks any more
+        self_check   share of the blocks in host memory that get a checksum
+        """
         self.switches = Switches()
         self.forgotten = 0
         """Number of cache resets that were applied to the tiers."""
@@ -98,8 +102,11 @@ class OffloadWorker:
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
         log = TransferLog(metrics, block_bytes=memory.layout.block_bytes, clock=device.now)
+        checksums = Checksums(tiers.host, share=self_check, device=device, metrics=metrics)
         self._io = {
-            name: TierIO(name, device=device, tiers=tiers, costs=costs, switches=self.switches, log=log)
+            name: TierIO(
+                name, device=device, tiers=tiers, costs=costs, switches=self.switches, log=log, checksums=checksums
+            )
             for name in tiers.persistent
         }
         self._stores = Stores(
@@ -111,6 +118,7 @@ class OffloadWorker:
             switches=self.switches,
             log=log,
             write_through=self._write_through,
+            checksums=checksums,
         )
         self._loads = Loads(
             device=device,
@@ -123,6 +131,7 @@ class OffloadWorker:
             costs=costs,
             report=events.put,
             states=states,
+            checksums=checksums,
         )
         self._promotions = Promotions(
             tiers=tiers,

@@ -38,6 +38,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     states   of each row, if the model keeps recurrent states
     after    fences that the step waits for
     gates    fences that each layer waits for; empty: none
+    twice    run the forward pass twice
     """
 
     number: int
@@ -54,6 +55,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     states: tuple[StateIds | None, ...]
     after: tuple[FenceName, ...]
     gates: tuple[tuple[FenceName, ...], ...]
+    twice: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -181,6 +183,7 @@ class StepEncoder:
             states=columns.states if columns.states and columns.states[0] is not None else (),
             after=names_of(after) if after else (),
             gates=tuple(map(names_of, gates.by_layer)) if gates.by_layer else (),
+            twice=batch.twice,
         )
 
 
@@ -238,4 +241,5 @@ class StepDecoder:
         )
         if set(map(len, columns)) != {count}:
             raise InvariantError(f"step {step.number} of {count} rows has columns of lengths {[*map(len, columns)]}")
-        return BatchPlan.of_columns(columns, step.speculates)
+        # rule: second-run-is-on-every-rank
+        return BatchPlan.of_columns(columns, step.speculates, twice=step.twice)

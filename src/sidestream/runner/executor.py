@@ -28,6 +28,7 @@ from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
 from sidestream.runner.sampler import Sampler, SamplingMode
+from sidestream.runner.second_run import SecondRun
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import (
     BlockTableMirror,
@@ -105,7 +106,13 @@ class LaunchedStep:
 
     def results(self) -> Delivered:
         """The results of the sampling rows, in row order. Call it once, after the step's fence."""
-        return self.mailbox.read(self.entry, self.drafts, self.top_logprobs, self.fence)
+        return self.mailbox.read(
+            self.entry,
+            self.drafts,
+            self.top_logprobs,
+            self.fence,
+            compared_rows=self.batch.num_rows if self.batch.twice else 0,
+        )
 
 
 class StepTracing:
@@ -158,6 +165,10 @@ class StepTracing:
         if batch.speculates:
             self.touch(accesses.of_drafting_rows if gated else accesses.all)  # rule: drafts-are-declared
         return accesses
+
+    def at_second_run(self, batch: BatchPlan) -> None:
+        """Declare the accesses of a second run of the forward pass. Called inside work of the stream."""
+        self.touch(self._accesses(self._rows_from_state(batch) if self._on else ()).all)
 
     def touch(self, accesses: Callable[[], Sequence[Access]]) -> None:
         """Declare accesses at this point of the stream. Called inside work of the stream."""
@@ -271,6 +282,13 @@ class Executor:
             states=self._state_pool,
             group=group,
         )
+        self._second_run = SecondRun(
+            self._kv,
+            self._state,
+            self._stream,
+            num_layers=self._forward.num_model_layers,
+            declare=self._tracing.at_second_run,
+        )
         self._graphs: Graphs | None = None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
@@ -330,18 +348,34 @@ class Executor:
                     self._ops.update_block_tables(indices, block_ids, self._state.block_tables)
                 if begins := batch.begins:
                     self._state.begin(begins)  # rule: slot-begins-on-the-device
-                run = self._run_eagerly if step.captured is None else self._replay
-                inputs, output = run(batch, step)
-                if output is None or not any(batch.columns.samples):
-                    return
-                drawn, accepted = self._sampler.sample(inputs, output, step.mode, batch)
-                times = None if output.proposed is None else output.proposed.times
-                self._mailbox.write(step.entry.start, drawn, self._stream, counts=accepted, times=times)
+                # rule: second-run-is-part-of-its-step
+                inputs, output = self._run_twice(batch, step) if batch.twice else self._run_once(batch, step)
+                self._sample(batch, step, inputs, output)
         except BaseException:
             self._tables.forget()
             raise
 
-    def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
+    def _run_once(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
+        """Run the forward pass."""
+        return self._run_eagerly(batch, step) if step.captured is None else self._replay(batch, step)
+
+    def _run_twice(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
+        """Run the forward pass twice, and deliver the differences of both runs. Returns the second run."""
+        inputs, output, differences = self._second_run.of(lambda: self._run_once(batch, step), batch)
+        self._mailbox.write_differences(step.entry.start, differences, self._stream)
+        return inputs, output
+
+    def _sample(self, batch: BatchPlan, step: PreparedStep, inputs: StepInputs, output: ForwardOutput) -> None:
+        """Sample the step's tokens, and deliver them: by a graph if sampling is captured for the step's mode."""
+        captured, gated = step.captured, bool(step.gates.by_layer)
+        if captured is not None and self._graphs is not None and step.mode in captured.modes(gated=gated):
+            self._graphs.draw(captured, step.mode, gated=gated)
+        elif any(batch.columns.samples):
+            drawn, accepted = self._sampler.sample(inputs, output, step.mode, batch)
+            times = None if output.proposed is None else output.proposed.times
+            self._mailbox.write(step.entry.start, drawn, self._stream, counts=accepted, times=times)
+
+    def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
         """Run the forward pass eagerly."""
         (buffer,) = self._uploads.together([torch.from_numpy(step.numbers)])
         chunks = batch.rows[batch.num_decodes :] if step.sizes.has_states else ()
@@ -357,20 +391,14 @@ class Executor:
         before_states = self._states_hook(step.gates, accesses)
         return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
 
-    def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
-        """Replay the graph of the forward pass. If sampling is captured for this mode, also replay the graph of
-        sampling; then the output is None, because nothing is left to sample.
-        """
+    def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
+        """Replay the graph of the forward pass."""
         captured = step.captured
         assert self._graphs is not None and captured is not None
         gated = bool(step.gates.by_layer)
         self._graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
         accesses = self._tracing.at_start(batch, gated=gated)
-        output = self._graphs.replay(captured, gated=gated, accesses=accesses)
-        if step.mode not in captured.modes(gated=gated):
-            return captured.inputs, output
-        self._graphs.draw(captured, step.mode, gated=gated)
-        return captured.inputs, None
+        return captured.inputs, self._graphs.replay(captured, gated=gated, accesses=accesses)
 
     def warm_up(self, steps: Iterable[BatchPlan]) -> None:
         """Run steps without requests, one after the other, and wait for each. Their results are dropped. Raises the

@@ -97,12 +97,14 @@ class ForwardOutput(NamedTuple):
     positions   int64 `[N]`: positions of the tokens in their sequences
     hidden      `[N, hidden_size]`; None: the forward pass has already kept the hidden states that the slots need
     proposed    the step's drafts; None: it has none
+    slot_mapping  int64 `[T]`: place of each packed token's KV in the block pool; None: the batch was empty
     """
 
     logits: Tensor
     positions: Tensor
     hidden: Tensor | None = None
     proposed: Proposed | None = None
+    slot_mapping: Tensor | None = None
 
 
 class Forward:
@@ -148,6 +150,8 @@ class Forward:
         self._proposer_layers = range(layout.num_layers - own_layers, layout.num_layers)
         self._hidden = HiddenStates(kv, layout, state, ops) if hidden_size else None
         self._follows = proposer is not None and proposer.num_layers > 0
+        self.num_model_layers = self._proposer_layers.start
+        """Number of the pool's first layers that hold the model's own KV."""
         # Offsets of the rows of a batch in which each row has one token.
         self._single_starts = torch.arange(state.num_slots + 2).to(kv.device)
 
@@ -209,7 +213,7 @@ class Forward:
                 decode_queries=1 + sizes.draft_len,
                 chunks=[*itertools.pairwise(itertools.accumulate(inputs.chunk_lens, initial=begin))],
             )
-        return self.run(
+        output = self.run(
             resolved.tokens,
             resolved.positions,
             self._attention.batch(self._kv, attended, before_layer),
@@ -220,6 +224,7 @@ class Forward:
             continues=continues,
             states=states,
         )
+        return output._replace(slot_mapping=resolved.slot_mapping)
 
     def run(
         self,

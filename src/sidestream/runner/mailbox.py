@@ -7,7 +7,7 @@ not used, because results would wait there behind bulk transfers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from sidestream.device.base import Device, Memory, Stream
 from sidestream.errors import InvariantError
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.runner.sampler import TOP_LOGPROBS, SamplerOutput
+from sidestream.runner.second_run import Differences
 from sidestream.types import Access, Fence, RowResult, TokenLogprob, Tracer
 
 MEMORY = "mailbox"
@@ -55,17 +56,32 @@ class MailboxEntry:
         return Access(self.memory, self.start, self.start + self.num_bytes, write)
 
 
+class Compared(NamedTuple):
+    """The comparison of a step's two runs, see `Differences`.
+
+    kv          for each row, whether its KV differed
+    logits      for each row of logits, whether they differed
+    seconds     duration of the second run on the device
+    """
+
+    kv: tuple[bool, ...]
+    logits: tuple[bool, ...]
+    seconds: float
+
+
 class Delivered(NamedTuple):
     """The results of a step.
 
     rows       one result for each sampling row, in order
     draft_s    duration of drafting; None: the step had no drafts
     verify_s   duration of the forward pass that verified the drafts; None: the step had no drafts
+    compared   comparison of the step's two runs; None: it ran once
     """
 
     rows: tuple[RowResult, ...]
     draft_s: float | None = None
     verify_s: float | None = None
+    compared: Compared | None = None
 
 
 class Mailbox:
@@ -81,12 +97,15 @@ class Mailbox:
         num_places = num_slots * (1 + max_drafts)
         layout: dict[str, tuple[type[np.generic], int, int]] = {
             "times": (np.int64, 1, 3),
+            "second_run": (np.int64, 1, 2),
             "counts": (np.int64, 1, num_slots),
             "tokens": (np.int64, 1, num_places),
             "top_ids": (np.int64, width, num_places),
             "drawn": (np.float32, 1, num_places),
             "top": (np.float32, width, num_places),
             "finite": (np.bool_, 1, num_places),
+            "kv_differs": (np.bool_, 1, num_slots),
+            "logits_differ": (np.bool_, 1, num_places),
         }
         self._fields: dict[str, _Field] = {}
         start = 0
@@ -126,16 +145,37 @@ class Mailbox:
             values["times"] = times
         if drawn.logprobs is not None:
             values |= {"drawn": drawn.logprobs.drawn, "top_ids": drawn.logprobs.top_ids, "top": drawn.logprobs.top}
+        self._write_fields(start, values, stream)
+
+    def write_differences(self, start: int, differences: Differences, stream: Stream) -> None:
+        """Deliver the comparison of a step's two runs. Called inside work of `stream`, the compute stream."""
+        values = {
+            "second_run": differences.times,
+            "kv_differs": differences.kv,
+            "logits_differ": differences.logits,
+        }
+        self._write_fields(start, {name: tensor for name, tensor in values.items() if len(tensor)}, stream)
+
+    def _write_fields(self, start: int | Tensor, values: Mapping[str, Tensor], stream: Stream) -> None:
         for name, tensor in values.items():
             field = self._fields[name]
             stream.deliver(tensor[: field.count], self._memory, start, further=field.start)
 
-    def read(self, entry: MailboxEntry, drafts: Sequence[int], top_logprobs: Sequence[int], fence: Fence) -> Delivered:
+    def read(
+        self,
+        entry: MailboxEntry,
+        drafts: Sequence[int],
+        top_logprobs: Sequence[int],
+        fence: Fence,
+        *,
+        compared_rows: int = 0,
+    ) -> Delivered:
         """Read the results of a step, and end the lease. Called on the engine thread, after the step's fence.
 
         drafts         number of drafts of each sampling row; accept lengths are read only if there are drafts
         top_logprobs   requested number of log-probabilities of each sampling row (-1: none); empty: no row requested
                        any
+        compared_rows  number of rows of a step that ran twice; 0: the step ran once
         """
         if not fence.poll():  # rule: mailbox-is-read-after-its-step
             raise InvariantError(f"the mailbox was read before {fence!r}")
@@ -161,8 +201,15 @@ class Mailbox:
         if places > count:
             begun, drafted, verified = self._values(entry, "times", 3)[:, 0].tolist()
             draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
+        compared = self._compared(entry, compared_rows, places) if compared_rows else None
         entry.lease.release(after=(fence,))  # rule: read-mailbox-entry-is-released
-        return Delivered(tuple(results), draft_s, verify_s)
+        return Delivered(tuple(results), draft_s, verify_s, compared)
+
+    def _compared(self, entry: MailboxEntry, rows: int, places: int) -> Compared:
+        begun, ended = self._values(entry, "second_run", 2)[:, 0].tolist()
+        kv = self._values(entry, "kv_differs", rows)[:, 0].tolist()
+        logits = self._values(entry, "logits_differ", places)[:, 0].tolist()
+        return Compared(tuple(kv), tuple(logits), 1e-9 * (ended - begun))
 
     def _results(
         self,

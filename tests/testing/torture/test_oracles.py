@@ -74,6 +74,7 @@ OBJECTIONS: dict[str, tuple[Callable[[], AbstractContextManager[None]], int, str
     "tokens": (without("only-the-last-chunk-samples"), 0, "random", 0),
     "accept lengths": (without("slot-begins-with-its-own-history"), 8, "late", 0),
     "content": (without("key-contains-its-prefix"), 0, "random", 0),
+    "self-check": (without("second-run-begins-with-the-hidden-states-of-the-first"), 67, "random", 67),
     "balance": (without("unfindable-block-is-free"), 30, "random", 1),
     "answered": (without("request-ends-before-its-client-is-notified"), 0, "random", 0),
     "deadlock": (LOST_FENCE, 0, "random", 0),

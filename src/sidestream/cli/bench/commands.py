@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
     app.command("prefix", cls=Command)(prefix)
     app.command("decode", cls=Command)(decode)
     app.command("overhead", cls=Command)(overhead)
+    app.command("self-check", cls=Command)(self_check)
     app.command("soak", cls=Command)(soak)
     app.command("replicas", cls=Command)(replicas)
     app.command("scale", cls=Command)(scale)
@@ -160,6 +161,27 @@ def overhead(
         as_json,
         lambda on_progress: measure(model, rounds=rounds, on_progress=on_progress),
         served=(model, "auto", CPU),
+    )
+
+
+def self_check(
+    device: GpuDevice = CUDA,
+    shape: Shape = "qwen3-8b",
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Repetitions; engines with several shares alternate.", parse=whole)
+    ] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Step time with `--self-check 0.01`, divided by step time without; and the differences that the checks found."""
+    from sidestream.cli.bench.self_check import measure
+
+    check_at_least({"rounds": (rounds, 1)})
+    _report(
+        "self-check",
+        f"{shape}, random weights",
+        as_json,
+        lambda on_progress: measure(device=device, shape=shape, rounds=rounds, on_progress=on_progress),
+        bounded=device == CUDA,
     )
 
 

@@ -319,7 +319,7 @@ class _HandedOver:
                 self.dispatching.append(end_s - self._enqueued_s)
             return step
 
-        def counted(batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
+        def counted(batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
             self.uncaptured += 1
             return run_eagerly(batch, step)
 

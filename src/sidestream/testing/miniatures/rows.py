@@ -48,6 +48,27 @@ def row_reused_under_its_last_step(device: SimDevice, protected: bool) -> Outcom
     return Outcome(tuple(found), (9, 9))
 
 
+def released_before_the_second_run(device: SimDevice, protected: bool) -> Outcome:
+    """A step runs twice, to compare both runs, and its block is released after the first run. The second run overwrites
+    what a load has brought for the new owner.
+    """
+    kv, compute, loads, found = Blocks(device, "kv", 1), device.stream("compute"), device.stream("load"), list[int]()
+    block = kv.pool.take(1)
+    first = kv.write(compute, block.ids, 5, "step")
+    second = kv.write(compute, block.ids, 5, "second run")
+    block.release(after=(second if protected else first,))
+    fresh = kv.pool.take(1)
+    for fence in fresh.after:
+        assert isinstance(fence, SimFence)
+        loads.wait(fence)
+    loaded = kv.write(loads, fresh.ids, 9, "load")
+    compute.wait(loaded)
+    launched = kv.read(compute, fresh.ids, found, "step of the new owner")
+    finish(device, launched)
+    fresh.release(after=(second, loaded, launched))
+    return Outcome(tuple(found), (9, 9))
+
+
 def staging_refilled_under_a_copy(device: SimDevice, protected: bool) -> Outcome:
     """The host refills the only staging buffer for the next step while the copy for this step still reads it."""
     staging, on_device = Blocks(device, "staging", 2), Blocks(device, "inputs", 1)
@@ -239,6 +260,12 @@ ROWS = (
         "H16",
         "A row is released after its last step.",
         row_reused_under_its_last_step,
+    ),
+    Miniature(
+        "released before the second run",
+        "H3",
+        "Both runs of a step are one work with one fence.",
+        released_before_the_second_run,
     ),
     Miniature(
         "staging refilled under a copy",

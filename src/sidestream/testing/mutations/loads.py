@@ -329,6 +329,29 @@ EQUIVALENT = (
         noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
         unreached=True,
     ),
+    Equivalent(
+        Mutation(
+            name="changed-block-is-not-loaded",
+            hazard="H9",
+            change=Never(),
+            consequence="a request uses KV whose bytes changed in host memory",
+            needs=frozenset({"offload", "self_check"}),
+        ),
+        "no schedule changes bytes in host memory",
+        noticed_by="offload/test_checksums.py::test_a_flipped_byte_is_a_miss_and_is_counted",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="refused-load-is-settled",
+            hazard="H22",
+            consequence="the slots and device blocks of a load that was refused stay in use forever",
+            needs=frozenset({"offload", "self_check"}),
+        ),
+        "no schedule changes bytes in host memory",
+        noticed_by="offload/test_checksums.py::test_a_flipped_byte_is_a_miss_and_is_counted",
+        unreached=True,
+    ),
 )
 
 EXEMPT = (
@@ -360,6 +383,7 @@ EXEMPT = (
     Exempt("Loads.begin_piece", ("failure",), QUEUE),
     Exempt("Loads._begin_piece", ("begun",), COUNT),
     Exempt("Loads._begin_piece", ("add",), QUEUE),
+    Exempt("Loads._refuse", ("failure", "forget"), "see changed-block-is-not-loaded"),
     Exempt("Loads.submitted", ("submitted",), COUNT),
     Exempt("Loads.submitted", ("failure", "failure"), "see failed-load-is-not-reported-as-ready"),
     Exempt("Loads.end", ("failure",), "decides whether a copy is measured"),

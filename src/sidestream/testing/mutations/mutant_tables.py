@@ -50,6 +50,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kv", ("kv/test_pool.py", "kv/test_keys.py", "kv/test_pool_machine.py")),
     ("schedule", _SCHEDULE),
     ("offload", _TRANSFERS),
+    ("offload.checksums", ("offload/test_checksums.py",)),
     ("offload.tiers", _TIERS),
     (
         "engine",
@@ -60,6 +61,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("engine.listening", ("engine/test_listening.py", "engine/test_idle.py")),
     ("engine.loop", ("engine/test_idle.py", "engine/test_failures.py", "engine/test_requests.py")),
     ("engine.output_stream", ("engine/test_output_stream.py", "engine/test_outputs.py", "engine/test_stops.py")),
+    ("engine.self_check", ("engine/test_second_runs.py",)),
     ("engine.weights", ("engine/test_weights.py", "engine/test_reset.py")),
     ("ranks", ("ranks",)),
     (
@@ -74,6 +76,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("runner.graphs", ("runner/test_captured_gates.py", "engine/test_short_captures.py")),
     ("runner.mailbox", ("runner/test_mailbox.py", "runner/test_keeping_up.py")),
     ("runner.sampler", ("runner/test_sampler.py", "runner/test_sample.py", "engine/test_captured_draws.py")),
+    ("runner.second_run", ("engine/test_second_runs.py",)),
     ("runner.state", ("runner/test_state.py", "runner/test_step_inputs.py")),
     ("runner.step_inputs", ("runner/test_step_inputs.py", "runner/test_declared_accesses.py")),
     ("device", ("device/test_cpu.py", "device/test_group.py", "device/test_sim.py")),

@@ -86,6 +86,13 @@ MUTATIONS = (
         consequence="ranks verify drafts that differ",
         needs=frozenset({"ranks", "speculative"}),
     ),
+    Mutation(
+        name="second-run-is-on-every-rank",
+        hazard="H13",
+        change=SetArgument("of_columns", "twice", "False"),
+        consequence="rank 0 waits in its second run for collectives that the other ranks never enter",
+        needs=frozenset({"ranks", "self_check"}),
+    ),
     # ------------------------------------------------------------------ failures and the end
     Mutation(
         name="fence-that-was-done-meanwhile-causes-a-turn",

@@ -167,6 +167,35 @@ MUTATIONS = (
         consequence="the host takes only one token of each accepted run",
         needs=frozenset({"speculative"}),
     ),
+    # ------------------------------------------------------------------ steps that run twice
+    Mutation(
+        name="second-run-is-part-of-its-step",
+        hazard="H3",
+        change=Become(
+            "inputs, output = self._run_once(batch, step)\n"
+            "batch.twice and self._stream.submit(lambda: self._run_twice(batch, step), label='second run')"
+        ),
+        consequence="a step's fence does not cover its second run, which writes blocks that have another owner",
+        needs=frozenset({"self_check"}),
+    ),
+    Mutation(
+        name="second-run-comes-before-sampling",
+        hazard="H19",
+        at="second-run-is-part-of-its-step",
+        change=Become(
+            "inputs, output = self._run_once(batch, step)\n"
+            "batch.twice and self._sample(batch, step, inputs, output)\n"
+            "inputs, output = self._run_twice(batch, step) if batch.twice else (inputs, output)"
+        ),
+        consequence="the second run reads the tokens that the first one sampled",
+        needs=frozenset({"self_check"}),
+    ),
+    Mutation(
+        name="second-run-begins-with-the-hidden-states-of-the-first",
+        hazard="H19",
+        consequence="the second run drafts from hidden states that the first run kept for the next step",
+        needs=frozenset({"self_check", "hidden_states"}),
+    ),
     # ------------------------------------------------------------------ hidden states
     Mutation(
         name="captured-samples-go-to-their-mailbox-entry",

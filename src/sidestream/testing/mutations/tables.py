@@ -40,6 +40,7 @@ Feature = Literal[
     "reset",
     "restart",
     "sampling",
+    "self_check",
     "slow_load",
     "slow_tier",
     "speculative",
@@ -79,6 +80,7 @@ priority        requests have several priorities
 reset           the cache is reset while transfers are unfinished
 restart         the engine ends and another one opens the same disk
 sampling        penalties, biases and `min_tokens` change which tokens are drawn
+self_check      steps run twice, and blocks in host memory have checksums
 slow_load       loads take longer than steps
 slow_tier       disk operations take longer than the deadline
 speculative     tokens are drafted and verified

@@ -80,6 +80,15 @@ def wrong_accept_lengths(
             )
 
 
+def disagreements(engine: Engine) -> Iterator[str]:
+    """What the engine's self-check has reported."""
+    metrics = engine.parts.metrics
+    if rows := metrics.value("self_check_disagreements_total"):
+        yield f"{rows:.0f} rows of steps that ran twice differ"
+    if blocks := metrics.value("self_check_blocks_total", "mismatch"):
+        yield f"{blocks:.0f} blocks in host memory do not match their checksum"
+
+
 def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
     """Blocks that are still findable although the cache was just reset (H8)."""
     parts = engine.parts

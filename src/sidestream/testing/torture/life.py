@@ -157,6 +157,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
         speculative=SpeculativeConfig(max_drafts=workload.drafts, adaptive=False) if workload.drafts else None,
         max_waiting=workload.waiting,
         salt=SALT,
+        self_check=workload.self_check,
     )
 
 

@@ -10,6 +10,7 @@ from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.torture.clients import Clients
 from sidestream.testing.torture.contents import contents_of
 from sidestream.testing.torture.judge import (
+    disagreements,
     still_findable,
     unbalanced,
     wrong_answer,
@@ -21,7 +22,18 @@ from sidestream.testing.torture.life import Life
 from sidestream.testing.torture.oracle import Reference
 from sidestream.testing.torture.workload import DAMAGE, Workload
 
-ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
+ORACLES = (
+    "checker",
+    "tokens",
+    "accept lengths",
+    "content",
+    "self-check",
+    "balance",
+    "answered",
+    "deadlock",
+    "no progress",
+    "error",
+)
 """The names of all oracles. Findings are sorted in this order.
 
 checker         no two unordered accesses, no use outside a lease, and the other rules of `sidestream.testing.checker`
@@ -31,6 +43,8 @@ accept lengths  each row accepts as many drafts as a proposer with correct input
                 (H19) makes worse drafts, which does not change the text
 content         every findable block in every tier holds the content of its key; after a cache reset, no block from
                 before it becomes findable; blocks with different content never have the same key (H14)
+self-check      the two runs of a step agree, and every block in host memory matches its checksum, unless a fault makes
+                logits NaN
 balance         at the end, all blocks and slots are free, and no object of a request or transfer is kept
 answered        every request ends exactly once, with a possible finish reason; before its client learns of the end, the
                 engine has released the request's resources (H24)
@@ -126,6 +140,8 @@ class Verdict:
         """
         for text in (*life.recorder.stale, *life.recorder.wrong):
             self.find("content", text)
+        for text in () if "bad_logits" in self._workload.features else disagreements(life.engine):
+            self.find("self-check", text)
         for finding in life.checker.findings:
             self.find("checker", str(finding))
             self.objections.append(finding)

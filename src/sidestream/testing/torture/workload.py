@@ -162,6 +162,7 @@ class Workload:
     states                       recurrent states on the device, of a model that keeps one for each request; 0: none
     waiting                      with front ends: maximum number of waiting requests; more are rejected
     ranks                        number of ranks (tensor parallelism); each has its own streams, memories and disk tier
+    self_check                   share of steps that run twice, and of blocks in host memory that have a checksum
     """
 
     seed: int
@@ -187,6 +188,7 @@ class Workload:
     waiting: int = 1024
     states: int = 0
     ranks: int = 1
+    self_check: float = 0.0
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -260,6 +262,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "reset": _happens("reset"),
     "restart": _happens("crash", "restart"),
     "sampling": lambda w: any(asked.penalties is not None or asked.bias or asked.min_tokens for asked in w.requests),
+    "self_check": lambda w: w.self_check > 0,
     "slow_load": _befalls(("load", "slow"), ("load", "late")),
     "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
     "speculative": lambda w: w.drafts > 0,
@@ -294,7 +297,17 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_ranks(random.Random(f"sidestream ranks {seed}"), workload)
     workload = _draw_identities(random.Random(f"sidestream identities {seed}"), workload)
     workload = _draw_damage(random.Random(f"sidestream damage {seed}"), workload)
-    return _draw_loss(random.Random(f"sidestream loss {seed}"), workload)
+    workload = _draw_loss(random.Random(f"sidestream loss {seed}"), workload)
+    return _draw_self_check(random.Random(f"sidestream self-check {seed}"), workload)
+
+
+def _draw_self_check(rng: random.Random, workload: Workload) -> Workload:
+    """Run steps twice in one workload of six. Models with recurrent states are left out, because their steps cannot run
+    twice.
+    """
+    if rng.random() >= 1 / 6 or workload.states:
+        return workload
+    return dataclasses.replace(workload, self_check=rng.choice((0.5, 1.0, 1.0)))
 
 
 def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
