@@ -135,26 +135,27 @@ def test_a_rank_killed_while_kv_is_loaded_ends_the_engine_and_leaves_the_disk_in
 
 
 ALONE = """
-import sys, time
+import sys
+from pathlib import Path
 from sidestream import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], device=sys.argv[2], dtype="float32", tensor_parallel=2, kv_memory="64MiB")
-print(llm._loaded._processes.pids[0], flush=True)
 while True:
     llm.generate([[5, 7, 11] * 40] * 4, SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
-    print("answered", flush=True)
+    Path(sys.argv[3]).write_text(str(llm._loaded._processes.pids[0]))
 """
 
 
-def test_no_rank_outlives_the_engine_process(model: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ALONE, str(model), DEVICE], env=environment, stdout=subprocess.PIPE, text=True
-    )
+def test_no_rank_outlives_the_engine_process(model: Path, tmp_path: Path) -> None:
+    environment, answered = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, tmp_path / "rank"
+    engine = subprocess.Popen([sys.executable, "-c", ALONE, str(model), DEVICE, str(answered)], env=environment)
     try:
-        assert engine.stdout is not None
-        rank = int(engine.stdout.readline())
-        assert engine.stdout.readline() == "answered\n"
+        until_s = time.monotonic() + 120.0
+        while not answered.exists() or not answered.read_text():
+            assert engine.poll() is None and time.monotonic() < until_s
+            time.sleep(0.1)
+        rank = int(answered.read_text())
+        assert runs(rank)
     finally:
         engine.kill()
         engine.wait(10)

@@ -79,6 +79,7 @@ class TorchGroup:
         self.rank, self.size = rank, size
         self._backend = backend
         self._store = store  # kept, because the backend uses it until it is closed
+        self._aborting: threading.Thread | None = None
 
     def all_reduce(self, values: Tensor) -> None:
         """See `Group`."""
@@ -101,13 +102,18 @@ class TorchGroup:
 
     def abort(self) -> None:
         """See `Group`. NCCL's kernels end at once, but its abort returns only when captured graphs are deleted."""
-        if (backend := self._backend) is not None:
-            threading.Thread(target=_abort, args=(backend,), name="sidestream-abort", daemon=True).start()
+        if self._backend is not None and self._aborting is None:
+            self._aborting = threading.Thread(
+                target=_abort, args=(self._backend,), name="sidestream-abort", daemon=True
+            )
+            self._aborting.start()
 
     def close(self) -> None:
         """See `Group`."""
         backend, self._backend, self._store = self._backend, None, None
-        if backend is not None:
+        if self._aborting is not None:
+            self._aborting.join()  # Python must not end while a thread is inside NCCL
+        elif backend is not None:
             _abort(backend)
 
     def _run(self, name: str, collective: Callable[[Any], Any]) -> None:

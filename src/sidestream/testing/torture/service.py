@@ -49,7 +49,8 @@ _PATIENCE_S = 120.0
 _TOLD = 20
 _HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
 # Copies of loads are delayed by more than a step takes, so that a layer without its gate is read too early.
-_LOAD_DELAYS = {CPU: (0.5, 10e-3, 20e-3), CUDA: (0.5, 1e-3, 8e-3)}
+_LOAD_DELAY = (0.5, 10e-3, 20e-3)
+_CAPTURED_LOAD_DELAY = (0.5, 1e-3, 8e-3)
 # Three groups of layers, so that a load has a first, a middle and a last gate.
 _GROUPS = 3
 
@@ -307,7 +308,8 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
 def _engine(kind: str, model: ToyModel, *, seed: int, eager: bool, report: ServiceReport) -> Iterator[Engine]:
     """An engine whose steps and copies are delayed at random, and whose copies sometimes fail."""
     device = open_device(kind)
-    meddler = Meddler(device, replace(_HABITS, load_delay=_LOAD_DELAYS[kind]), seed=seed)
+    load_delay = _CAPTURED_LOAD_DELAY if kind == CUDA and not eager else _LOAD_DELAY
+    meddler = Meddler(device, replace(_HABITS, load_delay=load_delay), seed=seed)
     layout = model.layout
     device.segment_bytes = layout.block_bytes // _GROUPS
     engine = build_engine(
