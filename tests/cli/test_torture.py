@@ -140,7 +140,13 @@ def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_
 ) -> None:
     result = run("torture", "--mutations", RULE, "--json", "--save", tmp_path)
     assert result.exit_code == 0
-    assert figures(result.stdout) == {"mutations_total": 1, "mutations_killed": 1, "schedules_to_kill_max": 1}
+    assert figures(result.stdout) == {
+        "mutations_total": 1,
+        "mutations_killed": 1,
+        "schedules_to_kill_p50": 1,
+        "schedules_to_kill_p95": 1,
+        "schedules_to_kill_max": 1,
+    }
     [row] = json.loads(result.stdout)["mutations"]
     assert row == {
         "name": RULE,

@@ -361,12 +361,19 @@ def _findings(count: int) -> Figure:
 
 
 def _hunt_figures(found: Hunt) -> list[Figure]:
-    killed = [row.killed for row in found.rows if row.killed is not None]
+    after = sorted(row.killed.after for row in found.rows if row.killed is not None)
     return [
         Figure("mutations_total", len(found.rows), "mutations"),
-        Figure("mutations_killed", len(killed), "mutations", at_least(len(found.rows))),
-        Figure("schedules_to_kill_max", max((one.after for one in killed), default=0), "schedules", at_most(500)),
+        Figure("mutations_killed", len(after), "mutations", at_least(len(found.rows))),
+        Figure("schedules_to_kill_p50", _percentile(after, 50), "schedules"),
+        Figure("schedules_to_kill_p95", _percentile(after, 95), "schedules"),
+        Figure("schedules_to_kill_max", _percentile(after, 100), "schedules", at_most(500)),
     ]
+
+
+def _percentile(ascending: Sequence[int], percent: int) -> int:
+    """The smallest value that at least `percent` % of the values do not exceed; 0 if there are none."""
+    return ascending[max(0, -(-len(ascending) * percent // 100) - 1)] if ascending else 0
 
 
 def _as_json(row: Row) -> dict[str, object]:
