@@ -75,11 +75,14 @@ def is_rank(pid: str) -> bool:
         return False
 
 
-def test_a_killed_rank_ends_the_engine_with_its_reason(model: Path) -> None:
+def test_a_killed_rank_ends_the_engine_with_its_reason(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     llm = LLM(model, tensor_parallel=2, kv_memory="4MiB", **OPTIONS)
     try:
         (rank,) = [int(pid) for pid in children() if is_rank(pid)]
         llm.generate([PROMPTS[0]], PARAMS)
+        os.kill(rank, signal.SIGUSR1)  # it prints its stacks, and goes on
+        llm.generate([PROMPTS[0]], PARAMS)
+        assert "most recent call first" in capfd.readouterr().err
         os.kill(rank, signal.SIGKILL)
         start_s = time.monotonic()
         with pytest.raises(RequestError, match=r"rank 1 of 2 is lost: it was killed by SIGKILL"):

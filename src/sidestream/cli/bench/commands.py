@@ -275,6 +275,7 @@ def scale(
 
 
 def ranks(
+    parts: Annotated[list[str] | None, typer.Argument(help="decode, ttft, resume; default: all.")] = None,
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
     tensor_parallel: Annotated[
@@ -289,7 +290,7 @@ def ranks(
     """Tensor parallelism on GPUs: step time, TTFT, and TTFT with KV in host memory, of several ranks, divided by those
     of one rank; and the bandwidth of loads from host memory.
     """
-    from sidestream.cli.bench.ranks import measure
+    from sidestream.cli.bench.ranks import PARTS, measure
 
     check_at_least({"tensor_parallel": (tensor_parallel, 2)})
     _report(
@@ -297,7 +298,12 @@ def ranks(
         f"{shape}, random weights",
         as_json,
         lambda on_progress: measure(
-            device=device, shape=shape, ranks=tensor_parallel, kv_memory=kv_memory, on_progress=on_progress
+            device=device,
+            shape=shape,
+            ranks=tensor_parallel,
+            kv_memory=kv_memory,
+            parts=parts or PARTS,
+            on_progress=on_progress,
         ),
         bounded=device == CUDA,
     )

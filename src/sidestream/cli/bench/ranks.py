@@ -7,14 +7,14 @@ request is loaded (a resume), and the bandwidth at which all ranks load KV from 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from sidestream.cli.bench.engine import Rig, Sizes, resume
 from sidestream.cli.bench.report import Bound, Figure, at_least, at_most
-from sidestream.config import OffloadConfig
+from sidestream.config import OffloadConfig, unknown_name
 from sidestream.device.choice import torch_device
 from sidestream.device.kinds import CUDA
 from sidestream.errors import ConfigError
@@ -26,6 +26,8 @@ from sidestream.testing.tiny_models import tiny_model_dir
 _BOUNDED_ROWS = (1, 32)
 _BOUNDED_LENGTH = 8192
 _ROUNDS = 5
+
+PARTS = ("decode", "ttft", "resume")
 
 _FULL = Sizes(
     kv_memory="8GiB",
@@ -51,9 +53,9 @@ class _Times:
     cold_s         TTFT in seconds without cached KV, by the number of prompt tokens
     host_s         TTFT in seconds with KV in host memory, by the number of prompt tokens
     idle_share     share of time in which rank 0's device is idle between decode steps; the maximum over the row counts
-    load_bytes_s   bytes per second of all ranks together, from the submission of a load to its end
+    load_bytes_s   bytes per second of all ranks together, from the submission of a load to its end; 0: not measured
     host_waits     number of times that the host waited for the device, except for waits for a step's results
-    resume         figures of `engine.resume`, by name
+    resume         figures of `engine.resume`, by name; empty: not measured
     """
 
     step_s: dict[int, float]
@@ -67,24 +69,47 @@ class _Times:
 
 
 def measure(
-    *, device: str, shape: str, ranks: int, kv_memory: str | None, on_progress: Callable[[str], None]
+    *,
+    device: str,
+    shape: str,
+    ranks: int,
+    kv_memory: str | None,
+    parts: Sequence[str],
+    on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """The figures of `ranks` ranks, compared with one rank. `kv_memory`: KV memory of each rank; None: the benchmark's
-    default.
+    """The figures of these parts with `ranks` ranks, compared with one rank. `kv_memory`: KV memory of each rank; None:
+    the benchmark's default. Raises ConfigError for an unknown part.
     """
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(unknown_name("part", part, PARTS))
     sizes = _FULL if device == CUDA else _TINY
     if kv_memory is not None:
         sizes = replace(sizes, kv_memory=kv_memory)
+    if "decode" not in parts:
+        sizes = replace(sizes, decode=sizes.decode[:1])  # a resume is compared with steps of one row
+    if "ttft" not in parts:
+        sizes = replace(sizes, cold=(), from_host=())
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         on_progress("writing random weights")
         words = tiny_model_dir("llama", Path(scratch, "words"), seed=0)
         model = Path(scratch, "model")
         random_checkpoint(shape, model, tokenizer=words, device=torch_device(device))
-        one, many = (_times(str(model), device, shape, size, sizes, on_progress) for size in (1, ranks))
+        one, many = (
+            _times(str(model), device, shape, size, sizes, "resume" in parts, on_progress) for size in (1, ranks)
+        )
     return _figures(one, many, ranks, sizes)
 
 
-def _times(model: str, device: str, shape: str, size: int, sizes: Sizes, on_progress: Callable[[str], None]) -> _Times:
+def _times(
+    model: str,
+    device: str,
+    shape: str,
+    size: int,
+    sizes: Sizes,
+    resumes: bool,
+    on_progress: Callable[[str], None],
+) -> _Times:
     def tell(text: str) -> None:
         on_progress(f"{size} rank{'s' * (size > 1)}: {text}")
 
@@ -106,12 +131,12 @@ def _times(model: str, device: str, shape: str, size: int, sizes: Sizes, on_prog
         llm.close()
         raise
     try:
-        return _measured(rig, size, sizes, tell)
+        return _measured(rig, size, sizes, resumes, tell)
     finally:
         rig.close()
 
 
-def _measured(rig: Rig, size: int, sizes: Sizes, tell: Callable[[str], None]) -> _Times:
+def _measured(rig: Rig, size: int, sizes: Sizes, resumes: bool, tell: Callable[[str], None]) -> _Times:
     rig.ask(rig.prompt(40), 4).wait()
     step_s, cold_s, host_s, shares = dict[int, float](), dict[int, float](), dict[int, float](), list[float]()
     contexts = dict[int, int]()
@@ -145,8 +170,8 @@ def _measured(rig: Rig, size: int, sizes: Sizes, tell: Callable[[str], None]) ->
             num_bytes, seconds = (now - then for now, then in zip(_loaded(rig), before, strict=True))
             rates.append(size * num_bytes / seconds)  # each rank loads as many bytes as rank 0: the KV of its heads
         host_s[length] = median(taken)
-    figures = {figure.name: figure for figure in resume(rig, sizes, step_s[1], tell)}
-    return _Times(step_s, contexts, cold_s, host_s, max(shares), max(rates), rig.host_waits(), figures)
+    figures = {figure.name: figure for figure in resume(rig, sizes, step_s[1], tell)} if resumes else {}
+    return _Times(step_s, contexts, cold_s, host_s, max(shares), max(rates, default=0.0), rig.host_waits(), figures)
 
 
 def _loaded(rig: Rig) -> tuple[float, float]:
@@ -167,11 +192,14 @@ def _figures(one: _Times, many: _Times, ranks: int, sizes: Sizes) -> list[Figure
         figures += _pair("ttft_cold_{}", length, one.cold_s[length], many.cold_s[length], ranks, bound)
     for length, *_ in sizes.from_host:
         figures += _pair("ttft_host_{}", length, one.host_s[length], many.host_s[length], ranks, None)
-    gain = at_least(1.9) if ranks == 2 else None
+    if sizes.from_host:
+        gain = at_least(1.9) if ranks == 2 else None
+        figures += [
+            Figure(f"tp{ranks}_over_tp1_load_gb_s", many.load_bytes_s / one.load_bytes_s, "ratio", gain),
+            Figure(f"tp{ranks}_load_gb_s", many.load_bytes_s / 1e9, "GB/s"),
+            Figure("tp1_load_gb_s", one.load_bytes_s / 1e9, "GB/s"),
+        ]
     figures += [
-        Figure(f"tp{ranks}_over_tp1_load_gb_s", many.load_bytes_s / one.load_bytes_s, "ratio", gain),
-        Figure(f"tp{ranks}_load_gb_s", many.load_bytes_s / 1e9, "GB/s"),
-        Figure("tp1_load_gb_s", one.load_bytes_s / 1e9, "GB/s"),
         Figure(f"tp{ranks}_idle_share_max", many.idle_share, "share", at_most(0.02)),
         Figure("tp1_idle_share_max", one.idle_share, "share"),
         Figure(f"tp{ranks}_host_waits_besides_commits", many.host_waits, "waits", at_most(0)),
@@ -180,6 +208,7 @@ def _figures(one: _Times, many: _Times, ranks: int, sizes: Sizes) -> list[Figure
         figures += [
             replace(times.resume[name], name=f"tp{size}_{name}", bound=None)
             for name in ("resume_ttft_ms", "itl_p99_during_resume", "itl_p99_during_resume_ms", "itl_median_alone_ms")
+            if name in times.resume
         ]
     return figures
 
