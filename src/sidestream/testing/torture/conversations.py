@@ -56,7 +56,7 @@ def hold_conversations(model: Path, count: int, *, seed: int, margin: float) -> 
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
