@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,9 @@ def is_rank(pid: str) -> bool:
         return False
 
 
-def test_a_killed_rank_ends_the_engine_with_its_reason(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_ends_the_engine_with_its_reason(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(model, tensor_parallel=2, kv_memory="4MiB", **OPTIONS)
     try:
         (rank,) = [int(pid) for pid in children() if is_rank(pid)]
@@ -83,12 +86,16 @@ def test_a_killed_rank_ends_the_engine_with_its_reason(model: Path, capfd: pytes
         os.kill(rank, signal.SIGUSR1)  # it prints its stacks, and goes on
         llm.generate([PROMPTS[0]], PARAMS)
         assert "most recent call first" in capfd.readouterr().err
+        assert llm._loaded._processes is not None
+        aborted = threading.Event()  # on a GPU, rank 0 would wait for the killed rank in a collective
+        monkeypatch.setattr(llm._loaded._processes.group, "abort", aborted.set)
         os.kill(rank, signal.SIGKILL)
         start_s = time.monotonic()
         with pytest.raises(RequestError, match=r"rank 1 of 2 is lost: it was killed by SIGKILL"):
             llm.generate([PROMPTS[1]], SamplingParams(max_tokens=400, temperature=0, ignore_eos=True))
         assert time.monotonic() - start_s < 10.0  # 0.1 s on a quiet machine
         assert llm.health().status == "failed"
+        assert aborted.is_set()
     finally:
         llm.close()
     assert not any(is_rank(pid) for pid in children())

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.device.group import Group, open_group
+from sidestream.device.group import Group, TorchGroup, open_group
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError, ProcessFailed
 from sidestream.testing.thread_group import run_ranks, thread_groups
@@ -203,6 +204,26 @@ def test_a_process_takes_part_until_it_ends(tmp_path: Path) -> None:
     assert other.wait(30) == 3
 
 
+def test_an_abort_returns_at_once_and_ends_before_the_group_is_closed() -> None:
+    """NCCL's abort blocks until captured graphs are deleted, and Python must not end meanwhile."""
+    began, graphs_are_deleted, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Backend:
+        def abort(self) -> None:
+            began.set()
+            graphs_are_deleted.wait(10.0)
+            time.sleep(0.05)
+            ended.set()
+
+    group = TorchGroup(Backend(), rank=0, size=2, store=None)
+    group.abort()
+    group.abort()
+    assert began.wait(10.0) and not ended.is_set()
+    graphs_are_deleted.set()
+    group.close()
+    assert ended.is_set()
+
+
 GPU_RANK = """
 import sys, pathlib, torch
 from sidestream.device.group import open_group
@@ -221,18 +242,6 @@ assert doubled.tolist() == [14.0] * 8 and gathered.tolist() == [14.0] * 8 + [15.
 del graph  # NCCL waits for it when the group is closed
 group.close()
 """
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_collectives_of_nccl_are_captured(tmp_path: Path) -> None:
-    """With processes: NCCL connects while it holds Python's lock, so ranks cannot be threads of one process."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", GPU_RANK, str(tmp_path), str(rank), CUDA], env=environment)
-        for rank in range(2)
-    ]
-    assert [rank.wait(180) for rank in ranks] == [0, 0]
 
 
 GPU_RANK_THAT_IS_LEFT = """
@@ -271,16 +280,27 @@ group.close()
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_a_captured_collective_of_a_killed_rank_ends_by_abort(tmp_path: Path) -> None:
+def run_gpu_ranks(program: str, directory: Path) -> list[int]:
+    """Run two ranks; returns how they ended. NCCL connects while it holds Python's lock, so ranks cannot be threads."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", GPU_RANK_THAT_IS_LEFT, str(tmp_path), str(rank), CUDA], env=environment)
+        subprocess.Popen([sys.executable, "-c", program, str(directory), str(rank), CUDA], env=environment)
         for rank in range(2)
     ]
     try:
-        assert [rank.wait(60) for rank in ranks] == [0, -9]
+        return [rank.wait(180) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_collectives_of_nccl_are_captured(tmp_path: Path) -> None:
+    assert run_gpu_ranks(GPU_RANK, tmp_path) == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_a_captured_collective_of_a_killed_rank_ends_by_abort(tmp_path: Path) -> None:
+    assert run_gpu_ranks(GPU_RANK_THAT_IS_LEFT, tmp_path) == [0, -9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import threading
@@ -152,7 +153,7 @@ def test_a_starved_family_runs_only_when_no_other_actor_can() -> None:
     ran: list[str] = []
     with simulated("starve:load", 0) as device:
         names = ("load-0", "load-1", "loader", "other")
-        fences = [device.stream(name).submit(lambda name=name: ran.append(name)) for name in names]  # type: ignore[misc]
+        fences = [device.stream(name).submit(functools.partial(ran.append, name)) for name in names]
         for fence in fences:
             device.wait_host(fence, reason="step")
     assert set(ran[:2]) == {"loader", "other"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -136,18 +137,25 @@ def test_work_is_awaited_until_every_rank_has_reported_it_or_is_lost(device: Cpu
     joint, ranks, _ = rank_0(device, 3)
     fence = joint.stream("store-0").submit_copy(a_copy(joint), 0, 2)
     settle(fence, device)
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(ranks.wait_for, fence)
-        ranks.take_in(1, Passed((("store-0", 1),)))
-        with pytest.raises(TimeoutError):
-            waiting.result(0.05)
-        if lost:
-            ranks.lose(DeviceLost("rank 2 is lost"))
-            with pytest.raises(DeviceLost, match="rank 2 is lost"):
-                waiting.result(5.0)
-        else:
-            ranks.take_in(2, Passed((("store-0", 1),)))
-            waiting.result(5.0)
+    ends: SimpleQueue[DeviceLost | None] = SimpleQueue()
+
+    def wait() -> None:
+        try:
+            ranks.wait_for(fence)
+            ends.put(None)
+        except DeviceLost as error:
+            ends.put(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    ranks.take_in(1, Passed((("store-0", 1),)))
+    with pytest.raises(Empty):
+        ends.get(timeout=0.05)
+    if lost:
+        ranks.lose(DeviceLost("rank 2 is lost"))
+        assert "rank 2 is lost" in str(ends.get(timeout=5.0))
+    else:
+        ranks.take_in(2, Passed((("store-0", 1),)))
+        assert ends.get(timeout=5.0) is None
 
 
 def test_a_step_that_ends_after_a_rank_is_lost_is_not_committed() -> None:

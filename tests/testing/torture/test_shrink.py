@@ -11,8 +11,9 @@ from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, find
 from sidestream.testing.steering import minimise
 from sidestream.testing.torture import Failure, kill, render, rerun, shrink
+from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.shrink import simpler_workloads
-from sidestream.testing.torture.workload import blocks_for, draw_workload
+from sidestream.testing.torture.workload import blocks_for
 
 RULES = ("release-waits-for-the-last-step", "settled-blocks-are-released", "store-waits-for-step")
 """Missed by the checker, by the loop, and by the checker again, in bytes that nobody has written yet."""

@@ -95,9 +95,10 @@ def measure(
         words = tiny_model_dir("llama", Path(scratch, "words"), seed=0)
         model = Path(scratch, "model")
         random_checkpoint(shape, model, tokenizer=words, device=torch_device(device))
-        one, many = (
-            _times(str(model), device, shape, size, sizes, "resume" in parts, on_progress) for size in (1, ranks)
-        )
+        resumes = "resume" in parts
+        one = _times(str(model), device, shape, 1, sizes, resumes, on_progress)
+        same = replace(sizes, decode=tuple((rows, one.contexts[rows], bound) for rows, _, bound in sizes.decode))
+        many = _times(str(model), device, shape, ranks, same, resumes, on_progress)
     return _figures(one, many, ranks, sizes)
 
 
@@ -142,8 +143,7 @@ def _measured(rig: Rig, size: int, sizes: Sizes, resumes: bool, tell: Callable[[
     contexts = dict[int, int]()
     block_tokens = rig.parts.layout.block_tokens
     for rows, longest, _ in sizes.decode:
-        # All rows must fit into the KV memory of one rank; each of several ranks has room for more tokens.
-        room = rig.parts.blocks.size // size // rows * block_tokens
+        room = rig.parts.blocks.size // rows * block_tokens
         context = contexts[rows] = min(longest, room - sizes.outputs - block_tokens)
         if context < 1:
             raise ConfigError(
@@ -186,7 +186,7 @@ def _figures(one: _Times, many: _Times, ranks: int, sizes: Sizes) -> list[Figure
     for rows, _, _ in sizes.decode:
         bound = at_most(0.62) if ranks == 2 and rows in _BOUNDED_ROWS else None
         figures += _pair("decode_b{}", rows, one.step_s[rows], many.step_s[rows], ranks, bound)
-        figures.append(Figure(f"decode_b{rows}_prompt_tokens", min(one.contexts[rows], many.contexts[rows]), "tokens"))
+        figures.append(Figure(f"decode_b{rows}_prompt_tokens", one.contexts[rows], "tokens"))
     for length, _ in sizes.cold:
         bound = at_most(0.6) if ranks == 2 and length == _BOUNDED_LENGTH else None
         figures += _pair("ttft_cold_{}", length, one.cold_s[length], many.cold_s[length], ranks, bound)

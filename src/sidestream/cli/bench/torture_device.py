@@ -43,11 +43,16 @@ def show_campaign(
         check_order=check_order,
         tell=lambda done, text: show(min(done / total, 1.0), f"{done:,} blocks, {text}"),
     )
-    console = Console(stderr=True)
-    for text in (*report.tally.findings, *report.objections)[:_MAX_FINDINGS]:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    show_findings((*report.tally.findings, *report.objections))
     figures = _figures(report, least=blocks, checked=check_order)
     return publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console())
+
+
+def show_findings(findings: Sequence[str]) -> None:
+    """Print the first findings on standard error."""
+    console = Console(stderr=True)
+    for text in findings[:_MAX_FINDINGS]:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_hunt(
@@ -103,9 +108,7 @@ def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: 
         seed=seed,
         tell=lambda done, text: show(done / requests, f"{done:,} of {requests:,} requests, {text}"),
     )
-    console = Console(stderr=True)
-    for text in report.findings[:_MAX_FINDINGS]:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    show_findings(report.findings)
     figures = [
         Figure("torture_requests", report.requests, "requests", at_least(requests)),
         Figure("torture_wrong_answers", report.wrong, "findings", at_most(0)),

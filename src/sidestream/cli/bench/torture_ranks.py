@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rich.console import Console
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
+from sidestream.cli.bench.torture_device import ShowProgress, show_findings
 from sidestream.device.kinds import CPU, CUDA
 
 BLOCKS = {CUDA: 200_000, CPU: 4_000}
 """Block transfers by kind of device, if no number is given."""
-_MAX_FINDINGS = 5
 
 
 def show_ranks(
@@ -21,7 +19,7 @@ def show_ranks(
     seed: int,
     blocks: int | None,
     as_json: bool,
-    show: Callable[[float, str], None],
+    show: ShowProgress,
 ) -> bool:
     """Test a model on several ranks. Print the figures, and findings on standard error. Returns whether all bounds
     hold.
@@ -38,9 +36,7 @@ def show_ranks(
         seed=seed,
         tell=lambda done, text: show(min(done / least, 1.0), f"{done:,} blocks, {text}"),
     )
-    console = Console(stderr=True)
-    for text in report.findings[:_MAX_FINDINGS]:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    show_findings(report.findings)
     figures = [
         Figure("torture_blocks", report.blocks, "blocks", at_least(least)),
         Figure("torture_wrong_answers", report.wrong, "findings", at_most(0)),

@@ -30,6 +30,7 @@ transformers:
 """
 
 from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture
+from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.excuses import SCHEDULES_PER_EXCUSE, ExcuseRow, Excuses, check_excuses
 from sidestream.testing.torture.hardware import (
     DEVICES,
@@ -48,7 +49,7 @@ from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.service import EAGER_GATES, GATES, ServiceReport, hunt_service, torture_service
 from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
 from sidestream.testing.torture.verdict import ORACLES, Finding
-from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
+from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload
 from sidestream.testing.trace import TraceLine, explain, render
 
 __all__ = [

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from sidestream.device.sim import make_policy
 from sidestream.errors import ConfigError
+from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.workers import spread
-from sidestream.testing.torture.workload import Workload, draw_workload
+from sidestream.testing.torture.workload import Workload
 
 POLICIES = (
     "random",

@@ -17,9 +17,10 @@ from sidestream.errors import ConfigError, InvariantError
 from sidestream.testing.miniatures import MINIATURES, Miniature, run_miniature
 from sidestream.testing.mutations import MUTATIONS, Feature, Mutation, applied
 from sidestream.testing.torture.campaign import POLICIES, SCHEDULES_PER_WORKLOAD, Failure, deal, run_one
+from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.oracle import reference_of
 from sidestream.testing.torture.workers import Job, spread
-from sidestream.testing.torture.workload import Workload, draw_workload
+from sidestream.testing.torture.workload import Workload
 
 MAX_SCHEDULES = 500
 """A mutation that survives this many schedules counts as undetected."""

@@ -31,11 +31,11 @@ from sidestream.testing.mutations.marks import PACKAGE
 from sidestream.testing.mutations.mutant_tables import conftest_folder, equivalent_mutants, needs_of, paths_of
 from sidestream.testing.torture.apart import HANG_STATUS, Apart, ProcessEnded, watched
 from sidestream.testing.torture.campaign import POLICIES, SCHEDULES_PER_WORKLOAD, deal, run_one
+from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.hunt import workloads_with
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.reach import Reach, reach_of, seeds_that_reach
 from sidestream.testing.torture.verdict import Finding
-from sidestream.testing.torture.workload import draw_workload
 
 SCHEDULES_PER_MUTANT = 40
 """Schedules that must have no finding before a mutant counts as undetected."""

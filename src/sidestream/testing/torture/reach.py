@@ -17,7 +17,7 @@ from typing import Any
 
 from sidestream.testing.mutations.marks import PACKAGE
 from sidestream.testing.torture.campaign import POLICIES, deal, run_one
-from sidestream.testing.torture.workload import draw_workload
+from sidestream.testing.torture.drawing import draw_workload
 
 Reach = dict[str, dict[int, list[int]]]
 """Module (path below the package) → line → seeds of the workloads that run the line."""
