@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
-from sidestream.errors import RequestError
+from sidestream.errors import OutOfDeviceMemory, RequestError
+from sidestream.rank_processes import RankProcesses, RankProgram
 from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -111,4 +113,16 @@ def test_what_ranks_cannot_do_is_refused_before_any_process_starts(model: Path, 
     hybrid = tiny_model_dir("qwen3_next", tmp_path / "hybrid", 0)
     with pytest.raises(ModelError, match="recurrent"):
         LLM(hybrid, tensor_parallel=2, **OPTIONS)
+    assert not any(is_rank(pid) for pid in children())
+
+
+def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = RankProgram("rank_that_ends", {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])})
+    monkeypatch.setattr("sidestream.loading.RankProcesses", functools.partial(RankProcesses, program=program))
+    began_s = time.monotonic()
+    with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):
+        LLM(model, tensor_parallel=2, **OPTIONS)
+    assert time.monotonic() - began_s < 120.0
     assert not any(is_rank(pid) for pid in children())

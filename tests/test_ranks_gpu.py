@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
-from sidestream.errors import RequestError
+from sidestream.errors import OutOfDeviceMemory, RequestError
 from sidestream.llm import RequestOutput
+from sidestream.rank_processes import RankProcesses, RankProgram
 from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = [
@@ -132,6 +134,29 @@ def test_a_rank_killed_while_kv_is_loaded_ends_the_engine_and_leaves_the_disk_in
         restarted = llm.generate(PROMPTS, PARAMS)
         check(restarted, expected)
         assert any(output.cached.disk for output in restarted)
+
+
+def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = RankProgram("rank_that_ends", {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])})
+    monkeypatch.setattr("sidestream.loading.RankProcesses", functools.partial(RankProcesses, program=program))
+    began_s = time.monotonic()
+    with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):
+        LLM(model, tensor_parallel=2, **OPTIONS)
+    assert time.monotonic() - began_s < 120.0  # the other rank waits in a collective, and it would wait for 600 s
+
+
+def test_references_to_graphs_do_not_keep_the_engine_from_closing(model: Path) -> None:
+    llm = LLM(model, kv_memory="64MiB", tensor_parallel=2, **OPTIONS)
+    llm.generate(PROMPTS, PARAMS)
+    graphs = llm.engine.parts.executor._graphs
+    assert graphs is not None and graphs.keys
+    held = list(graphs._graphs)
+    began_s = time.monotonic()
+    llm.close()
+    assert time.monotonic() - began_s < 10.0
+    assert all(graph.deleted for graph in held)
 
 
 ALONE = """

@@ -154,7 +154,6 @@ class LoadedEngine:
         """
         self.engine.close(drain_s=drain_s)
         if self._processes is not None:
-            self.engine.parts.executor.close()
             self._processes.close()
         self._unfreeze_gc_heap()
         if self._timeline is not None and self._timeline_path is not None:

@@ -34,6 +34,7 @@ COLLECTIVE_S = 600.0
 """Longest wait of a rank for the others inside a collective, such as the first one after compiling."""
 _START_S = 300.0
 _KILL_S = 10.0
+_POLL_S = 0.2
 _READ_BYTES = 1 << 16
 
 
@@ -92,6 +93,7 @@ class RankProcesses:
         self._decoders: list[FrameDecoder] = []
         self._messages: list[deque[ToLeader]] = []  # messages that were received and not handled yet
         self._ending = threading.Lock()
+        self._started = threading.Event()  # set when the start has ended, with or without an error
         device = torch_device(config.device)
         try:
             for rank in range(1, self.size):
@@ -102,6 +104,7 @@ class RankProcesses:
                 self._directory, rank=0, size=self.size, device=device, timeout_s=COLLECTIVE_S
             )
             self.transport = SocketTransport(self._sockets, self._decoders, how_ended=self._how, end=self._end_all)
+            threading.Thread(target=self._watch_start, name="sidestream-start", daemon=True).start()
         except BaseException:
             self.kill()
             raise
@@ -115,6 +118,7 @@ class RankProcesses:
         """Wait until every rank has loaded its share and follows. Raises the error of a rank that cannot."""
         for rank in range(1, self.size):
             self._expect(rank, Serving)
+        self._started.set()
         self.transport.start(self._messages)
 
     def explain(self, error: BaseException) -> BaseException:
@@ -129,8 +133,8 @@ class RankProcesses:
         return error
 
     def close(self) -> None:
-        """Wait for the processes, which have received `End`, and end the group. Blocks. Idempotent. On GPUs, delete the
-        captured graphs first, see `Group.close`.
+        """Wait for the processes, which have received `End`, and end the group. Blocks. Idempotent. Close the engine
+        first, see `Group.close`.
         """
         for process in self._processes:
             try:
@@ -138,10 +142,10 @@ class RankProcesses:
             except subprocess.TimeoutExpired:
                 log.warning("rank process %d did not end and is killed", process.pid)
         self.kill()
-        self.group.close()
 
     def kill(self) -> None:
-        """Kill the processes, and end this process's collectives. Idempotent; any thread."""
+        """Kill the processes, and end the group. Blocks. Idempotent; any thread."""
+        self._started.set()
         with self._ending:
             for process in self._processes:
                 if process.poll() is None:
@@ -151,7 +155,7 @@ class RankProcesses:
             for each in self._sockets:
                 each.close()
             if hasattr(self, "group"):  # otherwise the start failed before the group existed
-                self.group.abort()
+                self.group.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, rank: int, model: str, config: EngineConfig, device: torch.device) -> None:
@@ -207,6 +211,15 @@ class RankProcesses:
                 raise error_named(name, text)
             case message if not isinstance(message, kind):
                 raise EngineStopped(f"rank {rank} sent {message}, not {kind.__name__}")
+
+    def _watch_start(self) -> None:
+        """End rank 0's collectives if another rank ends during the start: a GPU would wait for it for
+        `COLLECTIVE_S`. From the end of the start, the transport notices that a rank has ended.
+        """
+        while not self._started.wait(_POLL_S):
+            if any(process.poll() is not None for process in self._processes):
+                self.group.abort()
+                return
 
     def _how(self, rank: int) -> str:
         try:

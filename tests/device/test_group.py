@@ -224,6 +224,25 @@ def test_an_abort_returns_at_once_and_ends_before_the_group_is_closed() -> None:
     assert ended.is_set()
 
 
+def test_a_group_whose_backend_does_not_end_is_left_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = threading.Event()
+
+    class Backend:
+        def abort(self) -> None:
+            ends.wait(30.0)
+
+    monkeypatch.setattr("sidestream.device.group._CLOSE_S", 0.05)
+    group = TorchGroup(Backend(), rank=0, size=2, store=None)
+    group.close()
+    group.close()
+    ends.set()
+    assert caplog.messages == [
+        "rank 0 of 2 left its group, but NCCL has not ended after 0.05 s: a graph may still hold a collective"
+    ]
+
+
 GPU_RANK = """
 import sys, pathlib, torch
 from sidestream.device.group import open_group

@@ -343,6 +343,19 @@ def test_the_fence_of_a_replay_covers_all_of_the_graph_even_a_wait_at_its_end() 
         assert device.wait_host(compute.replay(empty), reason="step")
 
 
+def test_a_deleted_graph_cannot_run() -> None:
+    with simulated() as device:
+        compute = device.stream("compute")
+        graph = compute.capture(lambda: None)
+        graph.delete()
+        graph.delete()
+        with pytest.raises(InvariantError, match="the graph was deleted"):
+            compute.replay(graph)
+        failed = compute.submit(lambda: compute.enqueue(graph))
+        device.wait_host(failed, reason="step")
+        assert "the graph was deleted" in str(failed.failure)
+
+
 def test_an_external_wait_outside_a_capture_is_an_error() -> None:
     with simulated() as device, pytest.raises(InvariantError, match="outside `capture`"):
         device.stream("a").wait_external(device.event("loaded"))

@@ -1,5 +1,5 @@
 """Memory that ends while forward passes are captured: what was captured by then is used, larger batches run without a
-graph.
+graph. On several ranks it is an error. What was captured is deleted with the engine.
 """
 
 from __future__ import annotations
@@ -112,3 +112,46 @@ def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes
         for reply, prompt in zip(replies, others, strict=True):
             rig.expect(reply, prompt, 6)
         assert replayed == set(SHAPES[:kept])
+
+
+@pytest.mark.parametrize("run_out", [runs_out_in_a_run, runs_out_in_a_graph])
+def test_memory_that_runs_out_on_one_of_several_ranks_is_an_error(
+    run_out: Callable[[Rig, int, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer graphs, the rank would call collectives of other sizes than the other ranks."""
+    with serving() as rig:
+        executor = rig.engine.parts.executor
+        executor._shared = True
+        graphs = captured_graphs(executor._stream, monkeypatch)
+        run_out(rig, 2, monkeypatch)
+        with pytest.raises(OutOfDeviceMemory, match="injected"):
+            rig.engine.call(lambda: executor.capture(SHAPES))
+        assert executor._graphs is None
+        assert len(graphs) >= 8 and all(graph.deleted for graph in graphs)
+
+
+def test_graphs_are_deleted_with_the_engine_whoever_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as rig:
+        executor = rig.engine.parts.executor
+        graphs = captured_graphs(executor._stream, monkeypatch)
+        rig.engine.call(lambda: executor.capture(SHAPES))
+        first = list(graphs)
+        rig.engine.call(lambda: executor.capture(SHAPES[:2]))
+        assert first and all(graph.deleted for graph in first)
+        rest = graphs[len(first) :]
+        assert rest and not any(graph.deleted for graph in rest)
+    assert all(graph.deleted for graph in graphs)
+
+
+def captured_graphs(stream: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The list that all further graphs of the stream are added to."""
+    graphs: list[Any] = []
+    capture = stream.capture
+
+    def kept(build: Callable[[], None], *, beside: Graph | None = None) -> Graph:
+        graph = capture(build, beside=beside)
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(stream, "capture", kept)
+    return graphs

@@ -208,6 +208,12 @@ class HostThread(Protocol):
 class Graph(Protocol):
     """Captured work of a stream, like a CUDA graph. Each time it is enqueued, it runs again on the same memory."""
 
+    def delete(self) -> None:
+        """Free what the graph holds, even if there are other references to it. Not while it runs; it cannot be enqueued
+        afterwards. Idempotent.
+        """
+        ...
+
 
 class GraphEvent(Protocol):
     """An event that graphs wait for when they are replayed. A wait applies to the most recent `record`; before the

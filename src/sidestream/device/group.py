@@ -6,6 +6,7 @@ forward pass calls the collectives, on all ranks in the same order.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -20,7 +21,10 @@ from torch import Tensor
 from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, ProcessFailed
 
+log = logging.getLogger(__name__)
+
 _STORE = "ranks"
+_CLOSE_S = 30.0
 # If there are more than two ranks, only tensors up to this size are sent whole from each rank to all other ranks.
 _EXCHANGED_BYTES = 1 << 18
 
@@ -62,7 +66,7 @@ class Group(Protocol):
         """Leave the group, without waiting for other ranks; their later collectives fail. Idempotent.
 
         On a GPU, first delete the CUDA graphs that have captured collectives of the group: NCCL waits until they are
-        deleted.
+        deleted. If that takes too long, an error is logged, and NCCL's memory is not freed.
         """
 
 
@@ -111,10 +115,19 @@ class TorchGroup:
     def close(self) -> None:
         """See `Group`."""
         backend, self._backend, self._store = self._backend, None, None
-        if self._aborting is not None:
-            self._aborting.join()  # Python must not end while a thread is inside NCCL
-        elif backend is not None:
-            _abort(backend)
+        if backend is None:
+            return
+        if self._aborting is None:
+            self._aborting = threading.Thread(target=_abort, args=(backend,), name="sidestream-abort", daemon=True)
+            self._aborting.start()
+        self._aborting.join(_CLOSE_S)  # Python must not end while a thread is inside NCCL
+        if self._aborting.is_alive():
+            log.error(
+                "rank %d of %d left its group, but NCCL has not ended after %g s: a graph may still hold a collective",
+                self.rank,
+                self.size,
+                _CLOSE_S,
+            )
 
     def _run(self, name: str, collective: Callable[[Any], Any]) -> None:
         if self._backend is None:

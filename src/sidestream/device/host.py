@@ -52,11 +52,16 @@ class _Wait:
     fence: HostFence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class HostGraph:
     """Captured work: functions that are called again, in order, at each replay."""
 
     nodes: tuple[Callable[[], None], ...]
+    deleted: bool = False
+
+    def delete(self) -> None:
+        """See `Graph.delete`."""
+        self.deleted, self.nodes = True, ()
 
 
 class HostStream:
@@ -152,6 +157,8 @@ class HostStream:
 
     def enqueue(self, graph: HostGraph) -> None:
         """Run the graph's work on the calling thread. See `Stream.enqueue`."""
+        if graph.deleted:
+            raise InvariantError(f"stream {self.name}: the graph was deleted")
         for node in graph.nodes:
             node()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidestream.config import SamplingParams
 from sidestream.engine.build_plan import BuildPlan, ServableModel
-from sidestream.errors import DeviceLost
+from sidestream.errors import DeviceLost, OutOfDeviceMemory
 from sidestream.kv.pool import FencedPool
 from sidestream.offload.loads import layers_per_group
 from sidestream.runner.executor import Executor
@@ -169,7 +169,16 @@ def make_ready(
     )
     gates = gated and not model.needs_chunk_lengths  # only steps with prefill wait for loads
     gate_layers = layers_per_group(model.layout, plan.device.segment_bytes) if gates else 0
-    capture(executor, model, plan.proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
+    capture(
+        executor,
+        model,
+        plan.proposer,
+        shapes,
+        gate_layers=gate_layers,
+        shared=plan.group is not None,
+        warm_up=warm_up,
+        tell=tell,
+    )
 
 
 def run_warm_up(
@@ -193,6 +202,7 @@ def capture(
     shapes: Sequence[GraphKey],
     *,
     gate_layers: int,
+    shared: bool = False,
     warm_up: Callable[[str], None],
     tell: Callable[[str, int, int], None],
 ) -> None:
@@ -201,6 +211,9 @@ def capture(
     If layers cannot be compiled, they are captured uncompiled. If they cannot be captured either, steps launch each
     kernel separately. The warm-up runs after that choice, because it must launch the same kernels as steps. Raises an
     error of a step only if it ran without compiled layers.
+
+    `shared`: several ranks capture the same graphs. They find the same errors, so they choose the same way; only memory
+    may run out on one rank alone, so that is an error.
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, compiling, decompile, reason_of
@@ -224,6 +237,8 @@ def capture(
         except DeviceLost:
             raise
         except Exception as error:  # transformers and model code raise errors of any type
+            if shared and isinstance(error, OutOfDeviceMemory):
+                raise
             logger.warning("forward passes cannot be %scaptured (%s): they run slower", way, reason_of(error))
         else:
             logger.info("forward passes are %scaptured after %.1f s", way, time.monotonic() - start_s)

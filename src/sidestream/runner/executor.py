@@ -290,6 +290,7 @@ class Executor:
             declare=self._tracing.at_second_run,
         )
         self._graphs: Graphs | None = None
+        self._shared = group is not None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
         """Enqueue one step. The step waits for the fences `after`, and before each layer for the fences of the layer in
@@ -421,7 +422,7 @@ class Executor:
         """Capture the steps of each key. Call it after `warm_up`, before the first real step. Blocks the caller; reads
         and writes no KV. See `Graphs`.
         """
-        self._graphs = None
+        self.close()
         self._gate_stream = self._gate_stream or self._device.stream("gates")
         graphs = Graphs(
             device=self._device,
@@ -435,15 +436,18 @@ class Executor:
             num_layers=self._model.layout.num_layers,
             gate_layers=gate_layers,
             table_width=self._table_width,
+            shared=self._shared,
         )
         graphs.capture(keys, tell=tell)
         self._graphs = graphs
 
     def close(self) -> None:
-        """Delete the captured graphs. Call it after the last step, because a group of ranks must not close while graphs
-        hold its collectives.
+        """Delete the captured graphs, which hold device memory and collectives of the group. Call it after the last
+        step, and before the group closes. Idempotent.
         """
-        self._graphs = None
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.delete()
 
     def _layer_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[int], None]:
         """Make the callback that attention calls before it reads or writes a layer's KV. The callback makes the stream

@@ -83,6 +83,8 @@ class Graphs:
     gate_layers   number of layers in a group of the gated graphs; 0: there are no gated graphs, and batches with loads
                   run eagerly
     table_width   number of columns of the block tables
+    shared        several ranks capture the same graphs: memory that runs out is an error, because ranks with different
+                  graphs would call collectives of different sizes
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Graphs:
         num_layers: int,
         gate_layers: int,
         table_width: int,
+        shared: bool = False,
     ) -> None:
         self._device = device
         self._stream = stream
@@ -109,7 +112,9 @@ class Graphs:
         self._mailbox = mailbox
         self._uploads = uploads
         self._table_width = table_width
+        self._shared = shared
         self._captured: dict[GraphKey, CapturedStep] = {}
+        self._graphs: list[Graph] = []  # all graphs, in the order of their capture
         self._fitting: dict[tuple[int, int, int, int], list[CapturedStep]] = {}
         self._traced = device.tracer is not None
         self._replayed: StepAccesses | None = None  # accesses of the step whose gated graph is being replayed
@@ -134,15 +139,26 @@ class Graphs:
         """Capture the graphs of the keys, in order, and replay each once, on padding. Blocks the caller; call it only
         before serving.
 
-        If memory runs out, the graphs captured so far are kept, and a warning is logged. Raises other errors of a
-        forward pass. `tell` is called with the number of captured keys and the number of all keys.
+        If memory runs out, the graphs captured so far are kept, and a warning is logged; on several ranks,
+        OutOfDeviceMemory is raised. Raises other errors of a forward pass. After an error, no graph is left. `tell` is
+        called with the number of captured keys and the number of all keys.
         """
-        keys = list(keys)
+        try:
+            self._capture_all(list(keys), tell)
+        except BaseException as error:
+            _clear_frames(error)
+            self.delete()
+            raise
+
+    def _capture_all(self, keys: Sequence[GraphKey], tell: Callable[[int, int], None]) -> None:
         for number, key in enumerate(keys):
             tell(number, len(keys))
+            complete = len(self._graphs)
             try:
                 self._captured[key] = self._capture(key)
             except OutOfDeviceMemory as error:
+                if self._shared:
+                    raise
                 logger.warning(
                     "the GPU's memory holds %d of %d captured shapes (%s): larger batches run without a graph, slower",
                     number,
@@ -150,6 +166,7 @@ class Graphs:
                     str(error),
                 )
                 _clear_frames(error)
+                self._delete_from(complete)
                 return
         tell(len(keys), len(keys))
 
@@ -197,6 +214,20 @@ class Graphs:
         """Enqueue sampling after the pass that was just replayed, and the delivery of its results to the host."""
         self._stream.enqueue((captured.gated if gated else captured.plain).draws[mode])
 
+    def delete(self) -> None:
+        """Delete all graphs. Dropping the references is not enough: others may refer to a graph, and a group of ranks
+        cannot close while any graph holds its collectives.
+        """
+        self._captured.clear()
+        self._fitting.clear()
+        self._delete_from(0)
+
+    def _delete_from(self, first: int) -> None:
+        """Delete all graphs but the `first` ones."""
+        for graph in self._graphs[first:]:
+            graph.delete()
+        del self._graphs[first:]
+
     def _capture(self, key: GraphKey) -> CapturedStep:
         state = self._state
         inputs = StepInputs.allocate(
@@ -224,24 +255,18 @@ class Graphs:
         for mode in captured.modes(gated=False):
             self._finish(lambda mode=mode: self._draw(captured.inputs, captured.plain, mode))  # type: ignore[misc]
         beside = next((other.plain.graph for other in self._captured.values()), None)
-        captured.plain.graph = self._stream.capture(
-            lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside
-        )
+        captured.plain.graph = self._graph_of(lambda: run(captured.plain, ungated), beside=beside)
         if self._starts:
-            captured.gated.graph = self._stream.capture(
-                lambda: self._submit(lambda: run(captured.gated, wait)), beside=captured.plain.graph
-            )
+            captured.gated.graph = self._graph_of(lambda: run(captured.gated, wait), beside=captured.plain.graph)
         for into in (captured.plain, captured.gated)[: 1 + bool(self._starts)]:
             for mode in captured.modes(gated=into is captured.gated):
-                into.draws[mode] = self._stream.capture(
-                    lambda into=into, mode=mode: self._submit(lambda: self._draw(captured.inputs, into, mode)),  # type: ignore[misc]
+                into.draws[mode] = self._graph_of(
+                    lambda into=into, mode=mode: self._draw(captured.inputs, into, mode),  # type: ignore[misc]
                     beside=captured.plain.graph,
                 )
         for fetch in self._uploads.fetches(inputs.buffer):
             self._finish(fetch)
-            captured.fetches.append(
-                self._stream.capture(lambda fetch=fetch: self._submit(fetch), beside=captured.plain.graph)  # type: ignore[misc]
-            )
+            captured.fetches.append(self._graph_of(fetch, beside=captured.plain.graph))
         if captured.fetches:
             padding = pack(BatchPlan(()), key.sizes, padding_slot=state.padding_slot, block_tokens=1)
             self._finish(lambda: self.fill(captured, padding))
@@ -273,8 +298,15 @@ class Graphs:
             times = None if output.proposed is None else output.proposed.times
             self._mailbox.write(inputs.mailbox_offset, drawn, self._stream, counts=accepted, times=times)
 
-    def _submit(self, work: Callable[[], None]) -> None:
-        self._stream.submit(work, label="capture")
+    def _graph_of(self, work: Callable[[], None], *, beside: Graph | None) -> Graph:
+        """Capture the work."""
+
+        def submit() -> None:
+            self._stream.submit(work, label="capture")
+
+        graph = self._stream.capture(submit, beside=beside)
+        self._graphs.append(graph)
+        return graph
 
     def _finish(self, work: Callable[[], None]) -> None:
         fence = self._stream.submit(work, label="capture")

@@ -390,8 +390,8 @@ def resume(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
     alone, during, taken = list[float](), list[float](), list[float]()
     for _ in range(_RESUMES):
         others = [rig.ask(rig.prompt(sizes.others_context), 3 * sizes.outputs) for _ in range(count)]
-        while any(len(other.times) < sizes.outputs // 2 for other in others):
-            time.sleep(0.001)
+        for other in others:
+            other.wait_for(sizes.outputs // 2)
         # A new request joins the batch at the next step, so it waits for up to one step: start at a random moment.
         time.sleep(rig.moment(2 * step_s))
         began = time.perf_counter()

@@ -48,6 +48,19 @@ class Answer:
             raise SidestreamError(f"a request of the benchmark failed: {self.error}")
         return self
 
+    def wait_for(self, count: int) -> None:
+        """Wait until `count` tokens have arrived. Raises SidestreamError if the request fails or ends before, or after
+        `_PATIENCE_S`.
+        """
+        until_s = time.monotonic() + _PATIENCE_S
+        while len(self.times) < count:
+            if self.ended.wait(0.001):
+                self.wait()
+                if len(self.times) < count:
+                    raise SidestreamError(f"a request of the benchmark ended after {len(self.times)} of {count} tokens")
+            elif time.monotonic() > until_s:
+                raise SidestreamError(f"a request of the benchmark has {len(self.times)} of {count} tokens")
+
     @property
     def ttft_s(self) -> float:
         """Time from the submission to the first token."""

@@ -30,7 +30,7 @@ class CudaEvent:
         return fence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CudaGraph:
     """Captured work.
 
@@ -48,6 +48,13 @@ class CudaGraph:
     ignored_waits: int
     executable: int | None = None
     order: Sequence[CudaEvent | Accesses] = ()
+    deleted: bool = False
+
+    def delete(self) -> None:
+        """See `Graph.delete`."""
+        if not self.deleted:
+            self.deleted = True
+            self.graph.reset()
 
 
 @dataclass(slots=True, eq=False)

@@ -280,6 +280,8 @@ class CudaStream:
         self._launch(graph)
 
     def _launch(self, graph: CudaGraph) -> None:
+        if graph.deleted:
+            raise InvariantError(f"stream {self.name}: the graph was deleted")
         if graph.executable is None:
             graph.graph.replay()
         else:

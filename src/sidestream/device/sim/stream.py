@@ -109,12 +109,17 @@ class SimEvent:
         return self.fence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SimGraph:
     """Captured work. As on CUDA, waits for fences during the capture are not part of it."""
 
     nodes: tuple[_Work | _ExternalWait, ...]
     ignored_waits: int
+    deleted: bool = False
+
+    def delete(self) -> None:
+        """See `Graph.delete`."""
+        self.deleted, self.nodes = True, ()
 
 
 class SimStream:
@@ -259,6 +264,8 @@ class SimStream:
         """Submit the graph as a separate piece of work. The fence is done when the whole graph is done, including a
         wait at its end.
         """
+        if graph.deleted:
+            raise InvariantError(f"stream {self.name}: the graph was deleted")
         for node in graph.nodes:
             if isinstance(node, _ExternalWait):
                 self.wait_event(node.event)
@@ -270,6 +277,8 @@ class SimStream:
 
     def enqueue(self, graph: SimGraph) -> None:
         """See `Stream.enqueue`. The end of each node is a point."""
+        if graph.deleted:
+            raise InvariantError(f"stream {self.name}: the graph was deleted")
         for node in graph.nodes:
             if isinstance(node, _Work):
                 node.run()

@@ -128,7 +128,6 @@ def rank_engine(
         yield engine
     finally:
         engine.close(flush_s=_CLOSE_S)
-        engine.parts.executor.close()
         processes.close()
 
 
