@@ -164,7 +164,9 @@ class RankProcesses:
         environment["OMP_NUM_THREADS"] = str(threads_of_rank(config))
         if on_gpu(device):
             given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-            environment["CUDA_VISIBLE_DEVICES"] = given[rank] if given else str(rank)
+            names = (given or list(map(str, range(self.size))))[: self.size]
+            # A rank's own GPU is its first one. It sees the others, to map their memory.
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[rank:] + names[:rank])
         with theirs:
             self._processes.append(
                 subprocess.Popen(

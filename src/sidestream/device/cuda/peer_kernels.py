@@ -1,0 +1,256 @@
+"""Triton kernels that add values over the GPUs of all ranks, through device memory that each GPU maps from the others.
+
+Each rank writes its values into the other GPUs' inboxes, waits until theirs are in its own inbox, and adds all values
+in the order of the ranks. So all ranks get equal bits. A sum takes as long as one message over the link between the
+GPUs; NCCL needs several.
+
+A call of a kernel has a number, which the kernel counts in device memory, so that captured calls count, too. Two calls
+in a row use two halves of an inbox. Call n + 2 writes over the values of call n, and no rank still reads them: call
+n + 2 starts when call n + 1 has ended here, so all other ranks have begun call n + 1, and ended call n.
+
+All programs of a call must run at the same time, because they wait for those of other ranks: the numbers of programs
+are bounded by what a GPU holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_LANES = 512
+_TILE = 2048
+_PROGRAMS = 128
+
+_HALVES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Dtypes that can be added, and how a kernel takes the values of a 32-bit word apart."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _low(word, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The value in the lower half of a word, or in the whole word of float32; as float32."""
+    if DTYPE == 0:
+        value = word.to(tl.float32, bitcast=True)
+    elif DTYPE == 1:
+        value = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = (word << 16).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _high(word, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The value in the upper half of a word, as float32."""
+    if DTYPE == 1:
+        value = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = (word & -65536).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _joined(low, high, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The word of two values."""
+    if DTYPE == 0:
+        word = low.to(tl.int32, bitcast=True)
+    elif DTYPE == 1:
+        upper = high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        word = upper | (low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+    else:
+        upper = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        word = upper | (low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+    return word
+
+
+@triton.jit(do_not_specialize=["values", "inboxes", "calls", "abort", "count"])  # type: ignore[untyped-decorator]
+def _add_few(  # type: ignore[no-untyped-def]
+    values,
+    inboxes,
+    calls,
+    abort,
+    count,
+    RANK: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,  # noqa: N803
+    DTYPE: tl.constexpr,  # noqa: N803
+    LANES: tl.constexpr,  # noqa: N803
+):
+    """Add `count` words. A slot of an inbox holds a word and the number of the call: a slot is written at once, so a
+    reader that sees the number has the word. Slots: [2 halves, SIZE ranks, WORDS], 8 bytes each.
+    """
+    block = tl.program_id(0)
+    mine = values.to(tl.int64).to(tl.pointer_type(tl.int32))
+    boxes = inboxes.to(tl.int64).to(tl.pointer_type(tl.int64))
+    counter = calls.to(tl.int64).to(tl.pointer_type(tl.int32)) + block
+    stop = abort.to(tl.int64).to(tl.pointer_type(tl.int32))
+    call = tl.load(counter) + 1
+    at = block * LANES + tl.arange(0, LANES)
+    inside = at < count
+    own = tl.load(mine + at, mask=inside, other=0)
+    half = (call & 1) * SIZE * WORDS
+    number = call.to(tl.int64) << 32
+    slot = (own.to(tl.int64) & 0xFFFFFFFF) | number
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            box = tl.load(boxes + rank).to(tl.pointer_type(tl.int64))
+            tl.store(box + half + RANK * WORDS + at, slot, mask=inside)
+    box = tl.load(boxes + RANK).to(tl.pointer_type(tl.int64))
+    low = tl.zeros([LANES], tl.float32)
+    high = tl.zeros([LANES], tl.float32)
+    for rank in tl.static_range(SIZE):
+        word = own
+        if rank != RANK:
+            slots = box + half + rank * WORDS + at
+            got = tl.load(slots, mask=inside, other=0, volatile=True)
+            missing = tl.sum((inside & ((got >> 32) != call)).to(tl.int32))
+            while missing > 0:
+                got = tl.load(slots, mask=inside, other=0, volatile=True)
+                missing = tl.sum((inside & ((got >> 32) != call)).to(tl.int32))
+                missing = missing * (1 - tl.load(stop, volatile=True))
+            word = got.to(tl.int32)
+        low += _low(word, DTYPE)
+        if DTYPE != 0:
+            high += _high(word, DTYPE)
+    tl.store(mine + at, _joined(low, high, DTYPE), mask=inside)
+    tl.debug_barrier()  # all threads have read the counter
+    tl.store(counter, call)
+
+
+@triton.jit(do_not_specialize=["values", "inboxes", "calls", "abort", "count"])  # type: ignore[untyped-decorator]
+def _add_many(  # type: ignore[no-untyped-def]
+    values,
+    inboxes,
+    calls,
+    abort,
+    count,
+    RANK: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,  # noqa: N803
+    DTYPE: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    """Add `count` words in tiles. Each program writes all of its tiles to the other ranks, then adds what has come. The
+    number of the call behind a tile says that the tile is complete. Words: [2 halves, SIZE ranks, WORDS], 4 bytes each;
+    behind them the numbers: [2 halves, SIZE ranks, WORDS // TILE], 4 bytes each.
+    """
+    program = tl.program_id(0)
+    mine = values.to(tl.int64).to(tl.pointer_type(tl.int32))
+    boxes = inboxes.to(tl.int64).to(tl.pointer_type(tl.int64))
+    counter = calls.to(tl.int64).to(tl.pointer_type(tl.int32)) + program
+    stop = abort.to(tl.int64).to(tl.pointer_type(tl.int32))
+    call = tl.load(counter) + 1
+    half = (call & 1) * SIZE
+    numbers = 2 * SIZE * WORDS
+    tiles = tl.cdiv(count, TILE)
+    lanes = tl.arange(0, TILE)
+    tile = program
+    while tile < tiles:
+        at = tile * TILE + lanes
+        own = tl.load(mine + at, mask=at < count, other=0)
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                box = tl.load(boxes + rank).to(tl.pointer_type(tl.int32))
+                tl.store(box + (half + RANK) * WORDS + at, own, mask=at < count)
+        tl.debug_barrier()  # behind the stores of all threads
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                box = tl.load(boxes + rank).to(tl.pointer_type(tl.int32))
+                number = box + numbers + (half + RANK) * (WORDS // TILE) + tile
+                tl.atomic_xchg(number, call, sem="release", scope="sys")
+        tile += tl.num_programs(0)
+    box = tl.load(boxes + RANK).to(tl.pointer_type(tl.int32))
+    tile = program
+    while tile < tiles:
+        at = tile * TILE + lanes
+        own = tl.load(mine + at, mask=at < count, other=0)
+        low = tl.zeros([TILE], tl.float32)
+        high = tl.zeros([TILE], tl.float32)
+        for rank in tl.static_range(SIZE):
+            word = own
+            if rank != RANK:
+                number = box + numbers + (half + rank) * (WORDS // TILE) + tile
+                missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
+                while missing != 0:
+                    missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
+                    missing = missing * (1 - tl.load(stop, volatile=True))
+                tl.debug_barrier()
+                word = tl.load(box + (half + rank) * WORDS + at, mask=at < count, other=0, cache_modifier=".cg")
+            low += _low(word, DTYPE)
+            if DTYPE != 0:
+                high += _high(word, DTYPE)
+        tl.store(mine + at, _joined(low, high, DTYPE), mask=at < count)
+        tile += tl.num_programs(0)
+    tl.debug_barrier()  # all threads have read the counter
+    tl.store(counter, call)
+
+
+def can_add(dtype: torch.dtype) -> bool:
+    """Whether the kernels add values of this dtype."""
+    return dtype in _HALVES
+
+
+def few_bytes(size: int, words: int) -> int:
+    """Bytes of an inbox of `add_few` for calls of up to `words` words."""
+    return 2 * size * words * 8
+
+
+def many_bytes(size: int, words: int) -> int:
+    """Bytes of an inbox of `add_many` for calls of up to `words` words, a multiple of `_TILE`."""
+    return 2 * size * (words + words // _TILE) * 4
+
+
+def counters(words: int) -> int:
+    """Number of call counters (int32, zeros at first) of `add_few` for calls of up to `words` words, and of
+    `add_many`.
+    """
+    return max(triton.cdiv(words, _LANES), _PROGRAMS)
+
+
+def add_few(
+    values: torch.Tensor, inboxes: torch.Tensor, calls: torch.Tensor, abort: torch.Tensor, *, rank: int, words: int
+) -> None:
+    """Add values over all ranks, in place, on the current stream. Fast for few values: each word travels with a number,
+    so the other ranks need no further message.
+
+    values    contiguous, up to `4 * words` bytes, a multiple of 4
+    inboxes   int64 `[ranks]`: addresses of the inboxes of all ranks, of `few_bytes` bytes, zeros at first
+    calls     see `counters`; only for this function
+    abort     int32; not 0: the kernel ends without waiting for other ranks, and its result has no meaning
+    """
+    count = values.nbytes // 4
+    grid: Any = _add_few[(triton.cdiv(count, _LANES),)]
+    grid(
+        values.data_ptr(),
+        inboxes.data_ptr(),
+        calls.data_ptr(),
+        abort.data_ptr(),
+        count,
+        rank,
+        len(inboxes),
+        words,
+        _HALVES[values.dtype],
+        _LANES,
+        num_warps=4,
+    )
+
+
+def add_many(
+    values: torch.Tensor, inboxes: torch.Tensor, calls: torch.Tensor, abort: torch.Tensor, *, rank: int, words: int
+) -> None:
+    """As `add_few`, for many values: the inboxes have `many_bytes` bytes."""
+    grid: Any = _add_many[(_PROGRAMS,)]
+    grid(
+        values.data_ptr(),
+        inboxes.data_ptr(),
+        calls.data_ptr(),
+        abort.data_ptr(),
+        values.nbytes // 4,
+        rank,
+        len(inboxes),
+        words,
+        _HALVES[values.dtype],
+        _TILE,
+        num_warps=8,
+    )
