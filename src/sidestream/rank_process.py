@@ -84,6 +84,7 @@ def follow(begin: Begin, link: RankConnection, on_device: OnDevice = leave_as_it
     link.run(follower)
     device.close()
     follower.close()
+    group.close()
 
 
 def _open_device(config: EngineConfig, device: torch.device) -> Device:

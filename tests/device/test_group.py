@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from sidestream.device.group import Group, TorchGroup, open_group
+from sidestream.device.group import Group, NcclGroup, TorchGroup, open_group
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError, ProcessFailed
 from sidestream.testing.thread_group import run_ranks, thread_groups
@@ -243,6 +243,32 @@ def test_a_group_whose_backend_does_not_end_is_left_with_an_error(
     ]
 
 
+def test_peers_add_what_they_take_and_end_first() -> None:
+    seen: list[str] = []
+
+    class Peers:
+        def takes(self, values: torch.Tensor) -> bool:
+            return len(values) < 4
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *values: seen.append(f"peers {name}")
+
+    class Backend:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *values: seen.append(f"nccl {name}")
+
+    group = NcclGroup(Backend(), rank=0, size=2, store=None, peers=cast(Any, Peers()))
+    group.all_reduce(torch.ones(3))
+    group.all_reduce(torch.ones(4))
+    group.abort()
+    group.abort()
+    group.close()
+    group.close()
+    with pytest.raises(ProcessFailed, match="has closed its group"):
+        group.all_reduce(torch.ones(3))
+    assert seen == ["peers add", "nccl allreduce", "peers abort", "nccl abort", "peers close"]
+
+
 GPU_RANK = """
 import sys, pathlib, torch
 from sidestream.device.group import open_group
@@ -258,6 +284,14 @@ with torch.cuda.graph(graph, capture_error_mode="thread_local"):
 values.fill_(3 + rank)
 graph.replay()
 assert doubled.tolist() == [14.0] * 8 and gathered.tolist() == [14.0] * 8 + [15.0] * 8
+assert group._peers is not None
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for turn, rows in enumerate((1, 3, 32, 128, 129, 512, 2048, 2049)):  # few values, many, and those that NCCL adds
+        random = torch.Generator(device=device).manual_seed(turn)
+        both = torch.randn(2, rows, 4096, generator=random, device=device).to(dtype)
+        own = both[rank].clone()
+        group.all_reduce(own)
+        assert torch.equal(own, (both[0].float() + both[1].float()).to(dtype)), (dtype, rows)
 del graph  # NCCL waits for it when the group is closed
 group.close()
 """

@@ -121,11 +121,10 @@ def test_memory_that_runs_out_on_one_of_several_ranks_is_an_error(
     """With fewer graphs, the rank would call collectives of other sizes than the other ranks."""
     with serving() as rig:
         executor = rig.engine.parts.executor
-        executor._shared = True
         graphs = captured_graphs(executor._stream, monkeypatch)
         run_out(rig, 2, monkeypatch)
         with pytest.raises(OutOfDeviceMemory, match="injected"):
-            rig.engine.call(lambda: executor.capture(SHAPES))
+            rig.engine.call(lambda: executor.capture(SHAPES, shared=True))
         assert executor._graphs is None
         assert len(graphs) >= 8 and all(graph.deleted for graph in graphs)
 

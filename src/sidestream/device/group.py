@@ -170,6 +170,13 @@ class NcclGroup(TorchGroup):
             self._peers.abort()
         super().abort()
 
+    def close(self) -> None:
+        """See `Group`."""
+        super().close()
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
+
 
 class GlooGroup(TorchGroup):
     """A group of CPUs. It adds small tensors itself, because Gloo's own sum takes several rounds of messages."""
@@ -260,6 +267,8 @@ def _peer_sums(store: Any, rank: int, size: int, device: torch.device) -> PeerSu
         sums.map(lambda other: bytes(store.get(f"inbox {other}")))
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
+        if sums is None:
+            store.set(f"inbox {rank}", "")  # the others look for it
     store.set(f"mapped {rank}", reason)
     reasons = [bytes(store.get(f"mapped {other}")).decode() for other in range(size)]
     if sums is not None and not any(reasons) and not sums.right():

@@ -232,7 +232,10 @@ def capture(
                         compile_layers(part)
                     warm_up("compiling forward passes")
                 executor.capture(
-                    shapes, gate_layers=gate_layers, tell=functools.partial(tell, "capturing forward passes")
+                    shapes,
+                    gate_layers=gate_layers,
+                    shared=shared,
+                    tell=functools.partial(tell, "capturing forward passes"),
                 )
         except DeviceLost:
             raise

@@ -88,7 +88,8 @@ class Follower:
         return any(track.fences for track in self._tracks.values())
 
     def close(self) -> None:
-        """Close the rank's persistent tiers. Call it when no work is left."""
+        """Delete the captured graphs, and close the rank's persistent tiers. Call it when no work is left."""
+        self.executor.close()
         if self._tiers is not None:
             self._tiers.close()
 

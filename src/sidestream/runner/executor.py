@@ -290,7 +290,6 @@ class Executor:
             declare=self._tracing.at_second_run,
         )
         self._graphs: Graphs | None = None
-        self._shared = group is not None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
         """Enqueue one step. The step waits for the fences `after`, and before each layer for the fences of the layer in
@@ -417,6 +416,7 @@ class Executor:
         keys: Sequence[GraphKey],
         *,
         gate_layers: int = 0,
+        shared: bool = False,
         tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Capture the steps of each key. Call it after `warm_up`, before the first real step. Blocks the caller; reads
@@ -436,7 +436,7 @@ class Executor:
             num_layers=self._model.layout.num_layers,
             gate_layers=gate_layers,
             table_width=self._table_width,
-            shared=self._shared,
+            shared=shared,
         )
         graphs.capture(keys, tell=tell)
         self._graphs = graphs

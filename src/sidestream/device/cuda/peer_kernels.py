@@ -205,7 +205,7 @@ def counters(words: int) -> int:
     """Number of call counters (int32, zeros at first) of `add_few` for calls of up to `words` words, and of
     `add_many`.
     """
-    return max(triton.cdiv(words, _LANES), _PROGRAMS)
+    return max(-(-words // _LANES), _PROGRAMS)
 
 
 def add_few(

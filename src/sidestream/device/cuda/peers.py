@@ -13,9 +13,11 @@ from torch.multiprocessing.reductions import reduce_tensor
 from sidestream.device.cuda.peer_kernels import add_few, add_many, can_add, counters, few_bytes, many_bytes
 
 # Values of up to `_FEW_BYTES`, to all other ranks together, are sent with a number in each word, which doubles the
-# bytes. More values are sent in pieces of up to `_MANY_BYTES`; from three ranks on, NCCL sends fewer bytes.
+# bytes. Values of up to `_MANY_BYTES` are sent with a number behind each tile. For more values NCCL is as fast, and
+# from three ranks on it sends fewer bytes.
 _FEW_BYTES = 1 << 20
 _MANY_BYTES = 16 << 20
+_DEVICE = 6  # position of the device's index among the arguments of torch's `rebuild_cuda_tensor`
 _TRIAL_S = 60.0  # with the time to compile the kernels, which may differ between ranks
 
 
@@ -33,22 +35,27 @@ class PeerSums:
         own = torch.zeros(self._bytes + many_bytes(size, self._many_words), dtype=torch.uint8, device=device)
         self._calls = torch.zeros(2, counters(self._few_words), dtype=torch.int32, device=device)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._inboxes = [own] * size
         self._addresses: torch.Tensor | None = None
         torch.cuda.synchronize(device)  # no other rank may write before the zeros
 
     def handle(self) -> bytes:
         """What another process needs to map this rank's inbox."""
-        return pickle.dumps(reduce_tensor(self._inboxes[self._rank]))
+        return pickle.dumps(reduce_tensor(self._inboxes[self._rank]))  # type: ignore[no-untyped-call]
 
     def map(self, handles: Callable[[int], bytes]) -> None:
-        """Map the other ranks' inboxes. `handles`: returns the handle of a rank. Raises RuntimeError if this GPU cannot
-        reach another one.
+        """Map the other ranks' inboxes. `handles`: returns the handle of a rank; empty: it has none. Raises
+        RuntimeError if this GPU cannot reach another one.
         """
         for rank in range(len(self._inboxes)):
             if rank != self._rank:
-                make, given = pickle.loads(handles(rank))
-                self._inboxes[rank] = make(*given)
+                if not (handle := handles(rank)):
+                    raise RuntimeError(f"rank {rank} has no memory for it")
+                make, given = pickle.loads(handle)  # written by this engine's own processes
+                # Mapped into this rank's own GPU, whatever number the other rank's GPU has in either process.
+                self._inboxes[rank] = make(*given[:_DEVICE], self._abort.device.index, *given[_DEVICE + 1 :])
         starts = [[inbox.data_ptr(), inbox.data_ptr() + self._bytes] for inbox in self._inboxes]
         self._addresses = torch.tensor(starts, dtype=torch.int64).t().contiguous().to(self._abort.device)
 
@@ -76,7 +83,7 @@ class PeerSums:
         """Whether `add` can add these values, contiguous. The answer is the same on all ranks."""
         if not can_add(values.dtype) or values.nbytes % 4 or values.data_ptr() % 4:
             return False
-        return bool(self._many_words) or values.nbytes <= 4 * self._few_words
+        return values.nbytes <= 4 * max(self._few_words, self._many_words)
 
     def add(self, values: torch.Tensor) -> None:
         """Replace the values by their sum over all ranks. The result has equal bits on all ranks."""
@@ -85,14 +92,16 @@ class PeerSums:
         if values.nbytes <= 4 * self._few_words:
             add_few(values, few, self._calls[0], self._abort, rank=self._rank, words=self._few_words)
             return
-        pieces: Any = values.view(-1).split(4 * self._many_words // values.element_size())  # type: ignore[no-untyped-call]
-        for piece in pieces:
-            add_many(piece, many, self._calls[1], self._abort, rank=self._rank, words=self._many_words)
+        add_many(values, many, self._calls[1], self._abort, rank=self._rank, words=self._many_words)
 
     def abort(self) -> None:
         """End the sums that wait for other ranks, and all later ones at once; their results have no meaning. Any
-        thread.
+        thread. Only copies four bytes: a kernel that was never used could not be loaded while a sum waits.
         """
-        stream: Any = torch.cuda.Stream(self._abort.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            self._abort.fill_(1)
+        with torch.cuda.stream(self._stream):
+            self._abort.copy_(self._one, non_blocking=True)
+
+    def close(self) -> None:
+        """Unmap the other ranks' memory. Call it when no sum is running."""
+        self._inboxes.clear()
+        self._addresses = None
