@@ -253,7 +253,8 @@ def open_group(directory: Path, *, rank: int, size: int, device: torch.device, t
         ) from error
     if not on_gpu(device):
         return GlooGroup(backend, rank=rank, size=size, store=store)
-    return NcclGroup(backend, rank=rank, size=size, store=store, peers=_peer_sums(store, rank, size, device))
+    peers = _peer_sums(store, rank, size, device) if size > 1 else None
+    return NcclGroup(backend, rank=rank, size=size, store=store, peers=peers)
 
 
 def _peer_sums(store: Any, rank: int, size: int, device: torch.device) -> PeerSums | None:

@@ -24,7 +24,7 @@ _LANES = 512
 _TILE = 2048
 _PROGRAMS = 128
 
-_HALVES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Dtypes that can be added, and how a kernel takes the values of a 32-bit word apart."""
 
 
@@ -188,7 +188,7 @@ def _add_many(  # type: ignore[no-untyped-def]
 
 def can_add(dtype: torch.dtype) -> bool:
     """Whether the kernels add values of this dtype."""
-    return dtype in _HALVES
+    return dtype in _KINDS
 
 
 def few_bytes(size: int, words: int) -> int:
@@ -230,7 +230,7 @@ def add_few(
         rank,
         len(inboxes),
         words,
-        _HALVES[values.dtype],
+        _KINDS[values.dtype],
         _LANES,
         num_warps=4,
     )
@@ -250,7 +250,7 @@ def add_many(
         rank,
         len(inboxes),
         words,
-        _HALVES[values.dtype],
+        _KINDS[values.dtype],
         _TILE,
         num_warps=8,
     )
