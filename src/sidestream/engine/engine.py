@@ -268,14 +268,14 @@ class Engine:
                 return
             self._closed = True
             # The stack calls its callbacks from the last to the first, even if one raises. So the order is: end the
-            # engine thread, store complete blocks, end the streams, delete the captured graphs, close the disk after
-            # its last write, publish the last KV events.
+            # engine thread, store complete blocks, end the streams, close the disk after its last write, delete the
+            # captured graphs, publish the last KV events.
             transfers = parts.transfers
             if parts.kv_events is not None:
                 ends.callback(parts.kv_events.close)
+            ends.callback(parts.executor.close)
             if transfers is not None:  # rule: streams-end-before-the-disk-is-unlocked
                 ends.callback(transfers.close)
-            ends.callback(parts.executor.close)
             ends.callback(parts.device.close)
             if transfers is not None:  # rule: transfers-end-before-their-streams
                 ends.callback(transfers.flush, timeout_s=flush_s)

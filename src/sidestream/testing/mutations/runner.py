@@ -408,6 +408,7 @@ EXEMPT = (
     Exempt("Executor.launch", ("begin",), "see slot-begins-on-the-host and step-samples-in-the-mode-of-its-rows"),
     Exempt("Executor._run", ("forget",), _UNPLACED),
     Exempt("BlockTableMirror.changes", ("extend", "extend"), "a list"),
+    Exempt("Graphs.delete", ("clear", "clear"), "a dict"),
     Exempt("Graphs._finish", ("wait_host", "failure"), _WARM_UP),
     Exempt("GraphKey.all_of", ("replace",), "it copies a value"),
     Exempt("StepInputs.without_padding", ("replace", "replace"), "a value"),
