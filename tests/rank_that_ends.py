@@ -1,10 +1,34 @@
-"""The program of a rank that ends while the ranks start: its memory runs out behind the load of the model."""
+"""The program of a rank that ends while the ranks start: its memory runs out behind the load of the model; or it leaves
+before it joins the others.
+"""
 
 from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
 
 from sidestream import rank_process
 from sidestream.device.base import Device
 from sidestream.errors import OutOfDeviceMemory
+from sidestream.rank_processes import RankProcesses, RankProgram
+from sidestream.ranks.link import RankConnection
+from sidestream.ranks.messages import Arrived
+
+_EARLY = "RANK_LEAVES_EARLY"
+
+
+def program(*, early: bool = False) -> RankProgram:
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return RankProgram(__name__, {"PYTHONPATH": paths} | ({_EARLY: "1"} if early else {}))
+
+
+def start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream.loading.RankProcesses", functools.partial(RankProcesses, program=program()))
 
 
 def run_out(rank: int, device: Device) -> None:
@@ -12,4 +36,9 @@ def run_out(rank: int, device: Device) -> None:
 
 
 def main(descriptor: int) -> None:
+    if _EARLY in os.environ:
+        link = RankConnection(socket.socket(fileno=descriptor))
+        link.wait_for_begin()
+        link.report(Arrived())
+        os._exit(3)
     rank_process.main(descriptor, on_device=run_out)

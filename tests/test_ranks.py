@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -13,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_that_ends
 
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.config import EngineConfig
 from sidestream.errors import OutOfDeviceMemory, RequestError
-from sidestream.rank_processes import RankProcesses, RankProgram
+from sidestream.rank_processes import RankProcesses
 from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -119,10 +120,34 @@ def test_what_ranks_cannot_do_is_refused_before_any_process_starts(model: Path, 
 def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = RankProgram("rank_that_ends", {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])})
-    monkeypatch.setattr("sidestream.loading.RankProcesses", functools.partial(RankProcesses, program=program))
+    rank_that_ends.start_with_it(monkeypatch)
     began_s = time.monotonic()
     with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):
         LLM(model, tensor_parallel=2, **OPTIONS)
     assert time.monotonic() - began_s < 120.0
     assert not any(is_rank(pid) for pid in children())
+
+
+def test_rank_0_leaves_its_collectives_when_a_rank_ends_during_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would wait in a collective for minutes. Gloo ends by itself, so the group is a fake."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.aborted = threading.Event()
+
+        def abort(self) -> None:
+            self.aborted.set()
+
+        def close(self) -> None:
+            pass
+
+    group = Group()
+    monkeypatch.setattr("sidestream.rank_processes.open_group", lambda *given, **how: group)
+    config = EngineConfig(device="cpu", tensor_parallel=2)
+    processes = RankProcesses(str(model), config, program=rank_that_ends.program(early=True))
+    try:
+        assert group.aborted.wait(20.0)
+    finally:
+        processes.kill()

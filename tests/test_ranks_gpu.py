@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_that_ends
 import torch
 
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import OutOfDeviceMemory, RequestError
 from sidestream.llm import RequestOutput
-from sidestream.rank_processes import RankProcesses, RankProgram
 from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = [
@@ -139,8 +138,7 @@ def test_a_rank_killed_while_kv_is_loaded_ends_the_engine_and_leaves_the_disk_in
 def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = RankProgram("rank_that_ends", {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])})
-    monkeypatch.setattr("sidestream.loading.RankProcesses", functools.partial(RankProcesses, program=program))
+    rank_that_ends.start_with_it(monkeypatch)
     began_s = time.monotonic()
     with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):
         LLM(model, tensor_parallel=2, **OPTIONS)

@@ -152,6 +152,8 @@ class RankProcesses:
                     process.kill()
             for process in self._processes:
                 process.wait(_KILL_S)
+            if hasattr(self, "transport"):  # otherwise the start failed before
+                self.transport.close()
             for each in self._sockets:
                 each.close()
             if hasattr(self, "group"):  # otherwise the start failed before the group existed

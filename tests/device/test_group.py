@@ -250,6 +250,10 @@ def test_peers_add_what_they_take_and_end_first() -> None:
         def takes(self, values: torch.Tensor) -> bool:
             return len(values) < 4
 
+        def abort(self) -> None:
+            seen.append("peers abort")
+            raise RuntimeError("the GPU is lost")
+
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *values: seen.append(f"peers {name}")
 
