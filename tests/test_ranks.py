@@ -16,7 +16,7 @@ import rank_that_ends
 
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.config import EngineConfig
-from sidestream.errors import OutOfDeviceMemory, RequestError
+from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError
 from sidestream.rank_processes import RankProcesses
 from sidestream.testing.tiny_models import tiny_model_dir
 
@@ -126,6 +126,14 @@ def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
         LLM(model, tensor_parallel=2, **OPTIONS)
     assert time.monotonic() - began_s < 120.0
     assert not any(is_rank(pid) for pid in children())
+
+
+def test_a_rank_that_ends_before_it_joins_the_others_ends_the_start(model: Path) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel=2)
+    began_s = time.monotonic()
+    with pytest.raises(ProcessFailed, match="rank 1 of 2 ended while it started: it exited with status 3"):
+        RankProcesses(str(model), config, program=rank_that_ends.program(early=True))
+    assert time.monotonic() - began_s < 60.0  # without a look at the other ranks, it would wait for 600 s
 
 
 def test_rank_0_leaves_its_collectives_when_a_rank_ends_during_the_start(

@@ -101,13 +101,19 @@ class RankProcesses:
             for rank in range(1, self.size):
                 self._expect(rank, Arrived)
             self.group: Group = open_group(
-                self._directory, rank=0, size=self.size, device=device, timeout_s=COLLECTIVE_S
+                self._directory,
+                rank=0,
+                size=self.size,
+                device=device,
+                timeout_s=COLLECTIVE_S,
+                check=self._check_running,
             )
             self.transport = SocketTransport(self._sockets, self._decoders, how_ended=self._how, end=self._end_all)
             threading.Thread(target=self._watch_start, name="sidestream-start", daemon=True).start()
-        except BaseException:
+        except BaseException as error:
+            reason = self.explain(error)
             self.kill()
-            raise
+            raise reason from (error if reason is not error else None)
 
     @property
     def pids(self) -> list[int]:
@@ -123,7 +129,9 @@ class RankProcesses:
 
     def explain(self, error: BaseException) -> BaseException:
         """The reason of an error of the start on rank 0: a rank's own error if one was refused, else `error`."""
-        for rank in range(1, self.size):
+        if not isinstance(error, Exception):
+            return error
+        for rank in range(1, len(self._sockets) + 1):
             try:
                 self._expect(rank, Serving, timeout_s=1.0)
             except ProcessFailed:
@@ -206,15 +214,22 @@ class RankProcesses:
             except OSError as error:
                 raise ProcessFailed(f"rank {rank} of {self.size}: {error}") from error
             if not data:
-                raise ProcessFailed(
-                    f"rank {rank} of {self.size} ended while it started: {self._how(rank)}; its messages are above"
-                )
+                raise ProcessFailed(self._ended(rank))
             messages += decoder.feed(data)
         match messages.popleft():
             case Refused(name, text):
                 raise error_named(name, text)
             case message if not isinstance(message, kind):
                 raise EngineStopped(f"rank {rank} sent {message}, not {kind.__name__}")
+
+    def _check_running(self) -> None:
+        """Raises ProcessFailed if a rank has ended."""
+        for rank, process in enumerate(self._processes, start=1):
+            if process.poll() is not None:
+                raise ProcessFailed(self._ended(rank))
+
+    def _ended(self, rank: int) -> str:
+        return f"rank {rank} of {self.size} ended while it started: {self._how(rank)}; its messages are above"
 
     def _watch_start(self) -> None:
         """End rank 0's collectives if another rank ends during the start: a GPU would wait for it for

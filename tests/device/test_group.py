@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from sidestream.device.group import Group, NcclGroup, TorchGroup, open_group
+from sidestream.device.group import Group, NcclGroup, TorchGroup, _Meeting, _use_peers, open_group
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError, ProcessFailed
 from sidestream.testing.thread_group import run_ranks, thread_groups
@@ -250,10 +251,6 @@ def test_peers_add_what_they_take_and_end_first() -> None:
         def takes(self, values: torch.Tensor) -> bool:
             return len(values) < 4
 
-        def abort(self) -> None:
-            seen.append("peers abort")
-            raise RuntimeError("the GPU is lost")
-
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *values: seen.append(f"peers {name}")
 
@@ -270,7 +267,101 @@ def test_peers_add_what_they_take_and_end_first() -> None:
     group.close()
     with pytest.raises(ProcessFailed, match="has closed its group"):
         group.all_reduce(torch.ones(3))
-    assert seen == ["peers add", "nccl allreduce", "peers abort", "nccl abort", "peers close"]
+    assert seen == [
+        "peers add",
+        "nccl allreduce",
+        "peers abort",
+        "nccl abort",
+        "peers abort",
+        "peers abort",
+        "peers close",
+    ]
+
+
+class FakePeers:
+    """Stands for `PeerSums` of each rank; `fault`: what goes wrong on rank 1."""
+
+    def __init__(self, fault: str, *, rank: int, size: int, device: torch.device, check: Callable[[], None]) -> None:
+        self.rank, self.fault, self.limit, self.aborted = rank, fault if rank == 1 else "", 1 << 24, False
+        if self.fault == "memory":
+            raise RuntimeError("out of memory\nand more")
+
+    def handle(self) -> bytes:
+        return b"handle %d" % self.rank
+
+    def map(self, handles: list[bytes]) -> None:
+        if self.fault == "map" or b"" in handles:
+            raise RuntimeError(f"cannot map {handles}")
+        assert handles == [b"handle 0", b"handle 1"]
+
+    def right(self) -> bool:
+        return self.fault != "right"
+
+    def measure(self, other: Callable[[torch.Tensor], None]) -> list[tuple[int, float, float]]:
+        late = 1e-5 * (self.rank == 1)  # each rank measures other times
+        return [(4096, 3e-6 + late, 9e-6), (1 << 20, 9e-6 + late, 2e-5), (1 << 22, 1e-4, 9e-5)]
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        assert self.aborted
+
+
+def use_fake_peers(fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[NcclGroup]:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("sidestream.device.cuda.peers.PeerSums", partial(FakePeers, fault))
+
+    class Backend:
+        def abort(self) -> None:
+            pass
+
+    def use(rank: int) -> NcclGroup:
+        store = torch.distributed.FileStore(str(directory / "store"), 2)  # type: ignore[attr-defined]
+        group = NcclGroup(Backend(), rank=rank, size=2, store=store)
+        _use_peers(group, _Meeting(store, rank, 2, 20.0, lambda: None), HOST)
+        return group
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(use, range(2)))
+
+
+def test_all_ranks_use_their_peers_up_to_what_rank_0_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for group in use_fake_peers("", tmp_path, monkeypatch):
+        assert group.peers is not None and group.peers.limit == 1 << 20
+        group.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("memory", "rank 1 cannot use its peers (out of memory)"),
+        ("map", "rank 1 cannot use its peers (cannot map [b'handle 0', b'handle 1'])"),
+        ("right", "rank 1 cannot use its peers (a sum through its memory was wrong or did not end)"),
+    ],
+)
+def test_no_rank_uses_its_peers_if_one_cannot(
+    fault: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = use_fake_peers(fault, tmp_path, monkeypatch)
+    assert [group.peers for group in groups] == [None, None]
+    assert f"NCCL adds all values, which takes longer: {reason}" in caplog.messages
+
+
+def test_a_sum_of_any_size_that_is_slower_than_nccl_is_left_to_it() -> None:
+    peers = pytest.importorskip("sidestream.device.cuda.peers", reason="needs triton")
+    assert peers.fastest_bytes([(4, 2.0, 1.0), (8, 1.0, 2.0)]) == 0
+    assert peers.fastest_bytes([(4, 1.0, 2.0), (8, 1.0, 2.0)]) == 8
+
+
+def test_a_wait_for_a_rank_ends_when_the_check_says_so(tmp_path: Path) -> None:
+    def check() -> None:
+        raise ProcessFailed("rank 1 has ended")
+
+    began_s = time.monotonic()
+    with pytest.raises(ProcessFailed, match="rank 1 has ended"):
+        open_group(tmp_path, rank=0, size=2, device=HOST, timeout_s=60, check=check)
+    assert time.monotonic() - began_s < 20.0
 
 
 GPU_RANK = """
@@ -288,7 +379,7 @@ with torch.cuda.graph(graph, capture_error_mode="thread_local"):
 values.fill_(3 + rank)
 graph.replay()
 assert doubled.tolist() == [14.0] * 8 and gathered.tolist() == [14.0] * 8 + [15.0] * 8
-assert group._peers is not None
+assert group.peers is not None and group.peers.limit >= 1 << 20
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     for turn, rows in enumerate((1, 3, 32, 128, 129, 512, 2048, 2049)):  # few values, many, and those that NCCL adds
         random = torch.Generator(device=device).manual_seed(turn)

@@ -17,7 +17,7 @@ from sidestream.device.cuda.peer_kernels import add_few, add_many, counters, few
 size, kind = int(sys.argv[1]), sys.argv[2]
 words = 4096
 add, num_bytes = (add_few, few_bytes) if kind == "few" else (add_many, many_bytes)
-peer_kernels._PROGRAMS = 2
+peer_kernels._PROGRAMS, peer_kernels._TILE = 2, 1024
 boxes = [torch.zeros(num_bytes(size, words), dtype=torch.uint8).share_memory_() for _ in range(size)]
 addresses = torch.tensor([box.data_ptr() for box in boxes])
 calls, abort = [torch.zeros(counters(words), dtype=torch.int32) for _ in range(size)], torch.zeros(1, dtype=torch.int32)
@@ -29,7 +29,7 @@ def given(dtype, count, turn):
 def follow(rank):
     turn = 0
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for count in (2, 600, 4096, 4096, 1024):
+        for count in (8, 600, 4096, 4096, 1024):
             values = given(dtype, count, turn)
             mine = values[rank].clone()
             add(mine, addresses, calls[rank], abort, rank=rank, words=words)

@@ -6,12 +6,16 @@ forward pass calls the collectives, on all ranks in the same order.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _STORE = "ranks"
 _CLOSE_S = 30.0
+_CONNECT_S = 60.0  # longest wait for a connection to a rank that has come
+_POLL_S = 0.2
 # If there are more than two ranks, only tensors up to this size are sent whole from each rank to all other ranks.
 _EXCHANGED_BYTES = 1 << 18
 
@@ -155,29 +161,30 @@ class NcclGroup(TorchGroup):
     peers   None: NCCL adds all values
     """
 
-    def __init__(self, backend: Any, *, rank: int, size: int, store: Any, peers: PeerSums | None) -> None:
+    def __init__(self, backend: Any, *, rank: int, size: int, store: Any, peers: PeerSums | None = None) -> None:
         super().__init__(backend, rank=rank, size=size, store=store)
-        self._peers = peers
+        self.peers = peers
 
     def all_reduce(self, values: Tensor) -> None:
         """See `Group`."""
-        if self._backend is None or self._peers is None or not self._peers.takes(values):
+        if self._backend is None or self.peers is None or not self.peers.takes(values):
             super().all_reduce(values)
         else:
-            self._peers.add(values)
+            self.peers.add(values)
 
     def abort(self) -> None:
         """See `Group`."""
-        peers = self._peers
-        if peers is not None and self._aborting is None:
-            with suppress(RuntimeError):  # the GPU may be lost
-                peers.abort()
+        peers = self.peers
+        if peers is not None:
+            peers.abort()
         super().abort()
 
     def close(self) -> None:
         """See `Group`."""
+        peers, self.peers = self.peers, None
+        if peers is not None:
+            peers.abort()  # a sum may wait for a rank that has ended
         super().close()
-        peers, self._peers = self._peers, None
         if peers is not None:
             peers.close()
 
@@ -227,12 +234,21 @@ def _torch() -> Any:
     return distributed_c10d
 
 
-def open_group(directory: Path, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Group:
+def open_group(
+    directory: Path,
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+) -> Group:
     """Join the group of `size` ranks that meet in `directory`; returns when all of them have come.
 
     directory   on a local disk, for this group only. A directory that an earlier group has used is refused
     device      device of the tensors in collectives. If it is a GPU, each rank needs its own GPU
     timeout_s   longest wait for other ranks: here, and in each collective
+    check       is called while this rank waits for others, and ends the wait by an exception
 
     Ranks find each other through a file, and connect over the loopback interface. They listen on no fixed port, and
     other machines cannot connect. Raises ConfigError for unusable arguments or a used directory, and ProcessFailed with
@@ -246,11 +262,11 @@ def open_group(directory: Path, *, rank: int, size: int, device: torch.device, t
         raise ConfigError("this torch has no NCCL, which ranks on GPUs need: install a torch with CUDA for Linux")
     directory.mkdir(parents=True, exist_ok=True)
     store = torch.distributed.FileStore(str(directory / _STORE), size)  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=timeout_s))
-    _meet(store, directory, rank=rank, size=size, timeout_s=timeout_s)
+    store.set_timeout(timedelta(seconds=min(timeout_s, _CONNECT_S)))
+    meeting = _Meeting(store, rank, size, timeout_s, check)
+    meeting.join(directory)
     try:
         backend = (_nccl if on_gpu(device) else _gloo)(store, rank, size, timedelta(seconds=timeout_s), device)
-        peers = _peer_sums(store, rank, size, device) if on_gpu(device) and size > 1 else None
     except RuntimeError as error:
         raise ProcessFailed(
             f"rank {rank} of {size} could not connect to the others within {timeout_s:g} s "
@@ -258,51 +274,101 @@ def open_group(directory: Path, *, rank: int, size: int, device: torch.device, t
         ) from error
     if not on_gpu(device):
         return GlooGroup(backend, rank=rank, size=size, store=store)
-    return NcclGroup(backend, rank=rank, size=size, store=store, peers=peers)
+    group = NcclGroup(backend, rank=rank, size=size, store=store)
+    if size > 1:
+        try:
+            _use_peers(group, meeting, device)
+        except BaseException:
+            group.close()
+            raise
+    return group
 
 
-def _peer_sums(store: Any, rank: int, size: int, device: torch.device) -> PeerSums | None:
-    """Map the memory of the other ranks' GPUs. None, on all ranks, if any rank cannot."""
-    from sidestream.device.cuda.peers import PeerSums
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """What the ranks tell each other while the group is opened, through `store`."""
 
-    sums, reason = None, ""
+    store: Any
+    rank: int
+    size: int
+    timeout_s: float
+    check: Callable[[], None]
+
+    def join(self, directory: Path) -> None:
+        """Wait until all ranks have come."""
+        if self.store.add(f"rank {self.rank}", 1) != 1:
+            raise ConfigError(
+                f"rank {self.rank} of {self.size} was in {directory} before: two processes have the same rank, or the "
+                "directory is an earlier group's. Use a new directory for each group"
+            )
+        self._wait("rank")
+
+    def exchange(self, key: str, value: bytes | str) -> list[bytes]:
+        """The values of all ranks, by rank. All ranks call it."""
+        self.store.set(f"{key} {self.rank}", value)
+        self._wait(key)
+        return [bytes(self.store.get(f"{key} {rank}")) for rank in range(self.size)]
+
+    def _wait(self, key: str) -> None:
+        names = [f"{key} {rank}" for rank in range(self.size)]
+        until_s = time.monotonic() + self.timeout_s
+        while not self.store.check(names):
+            self.check()
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                missing = [str(rank) for rank, name in enumerate(names) if not self.store.check([name])]
+                raise ProcessFailed(
+                    f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for "
+                    f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}: look at the output of their "
+                    "processes, or raise the timeout"
+                )
+            with suppress(RuntimeError):  # it is not there yet
+                self.store.wait(names, timedelta(seconds=min(left_s, _POLL_S)))
+
+
+def _use_peers(group: NcclGroup, meeting: _Meeting, device: torch.device) -> None:
+    """Let the ranks add values through memory of each other's GPUs, if all of them can, up to the number of bytes at
+    which NCCL is as fast.
+    """
+    from sidestream.device.cuda.peers import PeerSums, fastest_bytes
+
+    handle, reason = b"", ""
     try:
-        sums = PeerSums(rank=rank, size=size, device=device)
-        store.set(f"inbox {rank}", sums.handle())
-        sums.map(lambda other: bytes(store.get(f"inbox {other}")))
+        peers = PeerSums(rank=group.rank, size=group.size, device=device, check=meeting.check)
+        handle = peers.handle()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if sums is None:
-            store.set(f"inbox {rank}", "")  # the others look for it
-    store.set(f"mapped {rank}", reason)
-    reasons = [bytes(store.get(f"mapped {other}")).decode() for other in range(size)]
-    if sums is not None and not any(reasons) and not sums.right():
-        reason = "a sum through its memory was wrong or did not end"
-    store.set(f"tried {rank}", reason)
-    reasons = [bytes(store.get(f"tried {other}")).decode() for other in range(size)]
-    for other, found in enumerate(reasons):
+        peers, reason = None, str(error).splitlines()[0]
+    handles = meeting.exchange("inbox", handle)
+    if peers is not None:
+        try:
+            peers.map(handles)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+    if _any_reason(meeting, "mapped", reason) or peers is None:
+        return
+    group.peers = peers  # an abort of the group ends the sums that follow
+    right = peers.right()
+    if _any_reason(meeting, "right", "" if right else "a sum through its memory was wrong or did not end"):
+        group.peers = None
+        return
+    times = peers.measure(partial(TorchGroup.all_reduce, group))
+    peers.limit = fastest_bytes(json.loads(meeting.exchange("times", json.dumps(times))[0]))
+    log.info(
+        "rank %d of %d adds up to %d bytes through memory of the other GPUs (bytes, us here, us by NCCL: %s)",
+        group.rank,
+        group.size,
+        peers.limit,
+        ", ".join(f"{size} {1e6 * here:.1f} {1e6 * other:.1f}" for size, here, other in times),
+    )
+
+
+def _any_reason(meeting: _Meeting, key: str, reason: str) -> bool:
+    """Whether any rank has a reason not to use its peers. Logs it."""
+    reasons = [each.decode() for each in meeting.exchange(key, reason)]
+    for rank, found in enumerate(reasons):
         if found:
-            log.warning("NCCL adds all values, which takes longer: rank %d cannot use its peers (%s)", other, found)
-            return None
-    return sums
-
-
-def _meet(store: Any, directory: Path, *, rank: int, size: int, timeout_s: float) -> None:
-    """Wait until all ranks have come to the store."""
-    names = [f"rank {number}" for number in range(size)]
-    if store.add(names[rank], 1) != 1:
-        raise ConfigError(
-            f"rank {rank} of {size} was in {directory} before: two processes have the same rank, or the directory is "
-            "an earlier group's. Use a new directory for each group"
-        )
-    try:
-        store.wait(names, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [str(number) for number, name in enumerate(names) if not store.check([name])]
-        raise ProcessFailed(
-            f"rank {rank} of {size} waited {timeout_s:g} s for {'rank' if len(missing) == 1 else 'ranks'} "
-            f"{', '.join(missing)}: look at the output of their processes, or raise the timeout"
-        ) from error
+            log.warning("NCCL adds all values, which takes longer: rank %d cannot use its peers (%s)", rank, found)
+    return any(reasons)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
@@ -310,8 +376,10 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, device: torch.de
     options = gloo._Options()
     # By default, Gloo would resolve the host's name and listen on the resulting address.
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
-    return gloo(store, rank, size, options)
+    options._timeout = min(timeout, timedelta(seconds=_CONNECT_S))
+    backend = gloo(store, rank, size, options)
+    backend._set_default_timeout(timeout)
+    return backend
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:

@@ -21,8 +21,11 @@ import triton
 import triton.language as tl
 
 _LANES = 512
-_TILE = 2048
+_TILE = 8192
+_TILE_WARPS = 16
 _PROGRAMS = 128
+# The word that ends all waits is in host memory, and a read of it takes a microsecond: one read for so many polls.
+_POLLS = 256
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Dtypes that can be added, and how a kernel takes the values of a 32-bit word apart."""
@@ -76,6 +79,7 @@ def _add_few(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,  # noqa: N803
     DTYPE: tl.constexpr,  # noqa: N803
     LANES: tl.constexpr,  # noqa: N803
+    POLLS: tl.constexpr,  # noqa: N803
 ):
     """Add `count` words. A slot of an inbox holds a word and the number of the call: a slot is written at once, so a
     reader that sees the number has the word. Slots: [2 halves, SIZE ranks, WORDS], 8 bytes each.
@@ -105,10 +109,13 @@ def _add_few(  # type: ignore[no-untyped-def]
             slots = box + half + rank * WORDS + at
             got = tl.load(slots, mask=inside, other=0, volatile=True)
             missing = tl.sum((inside & ((got >> 32) != call)).to(tl.int32))
+            polls = 0
             while missing > 0:
                 got = tl.load(slots, mask=inside, other=0, volatile=True)
                 missing = tl.sum((inside & ((got >> 32) != call)).to(tl.int32))
-                missing = missing * (1 - tl.load(stop, volatile=True))
+                polls += 1
+                if polls % POLLS == 0:
+                    missing = missing * (1 - tl.load(stop, volatile=True))
             word = got.to(tl.int32)
         low += _low(word, DTYPE)
         if DTYPE != 0:
@@ -118,70 +125,111 @@ def _add_few(  # type: ignore[no-untyped-def]
     tl.store(counter, call)
 
 
-@triton.jit(do_not_specialize=["values", "inboxes", "calls", "abort", "count"])  # type: ignore[untyped-decorator]
-def _add_many(  # type: ignore[no-untyped-def]
-    values,
-    inboxes,
-    calls,
-    abort,
+@triton.jit  # type: ignore[untyped-decorator]
+def _send_tile(  # type: ignore[no-untyped-def]
+    mine,
+    boxes,
+    tile,
     count,
+    call,
+    RANK: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    """Write a tile of this rank's words, and then the number of the call, into the inboxes of the other ranks."""
+    at = tile * TILE + tl.arange(0, TILE)
+    own = tl.load(mine + at, mask=at < count, other=0)
+    half = (call & 1) * SIZE
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            box = tl.multiple_of(tl.load(boxes + rank).to(tl.pointer_type(tl.int32)), 16)
+            tl.store(box + (half + RANK) * WORDS + at, own, mask=at < count)
+    tl.debug_barrier()  # behind the stores of all threads
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            box = tl.load(boxes + rank).to(tl.pointer_type(tl.int32))
+            number = box + 2 * SIZE * WORDS + (half + RANK) * (WORDS // TILE) + tile
+            tl.atomic_xchg(number, call, sem="release", scope="sys")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_tile(  # type: ignore[no-untyped-def]
+    mine,
+    boxes,
+    stop,
+    tile,
+    count,
+    call,
     RANK: tl.constexpr,  # noqa: N803
     SIZE: tl.constexpr,  # noqa: N803
     WORDS: tl.constexpr,  # noqa: N803
     DTYPE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
+    POLLS: tl.constexpr,  # noqa: N803
 ):
-    """Add `count` words in tiles. Each program writes all of its tiles to the other ranks, then adds what has come. The
+    """Wait for a tile of all other ranks, and replace this rank's words by the sum."""
+    at = tile * TILE + tl.arange(0, TILE)
+    half = (call & 1) * SIZE
+    box = tl.multiple_of(tl.load(boxes + RANK).to(tl.pointer_type(tl.int32)), 16)
+    own = tl.load(mine + at, mask=at < count, other=0)
+    low = tl.zeros([TILE], tl.float32)
+    high = tl.zeros([TILE], tl.float32)
+    for rank in tl.static_range(SIZE):
+        word = own
+        if rank != RANK:
+            number = box + 2 * SIZE * WORDS + (half + rank) * (WORDS // TILE) + tile
+            missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
+            polls = 0
+            while missing != 0:
+                missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
+                polls += 1
+                if polls % POLLS == 0:
+                    missing = missing * (1 - tl.load(stop, volatile=True))
+            tl.debug_barrier()
+            word = tl.load(box + (half + rank) * WORDS + at, mask=at < count, other=0, cache_modifier=".cg")
+        low += _low(word, DTYPE)
+        if DTYPE != 0:
+            high += _high(word, DTYPE)
+    tl.store(mine + at, _joined(low, high, DTYPE), mask=at < count)
+
+
+@triton.jit(do_not_specialize=["values", "inboxes", "calls", "abort", "quads"])  # type: ignore[untyped-decorator]
+def _add_many(  # type: ignore[no-untyped-def]
+    values,
+    inboxes,
+    calls,
+    abort,
+    quads,
+    RANK: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,  # noqa: N803
+    DTYPE: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    POLLS: tl.constexpr,  # noqa: N803
+):
+    """Add `4 * quads` words in tiles. A program writes its next tile to the other ranks before it waits for theirs. The
     number of the call behind a tile says that the tile is complete. Words: [2 halves, SIZE ranks, WORDS], 4 bytes each;
     behind them the numbers: [2 halves, SIZE ranks, WORDS // TILE], 4 bytes each.
     """
     program = tl.program_id(0)
-    mine = values.to(tl.int64).to(tl.pointer_type(tl.int32))
+    # The alignment lets each thread move 16 bytes at once.
+    mine = tl.multiple_of(values.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
+    words = quads * 4
     boxes = inboxes.to(tl.int64).to(tl.pointer_type(tl.int64))
     counter = calls.to(tl.int64).to(tl.pointer_type(tl.int32)) + program
     stop = abort.to(tl.int64).to(tl.pointer_type(tl.int32))
     call = tl.load(counter) + 1
-    half = (call & 1) * SIZE
-    numbers = 2 * SIZE * WORDS
-    tiles = tl.cdiv(count, TILE)
-    lanes = tl.arange(0, TILE)
+    tiles = tl.cdiv(words, TILE)
     tile = program
+    if tile < tiles:
+        _send_tile(mine, boxes, tile, words, call, RANK, SIZE, WORDS, TILE)
     while tile < tiles:
-        at = tile * TILE + lanes
-        own = tl.load(mine + at, mask=at < count, other=0)
-        for rank in tl.static_range(SIZE):
-            if rank != RANK:
-                box = tl.load(boxes + rank).to(tl.pointer_type(tl.int32))
-                tl.store(box + (half + RANK) * WORDS + at, own, mask=at < count)
-        tl.debug_barrier()  # behind the stores of all threads
-        for rank in tl.static_range(SIZE):
-            if rank != RANK:
-                box = tl.load(boxes + rank).to(tl.pointer_type(tl.int32))
-                number = box + numbers + (half + RANK) * (WORDS // TILE) + tile
-                tl.atomic_xchg(number, call, sem="release", scope="sys")
-        tile += tl.num_programs(0)
-    box = tl.load(boxes + RANK).to(tl.pointer_type(tl.int32))
-    tile = program
-    while tile < tiles:
-        at = tile * TILE + lanes
-        own = tl.load(mine + at, mask=at < count, other=0)
-        low = tl.zeros([TILE], tl.float32)
-        high = tl.zeros([TILE], tl.float32)
-        for rank in tl.static_range(SIZE):
-            word = own
-            if rank != RANK:
-                number = box + numbers + (half + rank) * (WORDS // TILE) + tile
-                missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
-                while missing != 0:
-                    missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
-                    missing = missing * (1 - tl.load(stop, volatile=True))
-                tl.debug_barrier()
-                word = tl.load(box + (half + rank) * WORDS + at, mask=at < count, other=0, cache_modifier=".cg")
-            low += _low(word, DTYPE)
-            if DTYPE != 0:
-                high += _high(word, DTYPE)
-        tl.store(mine + at, _joined(low, high, DTYPE), mask=at < count)
-        tile += tl.num_programs(0)
+        following = tile + tl.num_programs(0)
+        if following < tiles:
+            _send_tile(mine, boxes, following, words, call, RANK, SIZE, WORDS, TILE)
+        _sum_tile(mine, boxes, stop, tile, words, call, RANK, SIZE, WORDS, DTYPE, TILE, POLLS)
+        tile = following
     tl.debug_barrier()  # all threads have read the counter
     tl.store(counter, call)
 
@@ -214,10 +262,11 @@ def add_few(
     """Add values over all ranks, in place, on the current stream. Fast for few values: each word travels with a number,
     so the other ranks need no further message.
 
-    values    contiguous, up to `4 * words` bytes, a multiple of 4
+    values    contiguous, up to `4 * words` bytes, a multiple of 16, at an address that is a multiple of 16
     inboxes   int64 `[ranks]`: addresses of the inboxes of all ranks, of `few_bytes` bytes, zeros at first
     calls     see `counters`; only for this function
-    abort     int32; not 0: the kernel ends without waiting for other ranks, and its result has no meaning
+    abort     int32 in pinned host memory; not 0: the kernel stops waiting for other ranks within a millisecond, and its
+              result has no meaning
     """
     count = values.nbytes // 4
     grid: Any = _add_few[(triton.cdiv(count, _LANES),)]
@@ -232,6 +281,7 @@ def add_few(
         words,
         _KINDS[values.dtype],
         _LANES,
+        _POLLS,
         num_warps=4,
     )
 
@@ -246,11 +296,12 @@ def add_many(
         inboxes.data_ptr(),
         calls.data_ptr(),
         abort.data_ptr(),
-        values.nbytes // 4,
+        values.nbytes // 16,
         rank,
         len(inboxes),
         words,
         _KINDS[values.dtype],
         _TILE,
-        num_warps=8,
+        _POLLS,
+        num_warps=_TILE_WARPS,
     )
