@@ -61,6 +61,10 @@ def test_ranks_answer_like_one_with_offload_preemption_and_drafts(model: Path, t
             assert llm.metrics.value("preemptions_total") > 0 or tier == "disk"
             assert sum(map(is_rank, children())) == 1
         assert not any(is_rank(pid) for pid in children())
+        entries = [sorted((tmp_path / "kv" / f"rank-{rank}-of-2").glob("??/*")) for rank in range(2)]
+        assert [path.name for path in entries[0]] == [path.name for path in entries[1]]
+        entries[0][0].unlink()  # as if a kill -9 had come between two writes
+        entries[1][-1].unlink()
     with pytest.raises(ConfigError, match="rank-0-of-2"):
         LLM(model, offload=offload, **options)
     with pytest.raises(ConfigError, match=r"holds rank-0-of-2, which 4 ranks cannot use|cannot divide"):

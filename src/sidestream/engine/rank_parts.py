@@ -17,6 +17,7 @@ import torch
 from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.registry import select_backend
 from sidestream.device.base import Device, Memory
+from sidestream.device.group import Group
 from sidestream.engine.build_plan import BuildPlan, ServableModel
 from sidestream.engine.warm_up import make_ready
 from sidestream.errors import ConfigError
@@ -26,6 +27,7 @@ from sidestream.offload.tiers.host import HostTier
 from sidestream.offload.tiers.registry import open_tiers, share_of_rank
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.ops.registry import select_ops
+from sidestream.ranks.shared_entries import keep_shared
 from sidestream.runner.executor import Executor
 from sidestream.types import HOST
 
@@ -100,7 +102,19 @@ def _open_tiers(plan: BuildPlan, device: Device, given: Mapping[str, PersistentT
     host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=device.tracer)
     if given is None:
         given = open_tiers(offload, TierContext(layout, _tier_fingerprint(plan.model), device.tracer))
+        if group is not None:
+            _keep_shared(given, group, device.torch_device)
     return TierStack(host, given)
+
+
+def _keep_shared(tiers: Mapping[str, PersistentTier], group: Group, device: torch.device) -> None:
+    try:
+        for tier in tiers.values():
+            keep_shared(tier.index, group, device)
+    except BaseException:
+        for tier in tiers.values():
+            tier.close()
+        raise
 
 
 def _tier_fingerprint(model: ServableModel) -> str:

@@ -57,7 +57,8 @@ class PersistentTier(Protocol):
         ...
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
-        """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`.
+        """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`. The
+        victim may be absent from the medium.
 
         Raises TierFull (the medium has no room) or TierError. After either error, no part of the entry may be left.
         """

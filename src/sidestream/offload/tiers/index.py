@@ -29,7 +29,7 @@ makes another entry, so late deletions, reads in flight and new writes use diffe
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream.errors import InvariantError, TierFull
@@ -157,6 +157,16 @@ class TierIndex:
     def __iter__(self) -> Iterator[Key]:
         """Published keys, in no particular order."""
         return iter(self._slots)
+
+    @property
+    def entries(self) -> Iterable[Entry]:
+        """Published entries, in no particular order."""
+        return (slot.entry for slot in self._slots.values())
+
+    @property
+    def next_serial(self) -> int:
+        """The serial number of the next write."""
+        return self._next_serial
 
     @property
     def traced(self) -> bool:
@@ -293,6 +303,23 @@ class TierIndex:
                 self._retire(slot)  # rule: reset-drops-entries
             if (grant := self._writing.get(key)) is not None:
                 grant.void = True  # rule: reset-reaches-writes-in-flight
+
+    def keep_only(self, kept: Collection[Entry], *, of_others: Iterable[Entry], next_serial: int) -> None:
+        """Drop all entries that are not in `kept`. Call it before the first grant or pin.
+
+        of_others     entries of the same tier of other ranks. Those that are not kept become victims of later grants;
+                      they may be absent from this rank's medium
+        next_serial   first serial to use, larger than every serial on the medium of any rank
+        """
+        self._next_serial = next_serial
+        own = set(self.entries)
+        for entry in own.difference(kept):  # rule: only-entries-of-all-ranks-are-found
+            self._retire(self._slots[entry.key])
+        for entry in sorted(set(of_others).difference(own, kept), key=lambda entry: entry.serial):
+            if self._tracer is not None:
+                self._trace_found(self._tracer, entry)
+                self._tracer.forgot(self.name, [entry.serial])
+            self._doomed.append(entry)  # rule: entry-of-another-rank-only-is-deleted
 
     def take_doomed(self) -> list[Entry]:
         """Return and remove all doomed entries, which the owner deletes when it closes the tier."""

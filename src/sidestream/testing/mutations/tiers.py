@@ -110,7 +110,32 @@ MUTATIONS = (
 
 _VERIFIED = "every read verifies the whole file, so a damaged file is a miss"
 
+_OPENED_ONCE = (
+    "the torture test gives each rank a tier whose entries are those of all ranks, and a rank that lacks an entry "
+    "would only miss it"
+)
+
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="only-entries-of-all-ranks-are-found",
+            hazard="H9",
+            consequence="rank 0 finds entries that another rank lacks, and each load of them fails",
+        ),
+        _OPENED_ONCE,
+        noticed_by="ranks/test_shared_entries.py::test_only_what_every_rank_holds_is_found_and_the_rest_is_deleted",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="entry-of-another-rank-only-is-deleted",
+            hazard="H22",
+            consequence="entries that rank 0 lacks stay on the disks of other ranks forever",
+        ),
+        _OPENED_ONCE,
+        noticed_by="ranks/test_shared_entries.py::test_files_that_only_one_rank_has_are_deleted_from_its_disk",
+        unreached=True,
+    ),
     Equivalent(
         Mutation(
             name="reset-reaches-writes-in-flight",
