@@ -5,13 +5,16 @@ the KV of both models (hazard H15 in docs/glossary.md).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from sidestream.attention.interface import KVShape
 from sidestream.errors import ModelError
 from sidestream.kv.layout import DTYPE_BYTES
-from sidestream.models.adapter import PagedModel
+
+if TYPE_CHECKING:
+    from sidestream.models.adapter import PagedModel
 
 
 def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, num_tokens: int) -> int:

@@ -4,12 +4,16 @@ served model computes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from sidestream.models.adapter import PagedModel
 from sidestream.models.draft import shape_of
 from sidestream.speculate.proposer import Context, StepTokens
+
+if TYPE_CHECKING:
+    from sidestream.models.adapter import PagedModel
 
 
 class DraftModelProposer:

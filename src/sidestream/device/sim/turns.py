@@ -220,8 +220,12 @@ class Turns:
         return chosen
 
     def _decide(self) -> Actor:
-        able = [actor for actor in self._actors if actor.can_go(self.now_s)]
-        asleep = [actor for actor in self._actors if actor.wake_s is not None and actor not in able]
+        able, asleep = list[Actor](), list[Actor]()
+        for actor in self._actors:
+            if actor.can_go(self.now_s):
+                able.append(actor)
+            elif actor.wake_s is not None:
+                asleep.append(actor)
         if not able:
             if not asleep:
                 return self._give_up()
