@@ -318,10 +318,13 @@ class SimRanks:
             for rank, each in enumerate(self._followers, 1):
                 if not each.ended or each.busy:
                     return f"rank{rank}/host"
-            return "reports" if any(self._reports) else None
+            return None
 
         if not self._device.closed:
             self._device.turns.block(lambda: late() is None, late)
+            for thread in self._threads:
+                thread.close()  # a rank that has no work left may still be about to report it
+            self._device.turns.block(lambda: not any(self._reports), lambda: "reports")
 
     def _wait_for(self, fence: JointFence) -> None:
         def late() -> str | None:

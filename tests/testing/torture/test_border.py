@@ -78,3 +78,8 @@ def test_a_wire_without_room_and_one_without_bytes_do_not_wait() -> None:
     assert here.recv(1) == b""
     with pytest.raises(BrokenPipeError):
         here.send(b"d")
+
+
+def test_a_client_that_ended_one_sample_reads_only_the_others() -> None:
+    """Output of the ended sample had come before, and was not read yet."""
+    assert run_one(draw_workload(403840), "random", 403840).findings == ()

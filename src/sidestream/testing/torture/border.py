@@ -87,6 +87,8 @@ class _Seat:
             for reader in list(self.readers.values()):
                 try:
                     while reader.left and (output := reader.read()) is not None:
+                        if output.index not in reader.left:
+                            continue  # it came before the client ended the sample, and was not read
                         tell(reader.number, output)
                         if output.finish_reason is not None:
                             reader.left.discard(output.index)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from sidestream.device.sim import make_policy
 from sidestream.errors import ConfigError
+from sidestream.testing.torture.choice import Coverage
 from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.run import Outcome, run_schedule
@@ -53,10 +54,11 @@ class Failure:
 class Report:
     """The result of a campaign.
 
-    failures   the first failures, in the order of seeds; `num_failures` is the number of all
-    steps      total number of engine steps
-    decisions  total number of decisions of the policies about which actor runs next
-    seconds    seconds of wall time
+    failures       the first failures, in the order of seeds; `num_failures` is the number of all
+    steps          total number of engine steps
+    decisions      total number of decisions of the policies about which actor runs next
+    seconds        seconds of wall time
+    pairs_missing  number of pairs of features (`FEATURES`) that no workload had
     """
 
     schedules: int = 0
@@ -67,6 +69,7 @@ class Report:
     seconds: float = 0.0
     workers: int = 1
     interrupted: bool = False
+    pairs_missing: int = 0
 
     @property
     def schedules_per_minute(self) -> float:
@@ -94,7 +97,8 @@ def torture(
     _check(schedules, policies, minutes, workers)
     report, start = Report(workers=workers), time.monotonic()
     until = None if minutes is None else start + minutes * 60
-    jobs = _jobs(seed, policies, None if minutes is not None else schedules)
+    coverage = Coverage()
+    jobs = _jobs(seed, policies, None if minutes is not None else schedules, coverage)
     reported_s = start
     try:
         for results in spread(jobs, workers=workers):
@@ -109,7 +113,7 @@ def torture(
                 :_MAX_FAILURES
             ]
             now = time.monotonic()
-            report.seconds = now - start
+            report.seconds, report.pairs_missing = now - start, coverage.missing
             if on_progress is not None and now - reported_s >= _REPORT_EVERY_S:
                 reported_s = now
                 on_progress(report)
@@ -153,16 +157,16 @@ class _Job:
         return results
 
 
-def _jobs(seed: int, policies: Sequence[str], schedules: int | None) -> Iterator[_Job]:
+def _jobs(seed: int, policies: Sequence[str], schedules: int | None, coverage: Coverage) -> Iterator[_Job]:
     number = 0
     while schedules is None or number < schedules:
         stop = number + SCHEDULES_PER_WORKLOAD
         if schedules is not None:
             stop = min(stop, schedules)
-        # A workload's seed is `seed` + its number, so a campaign with a later seed continues this one.
+        # Workloads are counted from `seed`, so campaigns with other seeds have other workloads.
         first = seed * SCHEDULES_PER_WORKLOAD
         runs = tuple((deal(first + at, policies), first + at) for at in range(number, stop))
-        yield _Job(seed + number // SCHEDULES_PER_WORKLOAD, runs)
+        yield _Job(coverage.choose(seed + number // SCHEDULES_PER_WORKLOAD), runs)
         number = stop
 
 

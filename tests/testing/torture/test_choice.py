@@ -1,0 +1,40 @@
+"""The workloads of a campaign have pairs of features that random workloads lack."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from sidestream.testing.torture.campaign import POLICIES, _jobs
+from sidestream.testing.torture.choice import CANDIDATES, Coverage
+from sidestream.testing.torture.drawing import draw_workload
+from sidestream.testing.torture.workload import FEATURES
+
+WORKLOADS = 120
+
+
+def missing(seeds: list[int]) -> int:
+    coverage = Coverage()
+    for seed in seeds:
+        features = [name for name, has in sorted(FEATURES.items()) if has(draw_workload(seed))]
+        coverage.add(features)
+    return coverage.missing
+
+
+def test_chosen_workloads_have_more_pairs_of_features_than_random_ones() -> None:
+    coverage = Coverage()
+    chosen = [coverage.choose(number) for number in range(WORKLOADS)]
+    assert coverage.missing == missing(chosen)
+    assert coverage.missing < 0.6 * missing(list(range(WORKLOADS)))
+    # Every second workload is an ordinary one.
+    assert [seed for number, seed in enumerate(chosen) if number % 2 == 0] == list(
+        range(0, CANDIDATES * WORKLOADS, 2 * CANDIDATES)
+    )
+
+
+def test_a_campaign_runs_the_chosen_workloads_and_the_same_ones_again() -> None:
+    def seeds() -> list[int]:
+        return [job.workload_seed for job in islice(_jobs(7, POLICIES, None, Coverage()), 20)]
+
+    coverage = Coverage()
+    assert seeds() == seeds() == [coverage.choose(7 + number) for number in range(20)]
+    assert len(set(seeds())) == 20
