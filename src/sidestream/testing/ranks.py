@@ -9,7 +9,7 @@ how long messages and collectives take.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from sidestream.device.base import Device, HostThread, Memory, Rest
 from sidestream.device.channel import Channel
 from sidestream.device.sim import SimDevice, SimStream
 from sidestream.engine.build import build_follower
+from sidestream.errors import DeviceLost
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout
 from sidestream.offload.tiers.base import PersistentTier
@@ -105,12 +106,15 @@ class Meeting:
     def __init__(self, device: SimDevice, size: int) -> None:
         self.size = size
         self._device = device
+        self.aborted = False
         self._calls = [0] * size
         self._given: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
         self._left: defaultdict[int, int] = defaultdict(lambda: size)
 
     def exchange(self, rank: int, values: Tensor) -> list[Tensor]:
-        """Contribute `values`; returns the values of all ranks, by rank."""
+        """Contribute `values`; returns the values of all ranks, by rank. After an abort, those of other ranks have no
+        meaning.
+        """
         number = self._calls[rank]
         self._calls[rank] += 1
         given = self._given[number]
@@ -120,7 +124,9 @@ class Meeting:
             absent = next((other for other in range(self.size) if other not in given), None)
             return None if absent is None else f"rank{absent}/compute" if absent else "compute"
 
-        self._device.turns.block(lambda: len(given) == self.size, missing)
+        self._device.turns.block(lambda: self.aborted or len(given) == self.size, missing)
+        if self.aborted:
+            return [values.clone() if other == rank else values + 1 for other in range(self.size)]
         self._left[number] -= 1
         if not self._left[number]:
             del self._given[number], self._left[number]
@@ -232,9 +238,12 @@ class RankProposer:
 class _Broadcast:
     """A `Transport` that sends each message to the channels of all ranks."""
 
-    def __init__(self, channels: Sequence[Channel[ToRank]], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, channels: Sequence[Channel[ToRank]], finish: Callable[[], None], end_all: Callable[[], None]
+    ) -> None:
         self._channels = channels
         self._finish = finish
+        self._end_all = end_all
 
     def send(self, message: ToRank) -> None:
         """See `Transport.send`."""
@@ -246,7 +255,8 @@ class _Broadcast:
         self._finish()
 
     def kill(self) -> None:
-        """See `Transport.kill`. Does nothing: the end of the device ends all ranks."""
+        """See `Transport.kill`."""
+        self._end_all()
 
 
 class SimRanks:
@@ -261,8 +271,10 @@ class SimRanks:
         self.size = size
         self._device = device
         tracer = device.tracer
-        meeting = Meeting(device, size)
-        self.groups = [MeetingGroup(meeting, rank) for rank in range(size)]
+        self._meeting = Meeting(device, size)
+        self.groups = [MeetingGroup(self._meeting, rank) for rank in range(size)]
+        self._killed: int | None = None  # the rank that was killed, and whose end rank 0 has not noticed
+        self._running = [False, *(True for _ in range(1, size))]
         self._to_ranks = [Channel[ToRank](f"to rank {rank}", tracer=tracer) for rank in range(1, size)]
         self._reports = [Channel[ToLeader](f"from rank {rank}", tracer=tracer) for rank in range(1, size)]
         self._threads: list[HostThread] = []
@@ -271,7 +283,7 @@ class SimRanks:
         observed = None if tracer is None else self._observed
         self.ranks = _WakingRanks(
             size,
-            _Broadcast(self._to_ranks, self._finish),
+            _Broadcast(self._to_ranks, self._finish, self._end_all),
             self._threads,
             Progress(size, observed=observed),
             self._wait_for,
@@ -304,18 +316,37 @@ class SimRanks:
             self._reader = self._device.thread("reports", self._read)
         self.executors.append(follower.executor)
         self._followers.append(follower)
-        thread = view.thread("host", follower.turn)
+        thread = view.thread("host", lambda: follower.turn() if self._running[rank] else Rest())
         self._threads.append(thread)
         thread.wake()
 
     @property
     def busy(self) -> bool:
         """Whether a rank has unfinished work, or sent a report that rank 0 has not read."""
-        return any(self._reports) or any(follower.busy for follower in self._followers)
+        return any(self._reports) or any(each.busy for rank, each in self._live())
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was killed."""
+        return not all(self._running[1:])
+
+    def lose(self, rank: int) -> None:
+        """Kill a rank: it takes no more turns, and its device finishes its work. Rank 0 learns of it later."""
+        self._running[rank] = False
+        self._killed = rank
+        assert self._reader is not None
+        self._reader.wake()
+
+    def _live(self) -> Iterator[tuple[int, Follower]]:
+        return ((rank, each) for rank, each in enumerate(self._followers, 1) if self._running[rank])
+
+    def _end_all(self) -> None:
+        self._running = [False] * self.size
+        self._meeting.aborted = True
 
     def _finish(self) -> None:
         def late() -> str | None:
-            for rank, each in enumerate(self._followers, 1):
+            for rank, each in self._live():
                 if not each.ended or each.busy:
                     return f"rank{rank}/host"
             return None
@@ -329,6 +360,8 @@ class SimRanks:
     def _wait_for(self, fence: JointFence) -> None:
         def late() -> str | None:
             rank = self.ranks.progress.behind(fence.name)
+            if self.ranks.progress.lost is not None:
+                return None
             return None if rank is None else "reports" if any(self._reports) else f"rank{rank}/host"
 
         self._device.turns.block(lambda: late() is None, late)
@@ -342,6 +375,9 @@ class SimRanks:
         for rank, reports in enumerate(self._reports, start=1):
             while (report := reports.take()) is not None:
                 self.ranks.take_in(rank, report)
+        if self._killed is not None:
+            killed, self._killed = self._killed, None
+            self.ranks.lose(DeviceLost(f"injected: rank {killed} of {self.size} is lost"))
         return Rest()
 
     def _observed(self, rank: int, stream: str, tick: int) -> None:

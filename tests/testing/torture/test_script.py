@@ -152,6 +152,18 @@ def test_an_engine_whose_device_is_lost_ends_its_requests_and_the_next_one_answe
     assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(ends)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_engine_that_loses_a_rank_ends_its_requests_and_the_next_one_answers_them(ranks: int) -> None:
+    lost = dataclasses.replace(workload(), ranks=ranks, events=(Event(20, "rank_lost"),))
+    assert "rank_loss" in lost.features
+    outcome = run(lost)
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    assert texts.count("loses a rank") == 1
+    assert texts.count("request 1 ends: error") == 1
+    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(texts)
+
+
 def test_a_request_that_does_not_end_with_its_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = dataclasses.replace(workload(), events=(Event(22, "device_lost"),))
     monkeypatch.setattr(Failures, "end_engine", lambda self, error: None)

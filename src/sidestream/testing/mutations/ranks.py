@@ -121,6 +121,13 @@ MUTATIONS = (
         needs=frozenset({"ranks", "failing_copy"}),
     ),
     Mutation(
+        name="step-with-a-lost-rank-is-not-committed",
+        hazard="H22",
+        change=Never(),
+        consequence="a step whose collectives were aborted gives clients wrong tokens before the engine ends",
+        needs=frozenset({"ranks", "rank_loss"}),
+    ),
+    Mutation(
         name="other-ranks-end-before-the-device",
         hazard="H22",
         consequence="the engine closes while other ranks have work in flight",
@@ -181,18 +188,6 @@ EQUIVALENT = (
         ),
         reason="see copy-waits-on-every-rank",
         noticed_by="ranks/test_follower.py::test_a_copy_waits_for_the_fences_that_its_message_names",
-    ),
-    Equivalent(
-        Mutation(
-            name="step-with-a-lost-rank-is-not-committed",
-            hazard="H22",
-            change=Never(),
-            consequence="a step whose collectives were aborted gives clients wrong tokens before the engine ends",
-            needs=_RANKS,
-        ),
-        reason="ranks of the simulated device are lost only with the device, whose steps then fail",
-        noticed_by="ranks/test_leader.py::test_a_step_that_ends_after_a_rank_is_lost_is_not_committed",
-        unreached=True,
     ),
 )
 

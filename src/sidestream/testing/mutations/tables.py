@@ -36,6 +36,7 @@ Feature = Literal[
     "penalties",
     "preempt",
     "priority",
+    "rank_loss",
     "ranks",
     "reset",
     "restart",

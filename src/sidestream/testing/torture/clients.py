@@ -132,7 +132,7 @@ class Clients:
         if delta.finish_reason is None:
             return
         self._say(f"request {number} ends: {delta.finish_reason}")
-        if self.border is not None or life.device.is_lost:
+        if self.border is not None or life.is_lost:
             return  # the counts below may differ: the engine has run further steps, or has failed
         if life.engine.unfinished != (left := self.num_waiting()):
             self._find(

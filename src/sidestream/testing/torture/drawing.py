@@ -56,7 +56,8 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_identities(random.Random(f"sidestream identities {seed}"), workload)
     workload = _draw_damage(random.Random(f"sidestream damage {seed}"), workload)
     workload = _draw_loss(random.Random(f"sidestream loss {seed}"), workload)
-    return _draw_self_check(random.Random(f"sidestream self-check {seed}"), workload)
+    workload = _draw_self_check(random.Random(f"sidestream self-check {seed}"), workload)
+    return _draw_lost_rank(random.Random(f"sidestream lost rank {seed}"), workload)
 
 
 def _draw_self_check(rng: random.Random, workload: Workload) -> Workload:
@@ -92,6 +93,17 @@ def _draw_loss(rng: random.Random, workload: Workload) -> Workload:
     if rng.random() >= 1 / 12 or workload.ranks > 1 or workload.front_ends or workload.closes_at is not None:
         return workload
     kind: EventKind = rng.choice(("device_lost", "copies_lost")) if workload.slots else "device_lost"
+    return _with_loss(rng, workload, kind)
+
+
+def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
+    """Lose a rank in one of three workloads with ranks. For front ends see `_draw_loss`."""
+    if workload.ranks == 1 or rng.random() >= 1 / 3 or workload.front_ends or workload.closes_at is not None:
+        return workload
+    return _with_loss(rng, workload, "rank_lost")
+
+
+def _with_loss(rng: random.Random, workload: Workload, kind: EventKind) -> Workload:
     lost = Event(rng.randint(1, max(asked.at for asked in workload.requests) + 6), kind)
     events = (event for event in workload.events if event.kind not in ("crash", "restart"))
     return dataclasses.replace(workload, events=tuple(sorted((*events, lost), key=lambda event: event.at)))

@@ -169,14 +169,21 @@ def wrong_answer(
     if received.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
         yield "answered", f"{who} was aborted, although its client did not ask for it"
     # After a restart, clients may repeat a request later than its abort. With front ends, an abort may arrive late.
-    restarts = any(event.kind in ("crash", "restart", "device_lost", "copies_lost") for event in workload.events)
+    restarts = any(
+        event.kind in ("crash", "restart", "device_lost", "copies_lost", "rank_lost") for event in workload.events
+    )
     in_step = not restarts and not workload.front_ends
     if asked.abort_at is not None and in_step and count > (asked.abort_at - asked.at) * (1 + workload.drafts):
         yield (
             "answered",
             f"{who} received {count} tokens, although its client left {asked.abort_at - asked.at} steps after it came",
         )
-    if received.reason == "error" and not workload.features & {"bad_logits", "device_loss", "failing_step"}:
+    if received.reason == "error" and not workload.features & {
+        "bad_logits",
+        "device_loss",
+        "failing_step",
+        "rank_loss",
+    }:
         yield "answered", f"{who} ended with an error: {received.error}"
     if received.tokens != expected.tokens[:count]:
         at = next(

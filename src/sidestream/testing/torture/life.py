@@ -131,6 +131,11 @@ class Life:
         for disk in self.disks:
             disk.crash()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the engine lost its device or a rank, so that it fails."""
+        return self.device.is_lost or (self.others is not None and self.others.is_lost)
+
     def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
         self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # the memory belongs to rank 0
 

@@ -40,6 +40,7 @@ _EVENTS = {
     "hang_up": "loses a front end, which is replaced",
     "device_lost": "loses its device",
     "copies_lost": "loses its device's copies",
+    "rank_lost": "loses a rank",
 }
 # Virtual seconds that pass in an idle step. Usually _IDLE_S; _DRAIN_S when no client waits, or after _PATIENT_STEPS
 # idle steps, so that slow operations end.
@@ -213,7 +214,7 @@ class _Schedule:
             try:
                 idle = 0 if self._step() else idle + 1
             except DeviceLost as error:
-                if not self._life.device.is_lost:
+                if not self._life.is_lost:
                     raise
                 self._end_lost_engine(error)
                 idle = 0
@@ -225,7 +226,7 @@ class _Schedule:
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
             if step >= last and not self._life.engine.unfinished and not self._busy() and self._clients.is_quiet():
-                if not self._life.device.is_lost:
+                if not self._life.is_lost:
                     return True
                 self._end_lost_engine(DeviceLost("injected: the device is lost, and the engine had nothing to do"))
         self._verdict.find(
@@ -286,6 +287,9 @@ class _Schedule:
                 life.device.lose("")  # all streams: every name begins with ""
             case "copies_lost":
                 life.device.lose("store", "load")
+            case "rank_lost":
+                assert life.others is not None
+                life.others.lose(1 + event.at % (self._workload.ranks - 1))
             case "hang_up":
                 self._clients.hang_up()
 

@@ -27,7 +27,7 @@ HEADER_PART, BLOCK_PART = 52 / 4288, 192 / 4288
 NEUTRAL = (1.0, 0.0, 0.0)
 """Repetition, presence and frequency penalty that change nothing."""
 
-EventKind = Literal["reset", "weights", "crash", "restart", "hang_up", "device_lost", "copies_lost"]
+EventKind = Literal["reset", "weights", "crash", "restart", "hang_up", "device_lost", "copies_lost", "rank_lost"]
 """Kinds of events:
 
 reset         the cache is reset
@@ -37,6 +37,7 @@ restart       the engine is closed, and a new engine opens the same disk
 hang_up       a front end dies, and is replaced
 device_lost   the device refuses all work, so the engine fails, and a new engine opens the same disk
 copies_lost   the device refuses the work of the offload worker, with the same consequence
+rank_lost     a rank other than 0 is killed, so the engine fails, and a new engine with all ranks opens the same disks
 """
 
 Operation = Literal["read", "write", "store", "load", "forward"]
@@ -248,6 +249,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "offload": lambda w: w.slots > 0,
     "penalties": lambda w: any(asked.penalties not in (None, NEUTRAL) for asked in w.requests),
     "preempt": lambda w: w.max_running > 1 and w.blocks < sum(blocks_for(asked) * asked.n for asked in w.requests),
+    "rank_loss": _happens("rank_lost"),
     "ranks": lambda w: w.ranks > 1,
     "priority": lambda w: len({asked.priority for asked in w.requests}) > 1,
     "reset": _happens("reset"),
