@@ -84,7 +84,9 @@ class AsyncLLM(FrontEnd):
         return await self.client.flush(timeout_s=timeout_s)
 
     async def reset_cache(self) -> None:
-        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue."""
+        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue. Raises
+        EngineStopped.
+        """
         self._check_open()
         await self.client.reset_cache()
 

@@ -24,6 +24,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 # Attention kernels on a GPU read a block in tiles of 16 tokens.
 _GPU_BLOCK_MULTIPLE = 16
 _UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SHOWN_NAMES = 40  # known names that a message lists
 
 
 def parse_bytes(value: int | str, *, option: str) -> int:
@@ -67,7 +68,8 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """The message for an unknown name: `no option max_num_seq; did you mean max_num_seqs?`."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names[:_SHOWN_NAMES])}{more}"
     return f"no {what} {name}; {hint}"
 
 

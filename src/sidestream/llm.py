@@ -114,7 +114,9 @@ class LLM:
         return self.engine.health()
 
     def reset_cache(self) -> None:
-        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue."""
+        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue. Raises
+        EngineStopped.
+        """
         self._check_open()
         self.engine.reset_cache()
 

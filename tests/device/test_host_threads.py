@@ -175,6 +175,23 @@ def test_turn_that_raises_is_the_last_one() -> None:
     thread.close()
 
 
+def test_close_waits_for_the_turn() -> None:
+    inside, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def turn() -> Rest:
+        inside.set()
+        assert may_end.wait(PATIENCE_S)
+        ended.set()
+        return Rest()
+
+    thread = TurnTaker("t", turn, clock=time.monotonic)
+    thread.wake()
+    assert inside.wait(PATIENCE_S)
+    threading.Timer(0.2, may_end.set).start()
+    thread.close()
+    assert ended.is_set()
+
+
 def test_messages_are_heard_in_order_and_once() -> None:
     woken: list[int] = []
     channel: Channel[str] = Channel("c", wake=lambda: woken.append(len(channel)))

@@ -67,7 +67,7 @@ class Bell:
     def ring(self) -> None:
         """Wake the sleeping thread, or end its next sleep at once. Never blocks."""
         try:  # noqa: SIM105 - contextlib.suppress is slower, and the engine thread calls this
-            self._quiet.release()
+            self._quiet.release()  # rule: ring-wakes-the-sleeper
         except RuntimeError:
             pass  # a ring is pending already
 

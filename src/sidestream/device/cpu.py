@@ -145,7 +145,7 @@ class CpuDevice:
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """See `Device.wait_host`."""
-        if fence.poll():
+        if fence.poll():  # rule: done-fence-needs-no-wait
             return True
         if not isinstance(fence, HostFence):
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
@@ -155,7 +155,7 @@ class CpuDevice:
         if self.tracer is not None:
             self.tracer.stalled(reason)
         fence.block(timeout_s, bell)
-        return fence.poll()
+        return fence.poll()  # rule: wait-that-ends-early-says-so
 
     def host_waits(self) -> dict[str, int]:
         """See `Device.host_waits`."""
@@ -182,7 +182,7 @@ class CpuDevice:
         for stream in self._streams.values():
             stream.close()
         for toucher in self._touchers:
-            toucher.join()
+            toucher.join()  # rule: memory-is-touched-before-the-device-is-closed
 
 
 def _end_own_openmp_team() -> None:

@@ -124,7 +124,8 @@ class TorchGroup:
         if backend is None:
             return
         aborting = self._start_abort(backend)
-        aborting.join(_CLOSE_S)  # Python must not end while a thread is inside NCCL
+        # Python must not end while a thread is inside NCCL.
+        aborting.join(_CLOSE_S)  # rule: group-closes-after-its-abort
         if aborting.is_alive():
             log.error(
                 "rank %d of %d left its group, but NCCL has not ended after %g s: a graph may still hold a collective",
@@ -146,7 +147,7 @@ class TorchGroup:
         try:
             work = collective(self._backend)
             if work is not None:
-                work.wait()
+                work.wait()  # rule: collective-returns-after-its-work
         except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
             raise ProcessFailed(
                 f"{name} of rank {self.rank} of {self.size} failed: another rank has ended, or did not take part in "
@@ -170,7 +171,7 @@ class NcclGroup(TorchGroup):
         if self._backend is None or self.peers is None or not self.peers.takes(values):
             super().all_reduce(values)
         else:
-            self.peers.add(values)
+            self.peers.add(values)  # rule: peers-add-what-they-take
 
     def abort(self) -> None:
         """See `Group`."""
@@ -209,7 +210,7 @@ class GlooGroup(TorchGroup):
         def exchange(backend: Any) -> None:
             sent = [backend.send([values], rank, 0) for rank in others]
             for work in (*(backend.recv([gathered[rank]], rank, 0) for rank in others), *sent):
-                work.wait()
+                work.wait()  # rule: values-of-all-ranks-have-come
 
         self._run("all_reduce", exchange)
         torch.sum(gathered, 0, out=values)
@@ -264,7 +265,7 @@ def open_group(
     store = torch.distributed.FileStore(str(directory / _STORE), size)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=min(timeout_s, _CONNECT_S)))
     meeting = _Meeting(store, rank, size, timeout_s, check)
-    meeting.join(directory)
+    meeting.join(directory)  # rule: ranks-meet-before-they-connect
     try:
         backend = (_nccl if on_gpu(device) else _gloo)(store, rank, size, timedelta(seconds=timeout_s), device)
     except RuntimeError as error:
@@ -296,7 +297,7 @@ class _Meeting:
 
     def join(self, directory: Path) -> None:
         """Wait until all ranks have come."""
-        if self.store.add(f"rank {self.rank}", 1) != 1:
+        if self.store.add(f"rank {self.rank}", 1) != 1:  # rule: each-rank-comes-once
             raise ConfigError(
                 f"rank {self.rank} of {self.size} was in {directory} before: two processes have the same rank, or the "
                 "directory is an earlier group's. Use a new directory for each group"

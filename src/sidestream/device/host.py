@@ -124,7 +124,7 @@ class HostStream:
             return  # the stream runs in order anyway
         if threading.current_thread() is self._thread:
             self._wait_here(fence)
-        elif not fence.poll():
+        elif not fence.poll():  # rule: cpu-stream-waits-for-other-streams
             with self._submit_lock:
                 self._queue.put(_Wait(fence))
 
@@ -203,10 +203,11 @@ class HostStream:
         if bell is not None:
             self._bell = bell  # before the check below, so that no completion is missed
             if self.done_tick < tick:
-                bell.wait(timeout_s)
+                bell.wait(timeout_s)  # rule: host-sleeps-until-the-fence-or-a-ring
             self._bell = None
             return self.done_tick >= tick
         with self._passed:
+            # rule: host-wait-ends-after-the-work
             return self._passed.wait_for(lambda: self.done_tick >= tick, timeout_s)
 
     def close(self) -> None:
@@ -215,7 +216,7 @@ class HostStream:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
-        self._thread.join()
+        self._thread.join()  # rule: cpu-stream-closes-after-its-work
 
     def _start(self) -> None:
         """Start the thread with its own number of torch threads: one for copies, all cores for a forward pass.
@@ -318,7 +319,7 @@ class TurnTaker:
         self._closing = True
         self._bell.ring()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join()  # rule: thread-closes-after-its-turn
             if self._tracer is not None:
                 self._tracer.joined(self.name)
 
@@ -337,7 +338,7 @@ class TurnTaker:
                 self._resting_for_fences = bool(rest.fences)
                 self._sleep(rest.until_s, rest.fences)
         except BaseException as error:
-            self.failure = error
+            self.failure = error  # rule: failure-of-a-turn-is-kept
 
     def _sleep(self, until_s: float | None, fences: Sequence[Fence] = ()) -> None:
         """Sleep until `wake`, `until_s`, or the completion of a fence.
@@ -366,6 +367,6 @@ class TurnTaker:
 
 def _any_done(fences: Sequence[Fence]) -> bool:
     try:
-        return any(fence.poll() for fence in fences)
+        return any(fence.poll() for fence in fences)  # rule: done-fence-ends-the-rest
     except DeviceLost:
         return True  # the next turn handles the error

@@ -216,7 +216,8 @@ class Engine:
         """Make all blocks of all tiers unreachable at once (hazard H8). Running requests continue. Transfers in flight
         complete, but publish no block.
 
-        Blocks the caller until the tiers' indices are empty, too.
+        Blocks the caller until the tiers' indices are empty, too. Raises EngineStopped if transfers have failed, which
+        ends the engine: the tiers may still hold blocks.
         """
         transfers = self.parts.transfers
 
@@ -229,6 +230,10 @@ class Engine:
         # rule: reset-ends-after-the-tiers
         while transfers is not None and not transfers.has_forgotten and self._alive:
             self.parts.device.sleep(_FORGETTING_POLL_S)
+        if transfers is not None and (failure := transfers.failure) is not None:  # rule: reset-that-failed-says-so
+            raise EngineStopped(
+                f"the tiers were not reset, because transfers failed ({failure}): start the engine again"
+            )
 
     def update_weights(self, apply: Callable[[], None], *, fingerprint: str) -> threading.Event:
         """Let `apply` replace the model's weights as soon as no request uses them. Returns at once, with an event that

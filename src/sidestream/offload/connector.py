@@ -341,6 +341,11 @@ class OffloadConnector:
     # ------------------------------------------------------------------ resets and shutdown
 
     @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the worker's thread, and so will end the engine."""
+        return self._thread.failure
+
+    @property
     def has_forgotten(self) -> bool:
         """Whether every `forget_all` has reached the tiers. Also True if the worker's thread has failed."""
         # rule: reset-waits-for-the-tiers

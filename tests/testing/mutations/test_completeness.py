@@ -20,7 +20,8 @@ def test_every_wait_lease_check_and_publication_has_a_mutation_or_a_reason() -> 
 
 
 def test_every_room_has_sites() -> None:
-    assert {site.path.relative_to(PACKAGE).parts[0] for site in all_sites()} == set(ROOMS)
+    with_sites = {site.path.relative_to(PACKAGE).parts[0] for site in all_sites()}
+    assert with_sites == set(ROOMS) - {"speculate"}  # proposers only compute
 
 
 def test_every_exempt_row_is_needed() -> None:

@@ -37,6 +37,11 @@ def test_the_last_reports_of_ranks_are_read_before_they_end() -> None:
     assert run_one(draw_workload(1646), "late", 1641).findings == ()
 
 
+def test_a_reset_fails_if_transfers_have_failed() -> None:
+    """The device refused copies two steps before, and the engine had not noticed. The reset counted as done."""
+    assert run_one(draw_workload(723678), "pct:4", 723679).findings == ()
+
+
 def test_every_starved_name_is_the_name_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that starves a name that does not exist would choose at random."""
     starved: set[str] = set()

@@ -26,6 +26,7 @@ from sidestream.testing.mutations import (
     client,
     copies,
     declarations,
+    device,
     engine,
     kv,
     loads,
@@ -60,7 +61,7 @@ __all__ = [
     "product_marks",
 ]
 
-_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, ranks, engine, client, declarations)
+_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, ranks, engine, client, device, declarations)
 
 MUTATIONS: tuple[Mutation, ...] = tuple(mutation for table in _TABLES for mutation in table.MUTATIONS)
 EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for table in _TABLES for equivalent in table.EQUIVALENT)

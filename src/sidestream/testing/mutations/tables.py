@@ -78,6 +78,7 @@ offload         there is a host tier
 penalties       some requests have penalties
 preempt         the device pool is too small for the requests that run
 priority        requests have several priorities
+rank_loss       a rank is killed, and the engine fails
 reset           the cache is reset while transfers are unfinished
 restart         the engine ends and another one opens the same disk
 sampling        penalties, biases and `min_tokens` change which tokens are drawn

@@ -8,6 +8,7 @@ from sidestream.testing.mutations.operators import (
     Become,
     Compare,
     DropOperand,
+    Never,
     Rewrite,
     SetArgument,
     Value,
@@ -164,6 +165,13 @@ MUTATIONS = (
         consequence="blocks from before a reset are found in a tier after the reset has ended",
         needs=frozenset({"offload", "reset"}),
     ),
+    Mutation(
+        name="reset-that-failed-says-so",
+        hazard="H8",
+        change=Never(),
+        consequence="a reset counts as done although the tiers still hold blocks, because transfers have failed",
+        needs=frozenset({"device_loss", "offload", "reset"}),
+    ),
 )
 
 _MISS = "the blocks are then a miss, and are recomputed"
@@ -259,6 +267,7 @@ EQUIVALENT = (
 )
 
 EXEMPT = (
+    Exempt("OffloadConnector.failure", ("failure",), "it only answers a question, see reset-that-failed-says-so"),
     Exempt("OffloadWorker._forget", ("forget_all",), "see reset-drops-keys-of-the-host-tier"),
     Exempt("OffloadWorker._forget", ("forget",), "see invalidated-blocks-leave-the-host-tier"),
     Exempt("Promotions._promote", ("abandoned",), GIVES_UP),

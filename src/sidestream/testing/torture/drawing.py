@@ -125,9 +125,12 @@ def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
-    """Use several ranks in one workload of eight. Such a workload has no weight updates and no failing steps, because a
-    failed step ends an engine with ranks. If the host tier grows, it may do so in many small steps while steps are in
-    flight: a deferred block is then stored at once, and other ranks may not have filled it yet.
+    """Use several ranks in one workload of eight.
+
+    Such a workload has no weight updates and no failing steps, because a failed step ends an engine with ranks. On a
+    CPU a step also fails if the load of its recurrent state has failed. If the host tier grows, it may do so in many
+    small steps while steps are in flight: a deferred block is then stored at once, and other ranks may not have filled
+    it yet.
     """
     if rng.random() >= 1 / 8:
         return workload
@@ -140,7 +143,12 @@ def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
         workload,
         ranks=ranks,
         events=tuple(event for event in workload.events if event.kind != "weights"),
-        faults=tuple(fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "lost")),
+        faults=tuple(
+            fault
+            for fault in workload.faults
+            if (fault.operation, fault.kind) != ("forward", "lost")
+            and not (workload.states and fault.operation == "load" and fault.kind in ("lost", "torn"))
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.device.sim import Deadlock, Policy
-from sidestream.errors import DeviceLost
+from sidestream.errors import DeviceLost, EngineStopped
 from sidestream.offload import tier_io
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.commit import Committed
@@ -273,8 +273,13 @@ class _Schedule:
         match event.kind:
             case "reset":
                 life.recorder.reset()
-                life.engine.reset_cache()
-                self._verdict.judge_forgotten(self._life)
+                try:
+                    life.engine.reset_cache()
+                except EngineStopped:
+                    if not life.is_lost:
+                        raise
+                else:
+                    self._verdict.judge_forgotten(self._life)
             case "weights":
                 self._update_weights()
             case "restart":
