@@ -156,6 +156,16 @@ class TierConformance:
         assert tier.index.stats.entries == 3
         assert tier.index.stats.evictions == 1
 
+    def test_victim_that_is_gone_already_does_no_harm(self) -> None:
+        """A read may have deleted a damaged victim; of several ranks, one may lack it."""
+        tier = self._open(capacity_blocks=1)
+        entry = write(tier, "a")
+        self.damage(tier, entry)
+        assert reads_as_corrupt(tier, entry)
+        tier.index.forget(entry)
+        write(tier, "b")  # its victim is the deleted entry
+        assert holds(tier, "b")
+
     def test_pinned_entry_is_not_evicted(self) -> None:
         """A pinned entry is not evicted, because a read may need it."""
         tier = self._open(capacity_blocks=2)
