@@ -354,6 +354,7 @@ def test_when_the_engine_fails_the_last_line_names_the_cause_and_what_was_comple
     assert status == 1
     assert log[-1] == "error: the engine's process has ended: the engine failed: RuntimeError: injected"
     assert sum("the engine failed and stops serving" in line for line in log) == 1
+    assert not any("another one starts" in line for line in log)  # the API process has only lost its engine
     assert list(kv.glob("*/*-*"))
 
 

@@ -223,6 +223,14 @@ class Supervisor:
         await asyncio.sleep(GRACE_S)
         self._stop()
 
+    async def _wait_for_engine(self) -> None:
+        """Wait a moment for the end of the engine's process. An API process ends in order if it has lost its connection
+        to the engine, and the engine's process may still store blocks and end its ranks.
+        """
+        until_s = time.monotonic() + GRACE_S
+        while self._failure is None and not self._stopping and time.monotonic() < until_s:
+            await asyncio.sleep(_WATCH_S)
+
     async def _keep_running(self, index: int, engine: EngineProcess, on_ready: Callable[[], None]) -> None:
         """Run an API process on a listener; start another one when it ends by itself."""
         failures = 0
@@ -230,6 +238,8 @@ class Supervisor:
             api = self._processes[index]
             api.configure(self._config, engine, self._listeners[index])
             messages, status = await api.wait(on_ready)
+            if status == 0 and not self._stopping:
+                await self._wait_for_engine()
             if self._stopping:
                 self._drained &= status == 0 and ABORTED not in messages
                 return
