@@ -135,6 +135,13 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     assert "the schedule no longer fails; it failed with: checker: race: " in fixed.stdout
 
 
+def test_an_unknown_rule_is_refused_with_a_few_of_the_known_ones(run: Run) -> None:
+    refused = run("torture", "no-such-rule-at-all", "--mutations")
+    assert refused.exit_code == 2
+    assert re.search(r"no mutation no-such-rule-at-all; known: .+ and \d+ more", refused.stderr)
+    assert len(refused.stderr) < 3000
+
+
 def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_rule_out_itself(
     run: Run, tmp_path: Path
 ) -> None:

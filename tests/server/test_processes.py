@@ -354,8 +354,27 @@ def test_when_the_engine_fails_the_last_line_names_the_cause_and_what_was_comple
     assert status == 1
     assert log[-1] == "error: the engine's process has ended: the engine failed: RuntimeError: injected"
     assert sum("the engine failed and stops serving" in line for line in log) == 1
-    assert not any("another one starts" in line for line in log)  # the API process has only lost its engine
     assert list(kv.glob("*/*-*"))
+
+
+ENDS_LATE = """
+    import atexit, time
+    atexit.register(time.sleep, 3.0)
+"""
+
+
+def test_no_api_process_starts_while_the_engine_ends(tiny: Path, tmp_path: Path) -> None:
+    """The API process has lost its engine, and ends after two seconds; the engine's process takes three."""
+    flag = tmp_path / "fail"
+    (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)) + ENDS_LATE)
+    with serving(tiny, "--api-processes", 1, faults=tmp_path) as server:
+        stream = server.stream()
+        until(lambda: len(stream.events) > 4)
+        flag.touch()
+        status, log = server.end()
+    assert status == 1
+    assert log[-1] == "error: the engine's process has ended: the engine failed: RuntimeError: injected"
+    assert not any("another one starts" in line for line in log)
 
 
 HANGING_END = """

@@ -263,14 +263,15 @@ def open_group(
         raise ConfigError("this torch has no NCCL, which ranks on GPUs need: install a torch with CUDA for Linux")
     directory.mkdir(parents=True, exist_ok=True)
     store = torch.distributed.FileStore(str(directory / _STORE), size)  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=min(timeout_s, _CONNECT_S)))
+    connect_s = min(timeout_s, _CONNECT_S)
+    store.set_timeout(timedelta(seconds=connect_s))
     meeting = _Meeting(store, rank, size, timeout_s, check)
     meeting.join(directory)  # rule: ranks-meet-before-they-connect
     try:
         backend = (_nccl if on_gpu(device) else _gloo)(store, rank, size, timedelta(seconds=timeout_s), device)
     except RuntimeError as error:
         raise ProcessFailed(
-            f"rank {rank} of {size} could not connect to the others within {timeout_s:g} s "
+            f"rank {rank} of {size} could not connect to the others within {connect_s:g} s "
             f"({str(error).splitlines()[0]}): look at the output of the other ranks"
         ) from error
     if not on_gpu(device):

@@ -95,6 +95,7 @@ class PeerSums:
     def _seconds(self, add: Callable[[torch.Tensor], None], values: torch.Tensor) -> float:
         """Seconds of one call in a captured graph: the mean of the fastest round."""
         add(values)  # outside the graph, because the first call may load a kernel
+        self._wait()  # otherwise the capture would wait for the device, and never look at the other ranks
         graph: Any = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(_MEASURED_CALLS):
@@ -110,9 +111,12 @@ class PeerSums:
         began.record()
         graph.replay()
         ended.record()
+        self._wait()
+        return 1e-3 * float(began.elapsed_time(ended))
+
+    def _wait(self) -> None:
         if not self._done_in_time():
             raise ProcessFailed(f"sums of the ranks did not end within {_TRIAL_S:g} s: look at the other ranks' output")
-        return 1e-3 * float(began.elapsed_time(ended))
 
     def _done_in_time(self) -> bool:
         """Wait for the work of the current stream. False: it takes too long."""

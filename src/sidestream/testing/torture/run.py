@@ -228,7 +228,9 @@ class _Schedule:
             if step >= last and not self._life.engine.unfinished and not self._busy() and self._clients.is_quiet():
                 if not self._life.is_lost:
                     return True
-                self._end_lost_engine(DeviceLost("injected: the device is lost, and the engine had nothing to do"))
+                self._end_lost_engine(
+                    DeviceLost("injected: the device or a rank is lost, and the engine had nothing to do")
+                )
         self._verdict.find(
             "no progress",
             f"after {self._steps} steps, requests {self._clients.waiting()} have not ended or transfers are still "
