@@ -359,12 +359,12 @@ def test_when_the_engine_fails_the_last_line_names_the_cause_and_what_was_comple
 
 ENDS_LATE = """
     import atexit, time
-    atexit.register(time.sleep, 3.0)
+    atexit.register(time.sleep, 5.0)
 """
 
 
 def test_no_api_process_starts_while_the_engine_ends(tiny: Path, tmp_path: Path) -> None:
-    """The API process has lost its engine, and ends after two seconds; the engine's process takes three."""
+    """The API process has lost its engine, and ends after two seconds; the engine's process takes five."""
     flag = tmp_path / "fail"
     (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)) + ENDS_LATE)
     with serving(tiny, "--api-processes", 1, faults=tmp_path) as server:
@@ -436,11 +436,14 @@ def test_no_engine_outlives_a_killed_owner_even_one_that_still_imports(tiny: Pat
 class _Engine:
     """As an EngineProcess to a supervisor; nothing is behind its connections."""
 
-    def __init__(self, ended: str | None = None) -> None:
-        self._ended = ended
+    def __init__(self, ended: str | None = None, *, closed_itself: bool = False) -> None:
+        self._ended, self._closed_itself = ended, closed_itself
 
     def ended(self) -> str | None:
         return self._ended
+
+    def closed_itself(self) -> bool:
+        return self._closed_itself
 
     def attach(self) -> socket.socket:
         if self._ended is not None:
@@ -481,6 +484,20 @@ def test_api_processes_that_cannot_start_end_the_server_after_three_tries(
     ):
         supervisor.run(_Engine(), on_ready=lambda running: None)  # type: ignore[arg-type]
     assert capfd.readouterr().err.count("a try") == 3
+
+
+def test_a_failed_engine_that_does_not_end_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_API_PROCESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("sidestream.server.supervisor._EXIT_S", 0.2)
+    with (
+        _supervisor(1) as supervisor,
+        pytest.raises(ProcessFailed, match="the engine failed, and its process does not end"),
+    ):
+        supervisor.run(_Engine(closed_itself=True), on_ready=lambda running: None)  # type: ignore[arg-type]
+    assert capfd.readouterr().err.count("a try") == 1
 
 
 def test_an_engine_that_ends_before_api_processes_serve_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,11 +174,13 @@ class EngineProcess:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
-        with contextlib.suppress(OSError):  # the socket is closed already
-            self._control.setblocking(False)
-            while self._receive() is not None:
-                pass
+        self._read_received()
         return how_it_ended(status) if self._failed is None else f"the engine failed: {self._failed.detail}"
+
+    def closed_itself(self) -> bool:
+        """True once the engine has failed and closed. Its process ends next and serves no new connection."""
+        self._read_received()
+        return self._failed is not None and self._reply is not None
 
     def why_gone(self) -> str:
         """Call this after the connection was lost: a text that says how the process ended. Waits up to half a second
@@ -238,11 +240,17 @@ class EngineProcess:
         with self._lock:
             self._control.sendall(self._encoder.encode(message))
 
-    def _receive(self) -> Any:
+    def _read_received(self) -> None:
+        """Read all messages that have arrived, without a wait."""
+        with contextlib.suppress(OSError):  # nothing more has arrived, or the socket is closed
+            while self._receive(socket.MSG_DONTWAIT) is not None:
+                pass
+
+    def _receive(self, flags: int = 0) -> Any:
         """The next message; None if the process has ended. A `Reply` and a failed `Status` are also stored."""
         with self._receiving:
             while not self._inbox:
-                data = self._control.recv(_READ_BYTES)
+                data = self._control.recv(_READ_BYTES, flags)
                 if not data:
                     return None
                 self._inbox.extend(self._decoder.feed(data))

@@ -223,12 +223,13 @@ class Supervisor:
         await asyncio.sleep(GRACE_S)
         self._stop()
 
-    async def _wait_for_engine(self) -> None:
-        """Wait a moment for the end of the engine's process. An API process ends in order if it has lost its connection
-        to the engine, and the engine's process may still store blocks and end its ranks.
-        """
-        until_s = time.monotonic() + GRACE_S
-        while self._failure is None and not self._stopping and time.monotonic() < until_s:
+    async def _wait_for_end(self) -> None:
+        """Wait until the process of an engine that has failed and closed has ended, at most _EXIT_S."""
+        until_s = time.monotonic() + _EXIT_S
+        while self._failure is None and not self._stopping:
+            if time.monotonic() > until_s:
+                self._failure = ProcessFailed("the engine failed, and its process does not end")
+                self._stop()
             await asyncio.sleep(_WATCH_S)
 
     async def _keep_running(self, index: int, engine: EngineProcess, on_ready: Callable[[], None]) -> None:
@@ -238,8 +239,8 @@ class Supervisor:
             api = self._processes[index]
             api.configure(self._config, engine, self._listeners[index])
             messages, status = await api.wait(on_ready)
-            if status == 0 and not self._stopping:
-                await self._wait_for_engine()
+            if engine.closed_itself():
+                await self._wait_for_end()
             if self._stopping:
                 self._drained &= status == 0 and ABORTED not in messages
                 return
