@@ -361,12 +361,14 @@ class StorePlan:
     after    fences of that step
     prefix   for each stored sequence, the keys of all blocks up to its last stored block. A block is useless without
              the blocks before it, so the store marks the whole prefix as recently used (LRU)
+    superseded  keys of blocks that are worth little once `keys` are stored: they are then evicted first
     """
 
     keys: tuple[Key, ...]
     block_ids: tuple[BlockId, ...]
     after: tuple[Fence, ...]
     prefix: tuple[Key, ...] = ()
+    superseded: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

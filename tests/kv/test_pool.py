@@ -300,6 +300,47 @@ def test_touching_a_used_block_does_not_make_it_idle(pool: FencedPool) -> None:
     pool.check()
 
 
+def test_demoted_blocks_are_evicted_first(pool: FencedPool) -> None:
+    old, recent = cached(pool, 1, 2), cached(pool, 3, 4)
+    pool.demote([key(3), key(9)])  # an absent key is skipped
+    assert [pool.take(1).ids[0] for _ in range(4)] == [recent[0], old[1], old[0], recent[1]]
+
+
+def test_a_demoted_block_that_is_in_use_is_evicted_first_once_it_is_released(pool: FencedPool) -> None:
+    cached(pool, 1, 2)
+    [demoted] = cached(pool, 3)
+    reader, other = pool.share([demoted]), pool.share([demoted])
+    pool.demote([key(3)])
+    reader.release()
+    assert (pool.num_cached, pool.num_free) == (2, 1)
+    other.release()
+    assert demoted in pool.take(2).ids
+    pool.check()
+
+
+def test_a_demoted_block_that_is_shared_again_is_evicted_last(pool: FencedPool) -> None:
+    first, second = cached(pool, 1, 2)
+    [demoted] = cached(pool, 3)
+    reader = pool.share([demoted])
+    pool.demote([key(3)])
+    again = pool.share([demoted])
+    reader.release()
+    again.release()
+    pool.take(1)  # the free one
+    assert [pool.take(1).ids[0] for _ in range(3)] == [second, first, demoted]
+
+
+def test_a_demoted_block_that_was_forgotten_is_free_and_its_next_use_is_not_demoted(pool: FencedPool) -> None:
+    [demoted] = cached(pool, 1)
+    reader = pool.share([demoted])
+    pool.demote([key(1)])
+    pool.forget_all()
+    reader.release()
+    assert pool.num_free == 4
+    others = cached(pool, 2, 3, 4, 5)
+    assert [pool.take(1).ids[0] for _ in range(4)] == others[::-1]
+
+
 def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
     ids = cached(pool, 1, 2)
     reader = pool.share(ids[:1])

@@ -37,6 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.streams = {name: FakeStream(name) for name in STREAMS}
         self.free = list(range(size))
         self.cached: list[int] = []
+        self.demoted: set[int] = set()
         self.key_of: dict[int, Key] = {}
         self.history: dict[int, list[FakeFence]] = {block_id: [] for block_id in range(size)}
         self.held: list[Held] = []
@@ -61,11 +62,18 @@ class PoolMachine(RuleBasedStateMachine):
     def give_back(self, ids: list[int], after: list[FakeFence]) -> None:
         """Release these ids in the model, once they are out of `held`."""
         left = self.users() + Counter(ids)  # a lease that was joined to another may hold an id twice
+        idle: list[int] = []
         for block_id in reversed(ids):
             self.history[block_id].extend(after)
             left[block_id] -= 1
             if left[block_id] == 0:
                 (self.cached if block_id in self.key_of else self.free).append(block_id)
+                idle.append(block_id)
+        for block_id in idle:
+            if block_id in self.demoted:
+                self.cached.remove(block_id)
+                self.cached.insert(0, block_id)
+        self.demoted.difference_update(idle)
 
     # ------------------------------------------------------------------ rules
 
@@ -95,6 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         lease = self.pool.share(block_ids)
         self.cached = [block_id for block_id in self.cached if block_id not in block_ids]
+        self.demoted.difference_update(block_ids)
         self.held.append(Held(lease, block_ids))
 
     @precondition(lambda self: self.held)
@@ -170,6 +179,17 @@ class PoolMachine(RuleBasedStateMachine):
                 self.cached.remove(block_id)
                 self.cached.append(block_id)
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
+    def demote(self, keys: list[Key]) -> None:
+        self.pool.demote(keys)
+        item_of = {key: block_id for block_id, key in self.key_of.items()}
+        for block_id in (item_of[key] for key in keys if key in item_of):
+            if block_id in self.cached:
+                self.cached.remove(block_id)
+                self.cached.insert(0, block_id)
+            else:
+                self.demoted.add(block_id)
+
     @rule()
     def forget_all(self) -> None:
         self.pool.forget_all()
@@ -178,6 +198,7 @@ class PoolMachine(RuleBasedStateMachine):
     def forgotten(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
             self.key_of.pop(block_id, None)
+            self.demoted.discard(block_id)
             if block_id in self.cached:
                 self.cached.remove(block_id)
                 self.free.append(block_id)

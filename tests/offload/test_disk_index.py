@@ -105,6 +105,15 @@ def test_touch_makes_a_run_recent_and_skips_absent_and_pinned_keys() -> None:
     assert [victim_key(put_and_keep_victim(index, number)) for number in (5, 6, 7)] == keys(4, 3, 1)
 
 
+def test_demoted_keys_are_evicted_first_and_absent_and_pinned_ones_are_skipped() -> None:
+    index = index_of(1, 2, 3)
+    lease = index.pin(keys(2))
+    index.demote(keys(2, 9, 3))
+    assert [victim_key(put_and_keep_victim(index, number)) for number in (4, 5)] == keys(3, 1)
+    lease.release()
+    assert [victim_key(put_and_keep_victim(index, number)) for number in (6, 7)] == keys(4, 5)
+
+
 def test_pinned_entries_are_not_evicted_until_the_last_release_H6() -> None:
     index = index_of(1, 2, max_entries=2)
     first, second = index.pin(keys(1)), index.pin(keys(1, 2))

@@ -1,9 +1,13 @@
 """A block is of no use without those before it: in every tier, the end of a sequence goes before its start."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
 
+import pytest
 from transfer_rig import Rig, keys
 
+from sidestream.device.host import HostStream
 from sidestream.types import Key
 
 Full = tuple[Rig, Callable[[Key], bool]]
@@ -57,3 +61,47 @@ def test_sequences_that_were_stored_at_once_go_one_after_the_other_each_from_its
     if rig.disk is not None:
         rig.finish("disk-write")
     assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
+
+
+def test_superseded_blocks_go_before_all_others(full_tier: Full) -> None:
+    rig, holds = full_tier
+    others = keys("w", "x")
+    rig.stored(others)
+    rig.stored(CONVERSATION[:2])
+    rig.stored(CONVERSATION[2:], superseded=CONVERSATION[:2])
+    assert evicted_by_others(full_tier, CONVERSATION)[:2] == ["b", "a"]
+    rig.stored(CONVERSATION[:2])
+    assert not any(holds(of) for of in others)
+
+
+def test_store_of_blocks_that_are_there_already_supersedes_too(full_tier: Full) -> None:
+    rig, _ = full_tier
+    rig.stored(keys("w", "x"))
+    rig.stored(CONVERSATION)
+    rig.stored(CONVERSATION[2:], superseded=CONVERSATION[:2])
+    assert evicted_by_others(full_tier, CONVERSATION)[:2] == ["b", "a"]
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_store_that_fails_supersedes_nothing(full_tier: Full, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    rig, _ = full_tier
+    rig.stored(CONVERSATION, prefix=CONVERSATION)
+    copy, copies = HostStream.copy, count()
+
+    def sometimes(*args: Any) -> None:
+        if next(copies) == failing:
+            raise OSError("injected: the copy failed")
+        copy(*args)
+
+    lease = rig.blocks.take(2)
+    fence = rig.fill(lease.ids, keys("y", "z"))
+    with monkeypatch.context() as patched:
+        patched.setattr(HostStream, "copy", sometimes)
+        rig.store(keys("y", "z"), lease.ids, fence, superseded=CONVERSATION[:2])
+        rig.finish("compute", "store")
+    rig.let_go(lease)
+    if rig.disk is not None:
+        rig.finish("disk-write")
+    assert next(copies) == 2
+    assert evicted_by_others(full_tier, CONVERSATION)[0] == "d"

@@ -241,14 +241,22 @@ class Rig:
 
     # ------------------------------------------------------------------ plans
 
-    def store(self, wanted: Sequence[Key], block_ids: Sequence[int], *after: Fence, prefix: Sequence[Key] = ()) -> None:
-        self.transfers.submit([StorePlan(tuple(wanted), tuple(block_ids), after, tuple(prefix))])
+    def store(
+        self,
+        wanted: Sequence[Key],
+        block_ids: Sequence[int],
+        *after: Fence,
+        prefix: Sequence[Key] = (),
+        superseded: Sequence[Key] = (),
+    ) -> None:
+        plan = StorePlan(tuple(wanted), tuple(block_ids), after, tuple(prefix), tuple(superseded))
+        self.transfers.submit([plan])
 
-    def stored(self, wanted: Sequence[Key], *, prefix: Sequence[Key] = ()) -> None:
+    def stored(self, wanted: Sequence[Key], *, prefix: Sequence[Key] = (), superseded: Sequence[Key] = ()) -> None:
         """Compute the keys' blocks, store them, and let the blocks go. With a disk, its writes are done too."""
         lease = self.blocks.take(len(wanted))
         fence = self.fill(lease.ids, wanted)
-        self.store(wanted, lease.ids, fence, prefix=prefix)
+        self.store(wanted, lease.ids, fence, prefix=prefix, superseded=superseded)
         self.finish("compute", "store")
         self.let_go(lease)
         if self.disk is not None:

@@ -294,6 +294,91 @@ def test_the_newest_checkpoint_is_stored_when_its_request_leaves() -> None:
     assert turns.scheduler.store_latest_states() is None
 
 
+def superseded(turns: Turns) -> list[bytes]:
+    """Keys of all checkpoints that were superseded so far, by the key of their first part."""
+    plans = list(turns.stored)
+    if (latest := turns.scheduler.store_latest_states()) is not None:
+        plans.append(latest[0])
+        latest[1].release()
+    return [key for plan in plans for key in plan.superseded]
+
+
+def test_the_next_turn_supersedes_the_states_of_the_turn_before() -> None:
+    turns = Turns(num_states=6)
+    first = [*range(10)]
+    turns.answer(first, outputs=12)
+    prompt_end, answer_end = turns.key(first[:8]), turns.key([*first, *[1] * 10])
+    assert superseded(turns) == []
+    second = [*first, *[1] * 12, *range(20, 30)]
+    turns.answer(second, outputs=12)
+    parts = [*part_keys(prompt_end, 2), *part_keys(answer_end, 2)]
+    assert superseded(turns) == parts
+    assert [turns.states.get(key) is not None for key in (prompt_end, answer_end)] == [True, True]
+    turns.states.take(turns.states.num_free + 2)
+    assert [turns.states.get(key) for key in (prompt_end, answer_end)] == [None, None]
+    assert turns.states.get(turns.key([*second, *[1] * 10])) is not None
+
+
+def test_a_turn_that_continues_from_the_prompt_supersedes_the_answer_too() -> None:
+    """As with models whose reasoning is left out of the next prompt."""
+    turns = Turns()
+    first = [*range(10)]
+    turns.answer(first, outputs=12)
+    turns.answer([*first[:9], *range(50, 60)], outputs=12)
+    parts = [*part_keys(turns.key(first[:8]), 2), *part_keys(turns.key([*first, *[1] * 10]), 2)]
+    assert superseded(turns) == parts
+
+
+def test_an_answer_that_is_made_again_supersedes_nothing() -> None:
+    turns = Turns()
+    turns.answer([*range(10)], outputs=12)
+    turns.answer([*range(10)], outputs=5)
+    assert superseded(turns) == []
+
+
+def test_a_state_from_which_two_turns_continue_is_superseded_once() -> None:
+    turns = Turns()
+    first = [*range(10)]
+    turns.answer(first)
+    turns.answer([*first[:9], *range(50, 60)])
+    assert superseded(turns) == part_keys(turns.key(first[:8]), 2)
+    turns.stored.clear()
+    turns.answer([*first[:9], *range(70, 80)])
+    assert superseded(turns) == []
+
+
+def test_a_state_where_prompts_branch_is_not_superseded() -> None:
+    turns = Turns()
+    shared = [*range(12)]
+    turns.answer([*shared, *range(20, 30)])
+    turns.answer([*shared, *range(30, 40)])  # makes a checkpoint at the branch
+    branch = turns.key(shared)
+    assert turns.states.get(branch) is not None
+    rows = turns.answer([*shared, *range(40, 50)])
+    assert rows[0].min_start == 12
+    assert superseded(turns) == []
+
+
+def test_only_so_many_states_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream.schedule.states._NUM_REMEMBERED", 2)
+    turns = Turns()
+    prompts = [[number] * 10 for number in (1, 2, 3)]
+    for prompt in prompts:
+        turns.answer(prompt)
+    for prompt in (prompts[0], prompts[2]):
+        turns.answer([*prompt, *range(50, 60)])
+    assert superseded(turns) == part_keys(turns.key(prompts[2][:8]), 2)
+
+
+def test_after_a_reset_nothing_is_superseded() -> None:
+    turns = Turns()
+    first = [*range(10)]
+    turns.answer(first)
+    turns.scheduler.forget_all()
+    turns.answer(first)
+    assert superseded(turns) == []
+
+
 def test_a_state_is_forgotten_with_its_block_and_with_the_cache() -> None:
     turns = Turns(num_blocks=8, num_slots=1)
     turns.answer(list(range(10)))

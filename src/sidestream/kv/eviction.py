@@ -31,6 +31,10 @@ class Lru:
         """Whether all these blocks are present."""
         return self._order.keys() >= {*block_ids}
 
+    def demote(self, block_id: int) -> None:
+        """Make the block, which is present, the least recently used one."""
+        self._order.move_to_end(block_id, last=False)
+
     def discard_all(self, block_ids: Sequence[int]) -> None:
         """Remove the blocks that are present."""
         pop = self._order.pop

@@ -87,6 +87,7 @@ class FencedPool:
         # Releases that wait for a fence `until`, in the order in which these fences will be done.
         self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()
         self._cached = Lru()
+        self._demoted: set[int] = set()  # used blocks that are evicted first once they are cached
         self._index = PrefixIndex()
         self.on_evict: Callable[[list[Key]], None] | None = None
         """Called with the keys of evicted blocks, on the owner's thread."""
@@ -170,6 +171,7 @@ class FencedPool:
                 nothing = next(block_id for block_id in idle if block_id not in self._cached)
                 raise InvariantError(f"{self.name} {nothing} is free: it cannot be shared")
             self._cached.discard_all(idle)  # rule: shared-block-is-not-evictable
+        self._demoted.difference_update(block_ids)
         for block_id in block_ids:
             references[block_id] += 1  # rule: share-counts-its-reference
         if self._tracer is not None:
@@ -223,6 +225,19 @@ class FencedPool:
             if block_id is not None and block_id in self._cached:
                 self._cached.touch(block_id)
 
+    def demote(self, keys: Sequence[Key]) -> None:
+        """Let the blocks of `keys` be evicted first; a used block once it is released, unless it is shared before.
+        Skips absent keys.
+        """
+        for key in keys:
+            block_id = self._index.get(key)
+            if block_id is None:
+                continue
+            if block_id in self._cached:
+                self._cached.demote(block_id)
+            else:
+                self._demoted.add(block_id)
+
     def forget_all(self) -> None:
         """Remove every key, because the cache was reset or the weights changed (hazard H8). Leases stay valid."""
         if self.key_log is not None:
@@ -240,6 +255,7 @@ class FencedPool:
     def _not_findable(self, block_ids: Sequence[int]) -> None:
         if self._tracer is not None:
             self._tracer.forgot(self.name, block_ids)
+        self._demoted.difference_update(block_ids)
         for block_id in block_ids:
             if block_id in self._cached:
                 self._cached.discard(block_id)  # rule: unfindable-block-is-free
@@ -257,6 +273,10 @@ class FencedPool:
                     f"{self.name} {block_id} is in {num_states} states with {self._references[block_id]} references"
                 )
             findable = self._index.holds_key(block_id)
+            if block_id in self._demoted and not (findable and self._references[block_id]):
+                raise InvariantError(
+                    f"{self.name} {block_id} is to be evicted first, but is not in use or not findable"
+                )
             if (findable and block_id in free) or (not findable and block_id in self._cached):
                 raise InvariantError(
                     f"{self.name} {block_id} is {'free' if findable else 'cached'}, and findable: {findable}"
@@ -298,6 +318,11 @@ class FencedPool:
         findable, others = self._index.split(idle)
         self._cached.add_all(findable)
         self._free.extend(others)  # rule: released-block-without-a-key-is-free
+        if self._demoted:
+            for block_id in findable:
+                if block_id in self._demoted:
+                    self._cached.demote(block_id)
+            self._demoted.difference_update(findable)
 
 
 def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:

@@ -132,13 +132,13 @@ class Stores:
         last = stop == len(plan.keys)
         if not pairs:
             if last:
-                self._tiers.touch(plan.prefix)
+                self._reorder(job)
             self._settle(job)  # rule: skipped-store-is-settled
             return
         slots = pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
         copy = self._copy_of(plan, block_ids, slots)
-        ticket = StoreTicket(job, keys, plan.prefix if last else (), slots, copy, self._clock())
+        ticket = StoreTicket(job, keys, last, slots, copy, self._clock())
         self._tickets[copy] = ticket
         job.pieces += 1
         self._storing.update(dict.fromkeys(keys, ticket))
@@ -190,9 +190,19 @@ class Stores:
             for key, slot in stored:
                 self._write_through(key, slot, ticket)
         ticket.slots.release()  # rule: store-releases-its-slots
-        self._tiers.touch(ticket.prefix)
+        job.failed |= not good
+        if ticket.last:
+            self._reorder(job)
         job.pieces -= 1
         self._settle(job)  # rule: ended-store-is-settled
+
+    def _reorder(self, job: StoreJob) -> None:
+        """Mark the prefix of the stored blocks as just used. If all of them were stored, let what they supersede be
+        evicted first.
+        """
+        self._tiers.touch(job.plan.prefix)
+        if not job.cut and not job.failed:
+            self._tiers.demote(job.plan.superseded)
 
     def _settle(self, job: StoreJob) -> None:
         """If the job no longer uses device blocks, record this."""

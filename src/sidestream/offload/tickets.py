@@ -34,6 +34,7 @@ class StoreJob:
     begun        number of blocks that were queued for a copy or skipped
     pieces       number of tickets in flight
     cut          whether some blocks found no host slot
+    failed       whether the copy of a piece has failed
     invalidated  keys of blocks that a failed step computed; they do not become findable
     """
 
@@ -44,6 +45,7 @@ class StoreJob:
     begun: int = 0
     pieces: int = 0
     cut: bool = False
+    failed: bool = False
 
     @property
     def settled(self) -> bool:
@@ -53,16 +55,19 @@ class StoreJob:
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """One piece of a store. Holds its target slots. `prefix`: the prefix of the StorePlan if this is the last piece,
-    else empty.
-    """
+    """One piece of a store. Holds its target slots. `last`: whether it is the job's last piece."""
 
     job: StoreJob
     keys: tuple[Key, ...]
-    prefix: tuple[Key, ...]
+    last: bool
     slots: Lease
     copy: Copy
     submitted_s: float
+
+    @property
+    def prefix(self) -> tuple[Key, ...]:
+        """The prefix of the StorePlan if this is the last piece, else empty."""
+        return self.job.plan.prefix if self.last else ()
 
 
 @dataclass(slots=True, eq=False)

@@ -127,4 +127,5 @@ class Committer:
         if not stored:
             return None
         keys, block_ids = zip(*stored, strict=True)
-        return StorePlan(keys, block_ids, (committed.fence,), tuple(prefix))
+        superseded = () if self._states is None else self._states.take_superseded()
+        return StorePlan(keys, block_ids, (committed.fence,), tuple(prefix), superseded)

@@ -12,6 +12,7 @@ own state again. So a checkpoint costs no copy, and no step overwrites it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -20,12 +21,16 @@ from typing import Protocol
 from sidestream.errors import InvariantError
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.kv.state_layout import StateRegion
+from sidestream.schedule.chunking import reusable_tokens
 from sidestream.schedule.limits import Limits
 from sidestream.types import BlockId, Fence, Key, StateIds, StorePlan
 
 # Makes the keys of a checkpoint's parts differ from the keys of blocks. The number of the part is added in the last
 # bytes, which are zero here.
 _PART = int.from_bytes(b"sidestream-st\0\0\0", "big")
+
+# Number of checkpoints at the ends of prompts and answers that are remembered, to know what a later turn supersedes.
+_NUM_REMEMBERED = 1 << 14
 
 Source = str
 """Name of the tier that holds a block, such as host or disk."""
@@ -64,6 +69,8 @@ class RequestStates:
     latest       id and key of the last checkpoint that was made while decoding
     loaded       if the request started from a checkpoint that was loaded from a tier: number of tokens that this
                  checkpoint covers; else -1
+    earlier      checkpoints of the turn that this request continues
+    turn         checkpoints of this request's own turn: at the end of its prompt, and at the end of its answer
     """
 
     own: Lease
@@ -75,6 +82,8 @@ class RequestStates:
     reached: int = 0
     latest: tuple[int, Key] | None = None
     loaded: int = -1
+    earlier: list[Key] = field(default_factory=list)
+    turn: list[Key] = field(default_factory=list)
 
 
 class StateCache:
@@ -90,6 +99,9 @@ class StateCache:
       checkpoint if the step reaches the end of a block. The host learns at commit whether it did.
     - While a request decodes, each new checkpoint replaces its last one, because only the end of an answer is worth
       keeping. The newest checkpoint is stored in tiers when the request ends or is preempted.
+    - A turn of a conversation supersedes the turn before: once the state at the end of its prompt is stored, the states
+      at the ends of the earlier prompt and answer are evicted first, in every tier. A state where prompts branch is
+      never superseded, and neither is one from which a second turn has started.
     """
 
     def __init__(
@@ -101,6 +113,8 @@ class StateCache:
         self._slots = slots
         self._tiers = tiers
         self._to_store: list[Key] = []
+        self._turns: OrderedDict[Key, list[Key]] = OrderedDict()  # each checkpoint's turn, oldest first
+        self._superseded: list[Key] = []
 
     # ------------------------------------------------------------------ finding
 
@@ -149,6 +163,8 @@ class StateCache:
             source = self._states.share([state_id])  # rule: request-starts-from-the-checkpoint-that-it-found
         own = self._states.take(1)
         states = RequestStates(own, source, covered=stop, reached=stop)
+        if key is not None:
+            states.earlier = self._turns.get(key, [])
         if loads and source is not None:
             states.unpublished.append((stop, source))
             states.loaded = stop
@@ -238,6 +254,9 @@ class StateCache:
             if not self._states.publish(state_id, key) or stop == states.loaded:
                 continue
             if stop <= num_prompt_tokens:
+                if stop == reusable_tokens(num_prompt_tokens, size):
+                    self._supersede(states.earlier)
+                    self._remember(states.turn, key)
                 stored += zip(self.part_keys(key), self._region.block_ids(state_id), strict=True)
                 continue
             if states.latest is not None and self._states.get(states.latest[1]) == states.latest[0]:
@@ -259,6 +278,7 @@ class StateCache:
             # rule: states-are-released-after-the-last-step
             lease.release(after=after, until=self._tiers.transfers_fence())
         if states.latest is not None:
+            self._remember(states.turn, states.latest[1])
             self._to_store.append(states.latest[1])  # rule: newest-checkpoint-is-stored-when-its-request-leaves
 
     # ------------------------------------------------------------------ stores
@@ -284,6 +304,29 @@ class StateCache:
         # rule: store-of-a-newest-checkpoint-waits-for-every-rank
         return StorePlan(keys, block_ids, after, keys), self._states.share([*found.values()])
 
+    # ------------------------------------------------------------------ eviction by value
+
+    def take_superseded(self) -> tuple[Key, ...]:
+        """The keys of the parts of all checkpoints that were superseded since the last call."""
+        keys = tuple(part for key in self._superseded for part in self.part_keys(key))
+        self._superseded.clear()
+        return keys
+
+    def _remember(self, turn: list[Key], key: Key) -> None:
+        """Add the checkpoint to its request's turn."""
+        turn.append(key)
+        self._turns[key] = turn
+        if len(self._turns) > _NUM_REMEMBERED:
+            self._turns.popitem(last=False)
+
+    def _supersede(self, turn: Sequence[Key]) -> None:
+        """Let the checkpoints of the turn be evicted first, unless an earlier request has superseded them: then the
+        conversation branches there.
+        """
+        keys = [key for key in turn if self._turns.pop(key, None) is not None]
+        self._states.demote(keys)
+        self._superseded += keys
+
     # ------------------------------------------------------------------ forgetting
 
     def forget(self, keys: Sequence[Key]) -> None:
@@ -294,6 +337,8 @@ class StateCache:
         """Make every checkpoint unfindable."""
         self._states.forget_all()
         self._to_store.clear()
+        self._turns.clear()
+        self._superseded.clear()
 
     def _is_unused(self, key: Key | None) -> bool:
         state_id = None if key is None else self._states.get(key)

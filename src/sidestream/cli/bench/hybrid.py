@@ -35,6 +35,11 @@ _SYSTEM = 6000
 _TURNS = 30
 _TURN = 40
 _ANSWER = 24
+# Conversations that share host memory: it has room for their KV and for two states of each.
+_TALKS = 8
+_SHORT_TURNS = 12
+_SHORT = 12
+_SMALL_BLOCK = 4
 
 
 def measure(
@@ -78,6 +83,8 @@ def measure(
             )
             for family in (families[0], "qwen3")
         ]
+        on_progress("little memory")
+        kept = _reused_in_little_memory(tiny_model_dir(families[0], Path(scratch) / families[0], _SEED))
     return [
         Figure("hybrid_cases", cases, "answers", at_least(200 * _WAYS * len(families)) if num_prompts >= 200 else None),
         Figure("hybrid_differences", differences, "answers", at_most(0)),
@@ -85,6 +92,7 @@ def measure(
         Figure("hybrid_reused_share", shares[0] / shares[1], "ratio", at_least(0.95)),
         Figure("hybrid_reused_of_prompts", shares[0], "share"),
         Figure("attention_reused_of_prompts", shares[1], "share"),
+        Figure("hybrid_reused_in_little_memory", kept, "ratio", at_least(0.9)),
         Figure("state_bytes_error", wrong_bytes, "bytes", at_most(0)),
     ]
 
@@ -160,6 +168,37 @@ def _reused(model: Path, turns: int, system_tokens: int) -> float:
             cached += answer.cached.total
             asked += len(prompt)
     return cached / asked
+
+
+def _reused_in_little_memory(model: Path) -> float:
+    """Tokens from the cache in conversations that take turns, with a host tier that has room for their KV and two
+    states of each, over those with a large host tier.
+    """
+    from sidestream.config import OffloadConfig
+    from sidestream.kv.state_layout import blocks_per_state
+    from sidestream.models.loader import cache_parts
+
+    parts = cache_parts(str(model), block_tokens=_SMALL_BLOCK, dtype="float32")
+    assert parts.state is not None
+    block_bytes, length = parts.kv.block_bytes, _SHORT_TURNS * 2 * _SHORT
+    state_bytes = blocks_per_state(parts.state, block_bytes) * block_bytes
+    talk_bytes = length * parts.kv.token_bytes + 2 * state_bytes
+    tokens = []
+    for host_bytes in (_TALKS * talk_bytes, 8 * _TALKS * talk_bytes):
+        rng = random.Random(_SEED)
+        talks = [_tokens(rng, _SHORT) for _ in range(_TALKS)]
+        cached = 0
+        options = {"kv_memory": 4 * talk_bytes, "block_tokens": _SMALL_BLOCK}
+        with _open(model, offload=OffloadConfig(host=host_bytes), **options) as llm:
+            for _ in range(_SHORT_TURNS):
+                for number in rng.sample(range(_TALKS), _TALKS):
+                    prompt = [*talks[number], *_tokens(rng, _SHORT)]
+                    (answer,) = _answer(llm, [prompt], _SHORT)
+                    _settle(llm)
+                    talks[number] = [*prompt, *answer.token_ids]
+                    cached += answer.cached.total
+        tokens.append(cached)
+    return tokens[0] / tokens[1]
 
 
 def _state_bytes_error(model: Path) -> int:

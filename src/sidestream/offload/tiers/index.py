@@ -209,6 +209,12 @@ class TierIndex:
             if key in self._idle:
                 self._idle.move_to_end(key)
 
+    def demote(self, keys: Sequence[Key]) -> None:
+        """Let `keys` be evicted first. Absent keys and entries that are being read are skipped."""
+        for key in keys:
+            if key in self._idle:
+                self._idle.move_to_end(key, last=False)
+
     def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Protect published `keys` from eviction until the lease is released. Only a pinned entry may be read.
 

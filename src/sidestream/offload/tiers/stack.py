@@ -75,6 +75,12 @@ class TierStack:
         self.host.pool.touch(prefix)
         self.touch_persistent(prefix)
 
+    def demote(self, keys: Sequence[Key]) -> None:
+        """Let these blocks be evicted first, in every tier."""
+        self.host.pool.demote(keys)
+        for tier in self.persistent.values():
+            tier.index.demote(keys)
+
     def touch_persistent(self, prefix: Sequence[Key]) -> None:
         """Like `touch`, but only in the persistent tiers."""
         for tier in self.persistent.values():

@@ -291,6 +291,7 @@ EXEMPT = (
     Exempt("FencedPool.publish", ("add",), "see key-refers-to-one-block"),
     Exempt("FencedPool.publish_all", ("_references",), _GUARD),
     Exempt("FencedPool.publish_all", ("publish",), "slice-counts-after-its-fence decides when it is called"),
+    Exempt("FencedPool.demote", ("add",), "it changes only which blocks are evicted first"),
     Exempt("FencedPool.forget_all", ("clear",), "see reset-removes-keys"),
-    Exempt("FencedPool.check", ("_references", "_references"), _GUARD),
+    Exempt("FencedPool.check", ("_references", "_references", "_references"), _GUARD),
 )

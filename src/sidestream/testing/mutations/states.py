@@ -295,6 +295,8 @@ EQUIVALENT = (
 
 _LEASED = "the release of these states has its own mutation: states-are-released-after-the-last-step"
 
+_ORDER = "it changes only which checkpoints are evicted first"
+
 EXEMPT = (
     Exempt("Allocator.plan_states", ("shares",), "a request that shares no blocks publishes no checkpoint"),
     Exempt("Allocator.plan_decode_states", ("shares",), "a request that shares no blocks publishes no checkpoint"),
@@ -307,6 +309,8 @@ EXEMPT = (
     Exempt("StateCache.publish", ("publish",), "see states-are-published-with-their-blocks"),
     Exempt("StateCache.store_latest", ("clear",), "see stored-checkpoint-is-released-after-its-copy"),
     Exempt("StateCache.forget", ("forget",), "see state-is-forgotten-with-its-block"),
+    Exempt("StateCache.take_superseded", ("clear",), _ORDER),
     Exempt("StateCache.forget_all", ("forget_all", "clear"), "see reset-drops-keys-of-states"),
+    Exempt("StateCache.forget_all", ("clear", "clear"), _ORDER),
     Exempt("StateCache._is_unused", ("is_cached",), "see admission-needs-a-state"),
 )
