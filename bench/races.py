@@ -2,7 +2,7 @@
 schedules that show the races.
 
     python bench/races.py           # the table
-    python bench/races.py --json    # the figures: bench/results/races-cpu.json. Ten seconds of one core
+    python bench/races.py --json    # the figures: bench/results/races-cpu.json. A minute of one core
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from functools import partial
 from pathlib import Path
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, environment
+from sidestream.testing.exhaust import exhaust
 from sidestream.testing.explore import SCHEDULES, Exploration, explore, replay
+from sidestream.testing.miniatures import MINIATURES, RULES, as_program
 
 SAMPLE = 50
+ORDERS = 2000
 RACES = Path(__file__).resolve().parent.parent / "examples" / "races"
 _PROJECTS = {"vllm": "vLLM", "sglang": "SGLang", "rtp-llm": "RTP-LLM", "tokenspeed": "TokenSpeed"}
 _THREAD = re.compile(r"https://github\.com/[\w.-]+/(?P<name>[\w.-]+)/(?:pull|issues)/(?P<number>\d+)")
@@ -89,16 +92,27 @@ def wrong_results(program: Callable[..., None]) -> int:
 
 
 def figures() -> list[Figure]:
-    """Races found within 300 schedules each, the schedules that the slowest took, and findings with the fixes."""
+    """Races found within 300 schedules each, the schedules that the slowest took, and findings with the fixes, also in
+    all orders that can make a difference; and the miniatures' protections in all orders.
+    """
     programs = races()
     found = [result.found.schedule for race in programs if (result := race.run(fixed=False)).found is not None]
     fixed = [race.run(fixed=True) for race in programs]
+    orders = [exhaust(partial(race.program, fixed=True), limit=ORDERS) for race in programs]
+    small = [exhaust(as_program(one, protected=True), limit=ORDERS, rules=RULES) for one in MINIATURES]
+    whole = [done for done in small if done.complete]
     return [
         Figure("museum_total", len(programs), "programs"),
         Figure("museum_found", len(found), "programs", at_least(len(programs))),
         Figure("museum_schedules_max", max(found, default=0), "schedules", at_most(SCHEDULES)),
         Figure("museum_findings_with_fix", sum(run.found is not None for run in fixed), "programs", at_most(0)),
         Figure("museum_schedules_with_fix", sum(run.schedules for run in fixed), "schedules"),
+        Figure("museum_fixes_in_all_orders", sum(done.complete for done in orders), "programs", at_least(len(orders))),
+        Figure("museum_orders_max", max(done.schedules for done in orders), "schedules"),
+        Figure("miniatures_total", len(small), "programs"),
+        Figure("miniatures_in_all_orders", len(whole), "programs"),
+        Figure("miniatures_orders_max", max(done.schedules for done in whole), "schedules"),
+        Figure("miniatures_findings", sum(done.problem is not None for done in small), "programs", at_most(0)),
     ]
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from sidestream.testing.exhaust import exhaust
 from sidestream.testing.explore import SCHEDULES, replay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,12 @@ def test_the_script_shows_the_race_within_300_schedules_and_no_finding_with_the_
 def test_the_published_program_also_has_wrong_results(path: Path) -> None:
     published = partial(runpy.run_path(str(path))["program"], fixed=False)
     assert any("assertion" in replay(published, "random", seed, trace=False).oracles for seed in range(50))
+
+
+@EACH
+def test_no_order_of_a_fixed_program_has_a_finding(path: Path) -> None:
+    done = exhaust(partial(runpy.run_path(str(path))["program"], fixed=True), limit=1000)
+    assert (done.problem, done.complete) == (None, True)
 
 
 @EACH

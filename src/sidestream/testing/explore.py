@@ -174,7 +174,7 @@ def explore(
         raise ConfigError(f"schedules is {schedules}: give a whole number from 1")
     for number, (policy, run) in enumerate(_schedules(program, schedules, seed, policies, rules)):
         if run.problems:
-            shrunk, runs = _shrink(program, run, rules)
+            shrunk, runs = shrink(program, run, rules)
             found = Found(number + 1, policy, seed + number, run.problems[0], shrunk.turns, shrunk, runs)
             return Exploration(number + 1, found)
     return Exploration(schedules, None)
@@ -196,7 +196,14 @@ def replay(
     return run_program(program, chosen, rules=rules, trace=trace)
 
 
-def run_program(program: Program, policy: Policy, *, rules: Rules = DEFAULT_RULES, trace: bool = False) -> Run:
+def run_program(
+    program: Program,
+    policy: Policy,
+    *,
+    rules: Rules = DEFAULT_RULES,
+    trace: bool = False,
+    make_recorder: Callable[[Checker, Callable[[], str], list[TraceLine] | None], Recorder] = Recorder,
+) -> Run:
     """Run `program` once on a new device, run its unfinished work to the end, and apply the oracles.
 
     Never raises for an error of the program, except for an interrupt.
@@ -210,7 +217,7 @@ def run_program(program: Program, policy: Policy, *, rules: Rules = DEFAULT_RULE
         device.poison(memory, start, stop, after)
 
     checker = Checker(poison=poison, allowed_waits=frozenset(rules.waits))
-    recorder = Recorder(checker, actor, lines if trace else None)
+    recorder = make_recorder(checker, actor, lines if trace else None)
     watched = Watched(policy)
     device = SimDevice(watched, tracer=recorder)
     raised: list[Problem] = []
@@ -247,7 +254,7 @@ def _schedules(
         yield policy, run
 
 
-def _shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
+def shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
     """Find a shorter schedule whose first problem has the same kind as that of `run`. Returns the run of the shorter
     schedule, and the number of replays.
 

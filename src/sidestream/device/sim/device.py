@@ -161,6 +161,8 @@ class SimDevice:
         """See `Device.wait_host`. Raises Deadlock if the fence can never be done."""
         if not isinstance(fence, SimFence) or fence.device is not self:
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
+        if self.turns.watch is not None and (fence.done or timeout_s is not None or bell is not None):
+            self.turns.watch.polled(fence.stream, fence.tick, done=fence.done)
         if not fence.done:
             self.stall(reason)
             wake_s = None if timeout_s is None else self.turns.now_s + timeout_s
@@ -169,6 +171,8 @@ class SimDevice:
             )
             if bell is not None and not fence.done:
                 bell.wait(0)  # clear the bell, if it was rung
+            if self.turns.watch is not None and (timeout_s is not None or bell is not None):
+                self.turns.watch.polled(fence.stream, fence.tick, done=fence.done)
         if fence.done and self.tracer is not None:
             self.tracer.observed(fence)
         return fence.done
@@ -262,6 +266,8 @@ class SimDevice:
         return torch.from_numpy(self.guard.allocate(name, num_bytes))
 
     def _poison(self, memory: Memory, start: int, stop: int) -> None:
+        if self.turns.watch is not None:
+            self.turns.watch.poisoned(memory.name, start, stop)
         if self.guard is None:
             memory.data.numpy()[start:stop] = POISON
         else:

@@ -61,6 +61,8 @@ class SimFence:
         """
         if not self.done:
             self._device.turns.point()
+        if self._device.turns.watch is not None:
+            self._device.turns.watch.polled(self._stream, self._tick, done=self.done)
         if self.done and self._device.tracer is not None and self._device.turns.at_host:
             self._device.tracer.observed(self)
         return self.done
@@ -103,7 +105,7 @@ class SimEvent:
 
     def record(self, stream: SimStream) -> SimFence:
         """See `GraphEvent.record`."""
-        self.fence = stream.submit(lambda: None, label=f"record {self.name}")
+        self.fence = stream.submit(lambda: None, lambda: (), label=f"record {self.name}")
         # A new dict, because work that was submitted before keeps the old dict.
         self._device.records = {**self._device.records, self: self.fence}
         return self.fence

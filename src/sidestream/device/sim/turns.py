@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sidestream.device.sim.policies import HOST, Choice, Policy
 from sidestream.errors import SidestreamError
@@ -65,6 +66,22 @@ class Actor:
         return self.ready() or (self.wake_s is not None and self.wake_s <= now_s)
 
 
+class Watch(Protocol):
+    """Is told about turns, and about actions that a tracer does not see."""
+
+    def turn(self, actor: Actor) -> None:
+        """The running actor has ended its turn, and `actor` begins one; it may be the same."""
+        ...
+
+    def polled(self, stream: str, tick: int, *, done: bool) -> None:
+        """The running actor has read whether this fence is done."""
+        ...
+
+    def poisoned(self, memory: str, start: int, stop: int) -> None:
+        """The running actor has overwritten bytes with poison."""
+        ...
+
+
 def _always() -> bool:
     return True
 
@@ -83,12 +100,14 @@ class Turns:
     now_s   virtual time
     points  number of decisions so far
     log     the chosen actor at each point where several actors could run
+    watch   is told about every turn; None: nobody
     """
 
     def __init__(self, policy: Policy) -> None:
         self.now_s = 0.0
         self.points = 0
         self.log: list[str] = []
+        self.watch: Watch | None = None
         self._policy = policy
         self._host = Actor(HOST, _always, _no_actor, is_host=True)
         self._actors = [self._host]
@@ -217,6 +236,8 @@ class Turns:
                 "must sleep, or wait for a fence"
             )
             return self._host  # the host raises the failure
+        if self.watch is not None:
+            self.watch.turn(chosen)
         return chosen
 
     def _decide(self) -> Actor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sidestream.device.sim import SimDevice
 from sidestream.errors import InvariantError
-from sidestream.testing.explore import Rules, replay
+from sidestream.testing.explore import Program, Rules, replay
 from sidestream.testing.miniatures.border import BORDER
 from sidestream.testing.miniatures.copies import COPIES
 from sidestream.testing.miniatures.requests import REQUESTS
@@ -20,10 +20,10 @@ from sidestream.testing.miniatures.rows import ROWS
 from sidestream.testing.miniatures.stage import Miniature, Outcome
 from sidestream.testing.miniatures.tiers import TIERS
 
-__all__ = ["MINIATURES", "Caught", "Miniature", "Outcome", "run_miniature"]
+__all__ = ["MINIATURES", "RULES", "Caught", "Miniature", "Outcome", "as_program", "run_miniature"]
 
 # Exceptions that miniatures raise on purpose inside work.
-_RULES = Rules(faults=(Exception,))
+RULES = Rules(faults=(Exception,))
 _NAMES = {"assertion": "balance", "deadlock": "order"}
 
 MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
@@ -47,6 +47,19 @@ class Caught:
         return self.oracles[0]
 
 
+def as_program(miniature: Miniature, *, protected: bool) -> Program:
+    """The miniature as a program for `explore` and `exhaust`, with `RULES`: a wrong outcome is an AssertionError."""
+
+    def program(device: SimDevice) -> None:
+        try:
+            verdicts = miniature.run(device, protected).verdicts()
+        except InvariantError as error:  # raised by a pool, for example for a double release
+            raise AssertionError(str(error)) from error
+        assert not verdicts, verdicts
+
+    return program
+
+
 def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bool) -> Caught | None:
     """Run `miniature` once. None if no oracle detected a failure. Raises ConfigError for an unknown policy, and
     InvariantError for a miniature that raises an unexpected exception.
@@ -59,7 +72,7 @@ def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bo
         except InvariantError as error:  # raised by a pool, for example for a double release
             raise AssertionError(str(error)) from error
 
-    run = replay(program, policy, seed, rules=_RULES, trace=False)
+    run = replay(program, policy, seed, rules=RULES, trace=False)
     by_oracle = {problem.oracle: problem.text for problem in reversed(run.problems)}
     if "error" in by_oracle:
         raise InvariantError(f"miniature {miniature.name} raised {by_oracle['error']}")
