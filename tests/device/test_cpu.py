@@ -140,6 +140,15 @@ def test_work_behind_a_wait_runs_after_the_fence_and_work_before_it_does_not_car
     assert order == ["copy before the wait", "step", "copy behind the wait"]
 
 
+def test_a_wait_for_another_stream_ends_a_capture(device: CpuDevice) -> None:
+    compute, copy = device.stream("compute"), device.stream("copy")
+    own, other = compute.submit(lambda: None), copy.submit(lambda: None)
+    with pytest.raises(InvariantError, match=r"during a capture.*use `wait_external`"):
+        compute.capture(lambda: compute.wait(other))
+    assert compute.capture(lambda: compute.wait(own)).nodes == ()
+    compute.wait(other)  # the capture has ended
+
+
 def test_a_wait_does_not_hold_up_the_thread_that_asks_for_it(device: CpuDevice) -> None:
     compute, copy, barrier = device.stream("compute"), device.stream("copy"), Barrier()
     copy.wait(compute.submit(barrier))

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.cuda import CudaDevice, CudaStream
-from sidestream.errors import ConfigError, OutOfDeviceMemory
+from sidestream.errors import ConfigError, InvariantError, OutOfDeviceMemory
 from sidestream.testing.checker import Checker
 from sidestream.types import Access, Fence
 
@@ -338,18 +339,19 @@ def test_replays_that_are_enqueued_together_never_read_before_their_own_loads(de
     assert (copies >= torch.arange(1, 11, device=device.torch_device)[:, None]).all()
 
 
-def test_a_plain_wait_is_no_part_of_a_graph(device: CudaDevice) -> None:
+def test_a_wait_for_another_stream_ends_a_capture(device: CudaDevice) -> None:
     compute, load = device.stream("compute"), device.stream("load")
-    slow = load.submit(lambda: delay(20))
+    own, other = compute.submit(lambda: None), load.submit(lambda: None)
     value = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
 
-    def build() -> None:
-        compute.wait(slow)
+    def build(fence: Fence) -> None:
+        compute.wait(fence)
         compute.submit(lambda: value.add_(1))
 
-    graph = compute.capture(build)
-    finish(device, compute.replay(graph))
-    assert (graph.ignored_waits, int(value)) == (1, 1)
+    with pytest.raises(InvariantError, match="during a capture"):
+        compute.capture(partial(build, other))
+    finish(device, compute.replay(compute.capture(partial(build, own))))
+    assert int(value) == 1
 
 
 def test_a_branch_of_a_graph_sees_what_was_before_and_is_waited_for(device: CudaDevice) -> None:

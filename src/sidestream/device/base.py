@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from sidestream.device.channel import Bell
+from sidestream.errors import InvariantError
 from sidestream.types import Access, Accesses, Fence, Tracer
 
 Starts = npt.NDArray[np.int64]
@@ -25,6 +26,14 @@ Starts = npt.NDArray[np.int64]
 def no_accesses() -> Sequence[Access]:
     """The accesses of work that neither reads nor writes shared memory."""
     return ()
+
+
+def wait_in_capture(stream: str, fence: Fence) -> InvariantError:
+    """The error for a wait during a capture: see `Stream.wait`."""
+    return InvariantError(
+        f"stream {stream} cannot wait for {fence!r} during a capture, because the graph's replays would not: wait for "
+        "it before the replay, or use `wait_external`"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +256,9 @@ class Stream(Protocol):
     def wait(self, fence: Fence) -> None:
         """Make all work that is submitted after this call wait for `fence`, on the device. The caller does not wait.
 
-        If it is called inside work of this stream, the rest of that work waits, too.
+        If it is called inside work of this stream, the rest of that work waits, too. Raises InvariantError inside
+        `capture` for a fence of another stream: the graph would not wait, and CUDA would end the capture with error
+        905 (capture isolation). Use `wait_external`.
         """
         ...
 

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import torch
 
-from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses
+from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses, wait_in_capture
 from sidestream.device.channel import Bell
 from sidestream.device.fence import StreamFence
 from sidestream.errors import DeviceLost, InvariantError
@@ -122,6 +122,8 @@ class HostStream:
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is of another kind of stream")
         if fence.owner is self:
             return  # the stream runs in order anyway
+        if self._capture is not None:  # rule: no-wait-is-lost-in-a-capture
+            raise wait_in_capture(self.name, fence)
         if threading.current_thread() is self._thread:
             self._wait_here(fence)
         elif not fence.poll():  # rule: cpu-stream-waits-for-other-streams

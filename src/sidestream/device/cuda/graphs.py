@@ -37,7 +37,6 @@ class CudaGraph:
     graph           torch's graph
     accesses        memory that the captured work has declared to access
     waits           events that each replay waits for
-    ignored_waits   number of waits for fences during the capture, which are not part of the graph
     order           the waits, and the accesses that `Stream.touch` has declared, in order
     executable      the driver's handle of the graph; None: this version of torch does not give it
     """
@@ -45,7 +44,6 @@ class CudaGraph:
     graph: Any
     accesses: Sequence[Accesses]
     waits: Sequence[CudaEvent]
-    ignored_waits: int
     executable: int | None = None
     order: Sequence[CudaEvent | Accesses] = ()
     deleted: bool = False
@@ -63,5 +61,4 @@ class Capture:
 
     accesses: list[Accesses]
     waits: list[CudaEvent]
-    ignored_waits: int = 0
     order: list[CudaEvent | Accesses] = field(default_factory=list)

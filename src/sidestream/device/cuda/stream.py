@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from sidestream.device.base import CopyBatch, Memory, no_accesses
+from sidestream.device.base import CopyBatch, Memory, no_accesses, wait_in_capture
 from sidestream.device.cuda.copier import Copier, CopyDevice
 from sidestream.device.cuda.driver import Driver, named
 from sidestream.device.cuda.fences import CudaFence, FenceDevice, FenceQueue
@@ -114,7 +114,7 @@ class CudaStream:
             self._running = self._side.active = False
 
     def wait(self, fence: Fence) -> None:
-        """Make later work wait for `fence`, on the device. See `Stream.wait`. Does nothing while a graph is captured.
+        """Make later work wait for `fence`, on the device. See `Stream.wait`.
 
         The fence of a host stream must be done already, because a GPU cannot wait for a host thread.
         """
@@ -130,8 +130,7 @@ class CudaStream:
         elif fence.owner is self.fences:
             return  # the stream runs in order anyway
         elif self._capture is not None:
-            self._capture.ignored_waits += 1
-            return
+            raise wait_in_capture(self.name, fence)
         else:
             self.fences.check_alive()
             fence.owner.hold_up(self.external, fence)
@@ -238,7 +237,6 @@ class CudaStream:
                 graph,
                 tuple(capture.accesses),
                 tuple(capture.waits),
-                capture.ignored_waits,
                 None if executable is None else int(executable()),
                 tuple(capture.order),
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sidestream.device.base import CopyBatch, Memory, no_accesses
+from sidestream.device.base import CopyBatch, Memory, no_accesses, wait_in_capture
 from sidestream.device.sim.turns import Actor
 from sidestream.errors import InvariantError
 from sidestream.types import Accesses, Fence
@@ -113,10 +113,9 @@ class SimEvent:
 
 @dataclass(slots=True, eq=False)
 class SimGraph:
-    """Captured work. As on CUDA, waits for fences during the capture are not part of it."""
+    """Captured work."""
 
     nodes: tuple[_Work | _ExternalWait, ...]
-    ignored_waits: int
     deleted: bool = False
 
     def delete(self) -> None:
@@ -138,7 +137,6 @@ class SimStream:
         self._queue: deque[tuple[_Work, SimFence] | _Wait] = deque()
         self._next_tick = 1
         self._capture: list[_Work | _ExternalWait] | None = None
-        self._ignored_waits = 0
         self._records: Mapping[SimEvent, SimFence | None] = {}
         self._copies = 0
         self._side_work: deque[Callable[[], None]] = deque()
@@ -173,13 +171,13 @@ class SimStream:
         return self._enqueue(item)
 
     def wait(self, fence: Fence) -> None:
-        """See `Stream.wait`. Does nothing during a capture, as on CUDA."""
+        """See `Stream.wait`."""
         if not isinstance(fence, SimFence) or fence.device is not self._device:
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
-        if self._capture is not None:
-            self._ignored_waits += 1
-        elif fence.stream == self.name:
+        if fence.stream == self.name:
             pass  # the stream runs in order anyway
+        elif self._capture is not None:
+            raise wait_in_capture(self.name, fence)
         elif self._turns.current is self._actor:
             self._turns.block(lambda: fence.done, lambda: fence.stream)
             self._trace_wait(fence)
@@ -246,10 +244,10 @@ class SimStream:
 
     def capture(self, build: Callable[[], None], *, beside: SimGraph | None = None) -> SimGraph:
         """See `Stream.capture`."""
-        self._capture, self._ignored_waits = [], 0
+        self._capture = []
         try:
             build()
-            return SimGraph(tuple(self._capture), self._ignored_waits)
+            return SimGraph(tuple(self._capture))
         finally:
             self._capture = None
 

@@ -50,8 +50,8 @@ def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
 
 
 def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
-    """The host has waited for a load during the capture, so the graph contains no wait: a replay reads KV that is still
-    being loaded.
+    """The event of the load was not recorded yet during the capture, so the graph contains no wait: a replay reads KV
+    that is still being loaded.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load = device.stream("compute"), device.stream("load")
@@ -65,7 +65,6 @@ def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
             compute.wait_event(loaded)
         kv.read(compute, block.ids, found, "decode")
 
-    loaded.record(load)
     graph = compute.capture(decode)
     host.put(slot.ids, 7)
     copied = copy(load, host, slot.ids, kv, block.ids, "load of a preempted request")

@@ -128,6 +128,13 @@ EQUIVALENT = (
         "test_group.py::test_a_directory_that_a_killed_group_left_is_refused",
         Never(),
     ),
+    _of_device(
+        "no-wait-is-lost-in-a-capture",
+        "H5",
+        "a graph does not wait for a fence for which its capture waited",
+        "test_cpu.py::test_a_wait_for_another_stream_ends_a_capture",
+        Never(),
+    ),
 )
 
 _COPY = "a copy of a value object"
