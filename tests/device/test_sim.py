@@ -290,6 +290,31 @@ def replayed(capture_wait: str, policy: str, seed: int) -> list[str]:
     return ran
 
 
+def test_an_event_is_queried_and_synchronized_as_on_cuda() -> None:
+    ran: list[int] = []
+    with simulated("late", 0) as device:
+        stream, event = device.stream("compute"), device.event("done")
+        assert event.query()
+        event.synchronize()  # never recorded: both return at once
+        stream.submit(lambda: ran.append(1))
+        event.record(stream)
+        assert not event.query()
+        event.synchronize()
+        assert event.query() and ran == [1]
+        stream.submit(lambda: ran.append(2))
+        assert event.query()  # work behind the record does not count
+        stream.synchronize()
+        stream.synchronize()  # there is nothing left to wait for
+        assert ran == [1, 2]
+        assert device.host_waits() == {"event": 1, "stream": 1}
+
+
+def test_a_stream_without_work_needs_no_wait() -> None:
+    with simulated("late", 0) as device:
+        device.stream("compute").synchronize()
+        assert device.host_waits() == {}
+
+
 def test_a_wait_for_another_stream_ends_a_capture() -> None:
     with simulated("random", 0) as device:
         load, compute = device.stream("load"), device.stream("compute")

@@ -18,6 +18,8 @@ STREAMS = (
     "prefill",
     "load 1",
     "compute 1",
+    "early part",
+    "DMA",
     *BORDER,
 )
 POLICIES = ("random", "late", "early", "pct:2", "pct:4")

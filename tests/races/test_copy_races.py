@@ -35,6 +35,16 @@ def test_h23_consumer_is_enqueued_before_its_producer() -> None:
     assert_clean("consumer before producer")
 
 
+def test_h23_kernel_that_starts_early_reads_what_the_one_before_it_writes() -> None:
+    assert_caught("early part of a dependent launch", by=("checker", "tokens"), within=12)
+    assert_clean("early part of a dependent launch")
+
+
+def test_h1_copy_engine_reads_its_source_before_the_stream_has_waited() -> None:
+    assert_caught("source read in any order", by=("checker", "tokens"), within=12)
+    assert_clean("source read in any order")
+
+
 def test_p1_pageable_copy_holds_up_the_thread_that_asks_for_it() -> None:
     assert_caught("pageable copy", by=("checker", "order"), within=1)
     assert_clean("pageable copy")

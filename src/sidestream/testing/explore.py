@@ -142,7 +142,8 @@ class Exploration:
 class Rules:
     """Things that a program may do without a finding.
 
-    waits    reasons for which the host may block: those of `SimDevice.wait_host`, `"queue full"` and `"pageable copy"`
+    waits    reasons for which the host may block: those of `SimDevice.wait_host`, `"event"` and `"stream"` (of
+             `synchronize`), `"queue full"` and `"pageable copy"`
     faults   exceptions that work may raise, such as injected faults. The program can read them from the fences
     """
 

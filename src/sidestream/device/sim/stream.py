@@ -110,6 +110,17 @@ class SimEvent:
         self._device.records = {**self._device.records, self: self.fence}
         return self.fence
 
+    def query(self) -> bool:
+        """Whether the last record is done; True if the event was never recorded, as on CUDA."""
+        return self.fence is None or self.fence.poll()
+
+    def synchronize(self) -> None:
+        """Let the host wait for the last record, for the reason `"event"`; returns at once if there is none, as on
+        CUDA.
+        """
+        if self.fence is not None:
+            self._device.wait_host(self.fence, reason="event")
+
 
 @dataclass(slots=True, eq=False)
 class SimGraph:
@@ -136,6 +147,7 @@ class SimStream:
         self._turns = device.turns
         self._queue: deque[tuple[_Work, SimFence] | _Wait] = deque()
         self._next_tick = 1
+        self._last: SimFence | None = None
         self._capture: list[_Work | _ExternalWait] | None = None
         self._records: Mapping[SimEvent, SimFence | None] = {}
         self._copies = 0
@@ -189,6 +201,11 @@ class SimStream:
         """Make later work wait for the last record of `event`; does nothing if it was never recorded, as on CUDA."""
         if event.fence is not None:
             self.wait(event.fence)
+
+    def synchronize(self) -> None:
+        """Let the host wait for all work that was submitted, for the reason `"stream"`."""
+        if self._last is not None:
+            self._device.wait_host(self._last, reason="stream")
 
     def touch(self, accesses: Accesses) -> None:
         """See `Stream.touch`. This is a point."""
@@ -295,7 +312,7 @@ class SimStream:
 
     def _enqueue(self, work: _Work) -> SimFence:
         self._make_room()
-        fence = SimFence(self._device, self.name, self._next_tick)
+        fence = self._last = SimFence(self._device, self.name, self._next_tick)
         self._next_tick += 1
         if self._device.tracer is not None:
             self._device.tracer.submitted(fence, work.accesses, work.label)

@@ -266,6 +266,54 @@ def consumer_before_producer(device: SimDevice, protected: bool) -> Outcome:
     return Outcome(tuple(found), (3, 3))
 
 
+def early_part_of_a_dependent_launch(device: SimDevice, protected: bool) -> Outcome:
+    """Programmatic dependent launch: the early part of a kernel runs while the kernel before it still runs, although
+    both are on one stream. What that kernel writes must be read after the wait for its end.
+
+    The early part is modelled as work of a second stream, which waits only for what the kernel before waits for.
+    """
+    lengths, kv = Blocks(device, "lengths", 1), Blocks(device, "kv", 1)
+    compute, early = device.stream("compute"), device.stream("early part")
+    length, block, seen, found = lengths.pool.take(1), kv.pool.take(1), list[int](), list[int]()
+    planned = lengths.write(compute, length.ids, 1, "lengths")
+    written = kv.write(compute, block.ids, 7, "write KV")
+    early.wait(planned)
+    if protected:
+        begun = lengths.read(early, length.ids, seen, "attend, before its wait")
+    else:
+        begun = kv.read(early, block.ids, found, "attend, before its wait")
+    compute.wait(begun)
+    ended = kv.read(compute, block.ids, found if protected else seen, "attend")
+    finish(device, ended)
+    length.release(after=(planned, begun))
+    block.release(after=(written, begun, ended))
+    return Outcome(tuple(found), (7, 7))
+
+
+def source_read_in_any_order(device: SimDevice, protected: bool) -> Outcome:
+    """A batch of copies with `CU_MEMCPY_SRC_ACCESS_ORDER_ANY`: the DMA engine may read the source before the stream has
+    waited for the work that fills it.
+
+    The engine's reads are modelled as work of a stream of their own; the host has to see the source complete before it
+    submits the batch.
+    """
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, store, dma = device.stream("compute"), device.stream("store"), device.stream("DMA")
+    block, slot = kv.pool.take(1), host.pool.take(1)
+    filled = kv.write(compute, block.ids, 7, "prefill")
+    store.wait(filled)
+    if protected:
+        finish(device, filled)
+    moved = copy(dma, kv, block.ids, host, slot.ids, "store, its source in any order")
+    store.wait(moved)
+    stored = store.submit(lambda: None, label="end of the store")
+    finish(device, stored)
+    found = host.seen(slot.ids)
+    block.release(after=(filled, moved))
+    slot.release(after=(moved,))
+    return Outcome(found, (7, 7))
+
+
 COPIES = (
     Miniature(
         "store before compute",
@@ -326,4 +374,16 @@ COPIES = (
         two_movers_of_one_block,
     ),
     Miniature("consumer before producer", "H23", "The write is enqueued before the read.", consumer_before_producer),
+    Miniature(
+        "early part of a dependent launch",
+        "H23",
+        "Before its wait, the kernel reads only what was written before the kernel in front of it.",
+        early_part_of_a_dependent_launch,
+    ),
+    Miniature(
+        "source read in any order",
+        "H1",
+        "The host sees the source complete before it submits the copy.",
+        source_read_in_any_order,
+    ),
 )
