@@ -20,6 +20,7 @@ from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.device.group import Group
 from sidestream.device.kinds import on_host
+from sidestream.errors import DeviceLost
 from sidestream.kv.accesses import StepAccesses
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateRegion
@@ -290,6 +291,8 @@ class Executor:
             declare=self._tracing.at_second_run,
         )
         self._graphs: Graphs | None = None
+        self._is_rank = group is not None
+        self._failed: str | None = None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
         """Enqueue one step. The step waits for the fences `after`, and before each layer for the fences of the layer in
@@ -340,7 +343,12 @@ class Executor:
 
         If it fails, `_tables` forgets which block tables are on the device, so that the next step writes them
         completely. That is in time: on a GPU, this method runs on the engine thread, before the next step is packed.
+
+        If a step fails on one of several ranks, no later step runs there. Its collectives would meet those of the
+        failed step on other ranks, whose steps would then end without an error and with wrong results.
         """
+        if self._failed is not None:  # rule: no-step-of-a-rank-follows-a-failed-one
+            raise DeviceLost(f"an earlier step failed on this rank: {self._failed}")
         try:
             with torch.inference_mode():
                 if step.changes.indices:
@@ -351,8 +359,10 @@ class Executor:
                 # rule: second-run-is-part-of-its-step
                 inputs, output = self._run_twice(batch, step) if batch.twice else self._run_once(batch, step)
                 self._sample(batch, step, inputs, output)
-        except BaseException:
+        except BaseException as error:
             self._tables.forget()
+            if self._is_rank:
+                self._failed = f"{type(error).__name__}: {error}"
             raise
 
     def _run_once(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:

@@ -121,6 +121,13 @@ MUTATIONS = (
         needs=frozenset({"ranks", "failing_copy"}),
     ),
     Mutation(
+        name="no-step-of-a-rank-follows-a-failed-one",
+        hazard="H13",
+        change=Never(),
+        consequence="the collectives of a rank's next step meet those of the step that failed: wrong tokens, no error",
+        needs=frozenset({"failing_step", "ranks"}),
+    ),
+    Mutation(
         name="step-with-a-lost-rank-is-not-committed",
         hazard="H22",
         change=Never(),

@@ -57,7 +57,8 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_damage(random.Random(f"sidestream damage {seed}"), workload)
     workload = _draw_loss(random.Random(f"sidestream loss {seed}"), workload)
     workload = _draw_self_check(random.Random(f"sidestream self-check {seed}"), workload)
-    return _draw_lost_rank(random.Random(f"sidestream lost rank {seed}"), workload)
+    workload = _draw_lost_rank(random.Random(f"sidestream lost rank {seed}"), workload)
+    return _draw_failing_rank(random.Random(f"sidestream failing rank {seed}"), workload)
 
 
 def _draw_self_check(rng: random.Random, workload: Workload) -> Workload:
@@ -101,6 +102,16 @@ def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
     if workload.ranks == 1 or rng.random() >= 1 / 3 or workload.front_ends or workload.closes_at is not None:
         return workload
     return _with_loss(rng, workload, "rank_lost")
+
+
+def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
+    """Let a step fail on one rank, in one of three workloads whose ranks all live. For front ends see `_draw_loss`."""
+    left_out = workload.front_ends or workload.closes_at is not None or "rank_loss" in workload.features
+    if workload.ranks == 1 or rng.random() >= 1 / 3 or left_out:
+        return workload
+    failing = Fault("forward", "lost", rng.randrange(8 * workload.ranks), 0)
+    events = tuple(event for event in workload.events if event.kind not in ("crash", "restart"))
+    return dataclasses.replace(workload, faults=(*workload.faults, failing), events=events)
 
 
 def _with_loss(rng: random.Random, workload: Workload, kind: EventKind) -> Workload:

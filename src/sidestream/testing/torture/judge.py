@@ -169,7 +169,7 @@ def wrong_answer(
     if received.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
         yield "answered", f"{who} was aborted, although its client did not ask for it"
     # After a restart, clients may repeat a request later than its abort. With front ends, an abort may arrive late.
-    restarts = any(
+    restarts = {"ranks", "failing_step"} <= workload.features or any(
         event.kind in ("crash", "restart", "device_lost", "copies_lost", "rank_lost") for event in workload.events
     )
     in_step = not restarts and not workload.front_ends

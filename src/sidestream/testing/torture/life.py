@@ -89,13 +89,13 @@ class Life:
 
     def _start_ranks(self, workload: Workload) -> SimRanks:
         """Start the ranks other than 0, each with its own toy model and disk tier."""
-        ranks = SimRanks(self.device, workload.ranks)
+        ranks, fails = SimRanks(self.device, workload.ranks), "failing_step" in workload.features
         for rank in range(1, workload.ranks):
             if workload.disk_blocks:
                 self.disks.append(scratch().open(self.model, self.device, num_blocks=workload.disk_blocks, rank=rank))
             ranks.start(
                 rank,
-                RankToy(toy_of(workload), ranks.groups[rank]),
+                RankToy(ScriptedModel(toy_of(workload), self.device if fails else None), ranks.groups[rank]),
                 _config(workload, self.model),
                 tiers={"disk": self.disks[-1]} if workload.disk_blocks else None,
                 proposer=RankProposer(self._proposer(workload), self.model.vocab_size),
@@ -133,8 +133,8 @@ class Life:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine lost its device or a rank, so that it fails."""
-        return self.device.is_lost or (self.others is not None and self.others.is_lost)
+        """Whether the engine lost its device or a rank, or a step has failed on a rank, so that the engine fails."""
+        return self.device.is_lost or (self.others is not None and (self.others.is_lost or self.device.step_failed))
 
     def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
         self.device.poison(memory, start, stop, [local_fence(fence) for fence in after])  # the memory belongs to rank 0

@@ -48,11 +48,12 @@ class Script:
 
 
 class ScriptedDevice(SimDevice):
-    """A simulated device whose copies fail as the workload says."""
+    """A simulated device whose copies fail as the workload says. `step_failed`: whether a forward pass has failed."""
 
     def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None, guard: Guard | None = None) -> None:
         super().__init__(policy, tracer=tracer, guard=guard)
         self.script = script
+        self.step_failed = False
         self._lost_to: tuple[str, ...] = ()
 
     @property
@@ -215,6 +216,7 @@ class ScriptedModel:
             assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
             for layer in range(self.layout.num_layers):
                 batch.before_layer(layer)
+            self._device.step_failed = True
         self._device.play(fault, proceed, torn=_never)
         if fault is not None and fault.kind == "nan":
             assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
