@@ -241,13 +241,11 @@ class Executor:
         self._has_states = states is not None
         self._state_pool: StatePool | None = None
         if states is not None:
-            drafts = None
-            if proposer is not None:
-                drafts = DraftInputs(states.layout, num_slots + 1, max_drafts, device.torch_device)
+            sizes = states.layout, num_slots + 1, max_drafts, device.torch_device
+            drafts = None if proposer is None else DraftInputs(*sizes)
             self._state_pool = _make_state_pool(device, memory, states, layout.block_tokens, drafts)
-        self._table_width = num_blocks
-        if attention.max_kv_tokens is not None:
-            self._table_width = min(num_blocks, attention.max_kv_tokens // layout.block_tokens)
+        tokens = attention.max_kv_tokens
+        self._table_width = num_blocks if tokens is None else min(num_blocks, tokens // layout.block_tokens)
         self._state = DecodeState(
             num_slots,
             model.vocab_size,

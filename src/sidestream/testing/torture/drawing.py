@@ -30,6 +30,7 @@ from sidestream.testing.torture.workload import (
 
 # Duration of an operation, in load deadlines, that is longer than any request waits for a load.
 _ENDLESS = 3000
+_LONG = 100
 # Repetition, presence and frequency penalty.
 _PENALTIES = (NEUTRAL, (1.5, 0.0, 0.0), (1.0, 2.0, 2.0), (2.0, 1.0, 2.0))
 # For requests with a temperature. With these penalties, the toy model's best token becomes unlikely once it was
@@ -105,13 +106,16 @@ def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Let a step fail on one rank, in one of three workloads whose ranks all live. For front ends see `_draw_loss`."""
+    """Let a step fail on one rank, in one of three workloads whose ranks all live. For front ends see `_draw_loss`.
+    Such a workload has no logits that are not finite: the toy model does not tell the other ranks of them.
+    """
     left_out = workload.front_ends or workload.closes_at is not None or "rank_loss" in workload.features
     if workload.ranks == 1 or rng.random() >= 1 / 3 or left_out:
         return workload
     failing = Fault("forward", "lost", rng.randrange(8 * workload.ranks), 0)
     events = tuple(event for event in workload.events if event.kind not in ("crash", "restart"))
-    return dataclasses.replace(workload, faults=(*workload.faults, failing), events=events)
+    faults = (fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "nan"))
+    return dataclasses.replace(workload, faults=(*faults, failing), events=events)
 
 
 def _with_loss(rng: random.Random, workload: Workload, kind: EventKind) -> Workload:
@@ -401,4 +405,6 @@ def _draw_fault(rng: random.Random, operation: Operation) -> Fault:
     if operation == "forward":  # one step fails, mostly a late one, so that loads may be running
         return Fault(operation, kind, rng.randrange(30), 0, seconds)
     every = rng.choice((0, 0, 1, 2, 3))
+    if every and operation in ("store", "load"):  # a job has many copies, one after the other, and must end some time
+        seconds = min(seconds, _LONG * LOAD_DEADLINE_S)
     return Fault(operation, kind, rng.choice((0, 0, 0, 1, 2, 4)), every, seconds)
