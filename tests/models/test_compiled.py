@@ -436,9 +436,10 @@ def test_how_sizes_are_taken_elsewhere_in_the_process_stays_as_it_is(tmp_path: P
     assert added(torch.ones(5, 3), torch.ones(5, 3)) == added(torch.ones(5, 3), torch.ones(1, 3)) == 30
 
 
+@pytest.mark.parametrize("is_rank", [False, True])
 @pytest.mark.parametrize("stage", ["compile_layers", "the first step"])
 def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_are_written(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: str, is_rank: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler")
@@ -450,6 +451,7 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
     ) as llm:
         parts = llm.engine.parts
         executor, model, blocks = parts.executor, parts.executor._model, parts.blocks.num_available
+        executor._is_rank = is_rank  # the ranks of one engine fail alike
         assert isinstance(model, PagedModel)
         forward = model.forward
 

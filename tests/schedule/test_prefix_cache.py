@@ -207,25 +207,6 @@ def test_what_another_request_published_is_not_stored_again() -> None:
     assert len(keys) == len(set(keys))
 
 
-def test_own_copies_take_the_place_of_blocks_that_were_evicted_meanwhile() -> None:
-    """The second request may not reuse the last block of its prompt, so it has a copy of its own."""
-    world = World(num_blocks=16)
-    world.submit(prompt(8))
-    world.run()
-    second = world.submit(prompt(8), outputs=9)
-    steps_until(world, lambda: second.num_outputs > 0)
-    assert second.blocks is not None
-    of_first = world.blocks.get(second.keys[1])
-    assert of_first is not None and of_first not in second.blocks.ids
-    held = world.blocks.take(world.blocks.num_available)  # evicts it
-    assert of_first in held.ids
-    held.release()
-    world.run()
-    third = world.submit([*prompt(8), *world.said(second), 3], outputs=1)
-    world.run()
-    assert third.cached == CachedTokens(device=16)
-
-
 def test_what_came_from_a_tier_is_not_stored_again() -> None:
     world = World()
     request = world.submit(prompt(18))

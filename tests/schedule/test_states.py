@@ -347,6 +347,16 @@ def test_a_state_from_which_two_turns_continue_is_superseded_once() -> None:
     assert superseded(turns) == []
 
 
+def test_a_state_from_which_two_turns_continue_at_once_is_not_superseded() -> None:
+    turns = Turns()
+    first = [*range(10)]
+    turns.answer(first)
+    both = [turns.submit([*first[:9], *range(start, start + 10)]) for start in (50, 70)]
+    for request in both:
+        turns.run(request)
+    assert superseded(turns) == []
+
+
 def test_a_state_where_prompts_branch_is_not_superseded() -> None:
     turns = Turns()
     shared = [*range(12)]
@@ -447,9 +457,10 @@ class Decoding:
     def plan(self, length: int, in_flight: int = 0) -> StateIds:
         return self.cache.plan_decode(self.states, length, in_flight=in_flight, checkpoint=True)[0]
 
-    def commit(self, ids: StateIds, start: int, committed_len: int) -> None:
+    def commit(self, ids: StateIds, start: int, committed_len: int, *, findable: bool = True) -> None:
         self.cache.commit(self.states, ids, start + 1, committed_len, Step(0))
-        self.cache.publish(self.states, self.keys, committed_len // SIZE, num_prompt_tokens=5)
+        complete = committed_len // SIZE
+        self.cache.publish(self.states, self.keys, complete, num_prompt_tokens=5, findable=lambda key: findable)
 
 
 def test_a_row_behind_drafts_gets_a_state_for_the_border_that_it_may_reach() -> None:
@@ -478,6 +489,18 @@ def test_a_checkpoint_is_found_only_if_the_accepted_drafts_reached_its_border() 
     assert decoding.pool.get(decoding.keys[1]) == second.checkpoint
     decoding.commit(third, 9, 10)
     assert decoding.pool.num_keys == 1
+
+
+@pytest.mark.parametrize("findable", [True, False])
+def test_a_checkpoint_is_not_published_without_its_block(findable: bool) -> None:
+    """The findable block may be of another request, and evicted meanwhile."""
+    decoding = Decoding()
+    first, second = decoding.plan(5), decoding.plan(8, in_flight=2)
+    decoding.commit(first, 5, 8)
+    decoding.commit(second, 8, 9, findable=findable)
+    assert decoding.pool.num_keys == findable
+    decoding.cache.release(decoding.states, ())
+    assert decoding.pool.num_used == 0
 
 
 def test_a_candidate_behind_a_border_that_was_reached_is_released_behind_its_step() -> None:

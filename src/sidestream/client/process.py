@@ -180,7 +180,7 @@ class EngineProcess:
     def closed_itself(self) -> bool:
         """True once the engine has failed and closed. Its process ends next and serves no new connection."""
         self._read_received()
-        return self._failed is not None and self._reply is not None
+        return self._reply is not None  # the answer to `Close`, which was not sent yet
 
     def why_gone(self) -> str:
         """Call this after the connection was lost: a text that says how the process ended. Waits up to half a second

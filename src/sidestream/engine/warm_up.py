@@ -224,6 +224,7 @@ def capture(
         if not way:
             for part in served:
                 decompile(part)
+            executor.forget_failure()
             warm_up(_WARMING_UP)
         try:
             with compiling():

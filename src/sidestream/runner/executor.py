@@ -449,6 +449,10 @@ class Executor:
         graphs.capture(keys, tell=tell)
         self._graphs = graphs
 
+    def forget_failure(self) -> None:
+        """Let steps of a rank run again after a failure that all ranks have in common, before they serve."""
+        self._failed = None
+
     def close(self) -> None:
         """Delete the captured graphs, which hold device memory and collectives of the group. Call it after the last
         step, and before the group closes. Idempotent.

@@ -124,13 +124,6 @@ class PrefixCache:
         if not self._limits.prefix_cache or not request.shares:  # rule: blocks-from-before-a-reset-stay-private
             return ()
         self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
-        checkpoints: list[tuple[Key, BlockId]] = []
-        if request.states is not None and self._states is not None:
-            # rule: states-are-published-with-their-blocks
-            checkpoints = self._states.publish(
-                request.states, request.keys, complete, num_prompt_tokens=len(request.prompt)
-            )
-        again = self._publish_again(request)
         first = request.published_blocks
         keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
         self.drop_pending(request, keys)  # rule: published-block-is-not-pending
@@ -140,20 +133,17 @@ class PrefixCache:
             keys, ids = keys[found:], ids[found:]
         fresh = [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
         if self._key_log is not None:
-            self._key_log.sequence(request.keys, request.tokens, first=again, stop=complete, salt=request.cache_salt)
-        return [*fresh, *checkpoints]
-
-    def _publish_again(self, request: Request) -> int:
-        """Publish the request's own copies of blocks that another request had published before it, if those were
-        evicted meanwhile: without them, the blocks and checkpoints after them could not be reused. Returns the index of
-        the first block that was published now; if there is none, that of the next block to publish.
-        """
-        assert request.blocks is not None
-        first = request.published_blocks
-        while first and self._blocks.get(request.keys[first - 1]) is None:
-            first -= 1
-            self._blocks.publish(request.blocks.ids[first], request.keys[first])
-        return first
+            self._key_log.sequence(request.keys, request.tokens, first=first, stop=complete, salt=request.cache_salt)
+        if request.states is not None and self._states is not None:
+            # rule: states-are-published-with-their-blocks
+            fresh += self._states.publish(
+                request.states,
+                request.keys,
+                complete,
+                num_prompt_tokens=len(request.prompt),
+                findable=lambda key: self._blocks.get(key) is not None,
+            )
+        return fresh
 
     def invalidate(self, request: Request) -> Sequence[Key]:
         """Make all blocks that the request computed itself unfindable, because its logits are not finite: KV of earlier

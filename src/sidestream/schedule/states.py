@@ -55,6 +55,16 @@ class TierUses(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The keys of a request's checkpoints at the end of its prompt and of its answer, and the number of requests that
+    have started from one of them.
+    """
+
+    keys: list[Key] = field(default_factory=list)
+    starts: int = 0
+
+
 @dataclass(slots=True)
 class RequestStates:
     """The states of one running request.
@@ -82,8 +92,8 @@ class RequestStates:
     reached: int = 0
     latest: tuple[int, Key] | None = None
     loaded: int = -1
-    earlier: list[Key] = field(default_factory=list)
-    turn: list[Key] = field(default_factory=list)
+    earlier: Turn | None = None
+    turn: Turn = field(default_factory=Turn)
 
 
 class StateCache:
@@ -100,8 +110,9 @@ class StateCache:
     - While a request decodes, each new checkpoint replaces its last one, because only the end of an answer is worth
       keeping. The newest checkpoint is stored in tiers when the request ends or is preempted.
     - A turn of a conversation supersedes the turn before: once the state at the end of its prompt is stored, the states
-      at the ends of the earlier prompt and answer are evicted first, in every tier. A state where prompts branch is
-      never superseded, and neither is one from which a second turn has started.
+      at the ends of the earlier prompt and answer are evicted first, in every tier. This does not apply to states where
+      prompts branch, nor to turns from which two requests have started. If one request only branches off from an
+      earlier prompt, the end of that prompt's answer is evicted early, and its next turn may be computed again.
     """
 
     def __init__(
@@ -113,7 +124,7 @@ class StateCache:
         self._slots = slots
         self._tiers = tiers
         self._to_store: list[Key] = []
-        self._turns: OrderedDict[Key, list[Key]] = OrderedDict()  # each checkpoint's turn, oldest first
+        self._turns: OrderedDict[Key, Turn] = OrderedDict()  # each checkpoint's turn, oldest first
         self._superseded: list[Key] = []
 
     # ------------------------------------------------------------------ finding
@@ -163,8 +174,9 @@ class StateCache:
             source = self._states.share([state_id])  # rule: request-starts-from-the-checkpoint-that-it-found
         own = self._states.take(1)
         states = RequestStates(own, source, covered=stop, reached=stop)
-        if key is not None:
-            states.earlier = self._turns.get(key, [])
+        if key is not None and (earlier := self._turns.get(key)) is not None:
+            states.earlier = earlier
+            earlier.starts += 1
         if loads and source is not None:
             states.unpublished.append((stop, source))
             states.loaded = stop
@@ -242,16 +254,26 @@ class StateCache:
             states.read.pop(0)[1].release(after=(fence,), until=self._tiers.transfers_fence())
 
     def publish(
-        self, states: RequestStates, keys: Sequence[Key], complete: int, *, num_prompt_tokens: int
+        self,
+        states: RequestStates,
+        keys: Sequence[Key],
+        complete: int,
+        *,
+        num_prompt_tokens: int,
+        findable: Callable[[Key], bool],
     ) -> list[tuple[Key, BlockId]]:
-        """Make checkpoints at the ends of the first `complete` blocks findable. Returns the parts to store."""
+        """Make checkpoints at the ends of the first `complete` blocks findable. Returns the parts to store.
+
+        `findable`: whether a block can be found on the device. A block of another request, of which this request has a
+        copy, may have been evicted; then a checkpoint at its end is not published.
+        """
         size, stored = self._limits.block_tokens, list[tuple[Key, BlockId]]()
         # rule: checkpoint-is-published-after-its-step
         while states.unpublished and states.unpublished[0][0] <= complete * size:
             stop, made = states.unpublished.pop(0)
             # rule: checkpoint-has-the-key-of-its-last-block
             key, state_id = keys[stop // size - 1], made.ids[0]
-            if not self._states.publish(state_id, key) or stop == states.loaded:
+            if not findable(key) or not self._states.publish(state_id, key) or stop == states.loaded:
                 continue
             if stop <= num_prompt_tokens:
                 if stop == reusable_tokens(num_prompt_tokens, size):
@@ -312,18 +334,18 @@ class StateCache:
         self._superseded.clear()
         return keys
 
-    def _remember(self, turn: list[Key], key: Key) -> None:
+    def _remember(self, turn: Turn, key: Key) -> None:
         """Add the checkpoint to its request's turn."""
-        turn.append(key)
+        turn.keys.append(key)
         self._turns[key] = turn
         if len(self._turns) > _NUM_REMEMBERED:
             self._turns.popitem(last=False)
 
-    def _supersede(self, turn: Sequence[Key]) -> None:
-        """Let the checkpoints of the turn be evicted first, unless an earlier request has superseded them: then the
-        conversation branches there.
-        """
-        keys = [key for key in turn if self._turns.pop(key, None) is not None]
+    def _supersede(self, turn: Turn | None) -> None:
+        """Let the checkpoints of the turn be evicted first, unless two requests have started from it."""
+        if turn is None or turn.starts > 1:
+            return
+        keys = [key for key in turn.keys if self._turns.pop(key, None) is not None]
         self._states.demote(keys)
         self._superseded += keys
 

@@ -563,7 +563,6 @@ EXEMPT = (
     Exempt("PrefixCache.rekey", ("keys_version",), _NEW_KEYS),
     Exempt("PrefixCache.wanted_keys", ("extend", "salt="), _PREFIX_KEYS),
     Exempt("PrefixCache.publish", ("extend", "salt="), _PREFIX_KEYS),
-    Exempt("PrefixCache._publish_again", ("publish",), "without it, blocks are computed again; a state has no block"),
     Exempt("PrefixCache.publish", ("salt=",), "KV events name the salt; no key depends on it here"),
     Exempt("PrefixCache.publish", ("publish",), "only-committed-blocks-are-published decides which blocks it gets"),
     Exempt("RequestQueues.start", ("state",), _STATE),

@@ -405,6 +405,6 @@ def _draw_fault(rng: random.Random, operation: Operation) -> Fault:
     if operation == "forward":  # one step fails, mostly a late one, so that loads may be running
         return Fault(operation, kind, rng.randrange(30), 0, seconds)
     every = rng.choice((0, 0, 1, 2, 3))
-    if every and operation in ("store", "load"):  # a job has many copies, one after the other, and must end some time
+    if every:  # many operations run one after the other, and must end some time
         seconds = min(seconds, _LONG * LOAD_DEADLINE_S)
     return Fault(operation, kind, rng.choice((0, 0, 0, 1, 2, 4)), every, seconds)
