@@ -360,17 +360,18 @@ def test_a_replayed_graph_does_not_wait_for_what_was_waited_for_at_capture() -> 
     def program(rig: Rig, *, external: bool) -> None:
         rig.host_write(0, 64)
         event = rig.device.event("loaded")
-        rig.copy.submit(nothing, writes(0, 64), label="load")
-        event.record(rig.copy)
 
         def build() -> None:
             if external:
                 rig.compute.wait_external(event)
             else:
-                rig.compute.wait_event(event)
+                rig.compute.wait_event(event)  # not recorded yet: no part of the graph
             rig.read(rig.compute, 0, 64, "layer")
 
-        rig.compute.replay(rig.compute.capture(build), label="decode")
+        graph = rig.compute.capture(build)
+        rig.copy.submit(nothing, writes(0, 64), label="load")
+        event.record(rig.copy)
+        rig.compute.replay(graph, label="decode")
 
     assert kinds(lambda rig: program(rig, external=True)) == set()
     (race,) = judged(lambda rig: program(rig, external=False))
