@@ -17,8 +17,8 @@ each run looks for pairs of dependent turns that could also have come in the oth
 
 - Work that declares accesses touches nothing else. Work that declares none counts as dependent on all other such work,
   and on every step of a host thread. Host threads are dependent on each other at every step.
-- An actor polls a fence that is not done, or sleeps, at most `patience` times in a row if others can run. A sleeping
-  stream wakes when nobody else can run, or when the host has slept longer, as always on this device.
+- An actor polls a fence that is not done, or sleeps, at most `patience` times in a row if other actors can run. A
+  sleeping stream wakes when no other actor can run, or when the host has slept longer, as always on this device.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class _Search:
         """See `Watch.turn`."""
         self._end_step()
         if actor.name in self._sleep:
-            self._is_redundant()  # nobody else can run
+            self._is_redundant()  # no other actor can run
         if actor.name != self._step.actor:
             self._in_vain.clear()
         begins = [_UNDECLARED_READ] if actor.is_host else [*self._working.get(actor.name, ())]
@@ -331,7 +331,7 @@ class _Search:
         """Let `step`, or a step that leads to it, run before `earlier` in a later run."""
         node = earlier.node
         if node is None:
-            return  # nobody else could run
+            return  # no other actor could run
         leading = {step.actor}
         leading.update(
             between.actor

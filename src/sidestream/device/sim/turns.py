@@ -100,7 +100,7 @@ class Turns:
     now_s   virtual time
     points  number of decisions so far
     log     the chosen actor at each point where several actors could run
-    watch   is told about every turn; None: nobody
+    watch   observer that is told about every turn; None: there is no observer
     """
 
     def __init__(self, policy: Policy) -> None:
