@@ -45,7 +45,7 @@ def test_all_orders_of_a_right_program_are_a_few_runs() -> None:
     done = exhaust(partial(two_writers, waits=True))
     assert (done.complete, done.problem) == (True, None)
     assert done.schedules < 5
-    assert str(done) == f"no finding in {done.schedules} runs: all orders"
+    assert str(done).startswith("no finding in ") and str(done).endswith(": all orders")
 
 
 def test_streams_that_share_nothing_take_one_run() -> None:
@@ -56,6 +56,7 @@ def test_streams_that_share_nothing_take_one_run() -> None:
 
     done = exhaust(program)
     assert (done.schedules, done.complete) == (1, True)
+    assert str(done) == "no finding in 1 run: all orders"
     assert len(list(zip(range(200), all_orders(program, reduce=False), strict=False))) == 200
 
 

@@ -70,7 +70,8 @@ class Exhaustion:
         """The events of the shrunk run, or what was tried."""
         if self.shrunk is not None:
             return f"found by run {self.schedules}:\n{self.shrunk}\nagain: replay(program, {dict(self.shrunk.turns)})"
-        return f"no finding in {self.schedules} runs: {'all orders' if self.complete else 'the limit; some are left'}"
+        runs = "1 run" if self.schedules == 1 else f"{self.schedules} runs"
+        return f"no finding in {runs}: {'all orders' if self.complete else 'the limit; some are left'}"
 
 
 def exhaust(
