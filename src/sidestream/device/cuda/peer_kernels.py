@@ -24,8 +24,10 @@ _LANES = 512
 _TILE = 8192
 _TILE_WARPS = 16
 _PROGRAMS = 128
-# The word that ends all waits is in host memory, and a read of it takes a microsecond: one read for so many polls.
-_POLLS = 256
+# The word that ends all waits is in host memory. GPUs read it one warp after the other, 0.7 us each: with a read every
+# 256 polls, a sum of 512 warps took 320 us, so that the other ranks waited, read the word, and were late in turn: 320
+# us in each call. A wait of so many polls is about ten milliseconds, which no rank waits for others call after call.
+_POLLS = 16384
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Dtypes that can be added, and how a kernel takes the values of a 32-bit word apart."""
@@ -67,6 +69,14 @@ def _joined(low, high, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # 
     return word
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _ended(stop, calls):  # type: ignore[no-untyped-def]
+    """Whether the sums were aborted: 0 or 1. It notes that in device memory, where later waits find it at once."""
+    ended = tl.load(stop, volatile=True)
+    tl.store(calls, ended, mask=ended != 0)
+    return ended
+
+
 @triton.jit(do_not_specialize=["values", "inboxes", "calls", "abort", "count"])  # type: ignore[untyped-decorator]
 def _add_few(  # type: ignore[no-untyped-def]
     values,
@@ -87,7 +97,8 @@ def _add_few(  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     mine = values.to(tl.int64).to(tl.pointer_type(tl.int32))
     boxes = inboxes.to(tl.int64).to(tl.pointer_type(tl.int64))
-    counter = calls.to(tl.int64).to(tl.pointer_type(tl.int32)) + block
+    ended = calls.to(tl.int64).to(tl.pointer_type(tl.int32))
+    counter = ended + 1 + block
     stop = abort.to(tl.int64).to(tl.pointer_type(tl.int32))
     call = tl.load(counter) + 1
     at = block * LANES + tl.arange(0, LANES)
@@ -108,14 +119,14 @@ def _add_few(  # type: ignore[no-untyped-def]
         if rank != RANK:
             slots = box + half + rank * WORDS + at
             got = tl.load(slots, mask=inside, other=0, volatile=True)
-            missing = tl.sum((inside & ((got >> 32) != call)).to(tl.int32))
+            missing = tl.sum((inside & ((got >> 32) != call)).to(tl.int32)) * (1 - tl.load(ended))
             polls = 0
             while missing > 0:
                 got = tl.load(slots, mask=inside, other=0, volatile=True)
                 missing = tl.sum((inside & ((got >> 32) != call)).to(tl.int32))
                 polls += 1
                 if polls % POLLS == 0:
-                    missing = missing * (1 - tl.load(stop, volatile=True))
+                    missing = missing * (1 - _ended(stop, ended))
             word = got.to(tl.int32)
         low += _low(word, DTYPE)
         if DTYPE != 0:
@@ -158,6 +169,7 @@ def _sum_tile(  # type: ignore[no-untyped-def]
     mine,
     boxes,
     stop,
+    ended,
     tile,
     count,
     call,
@@ -179,13 +191,13 @@ def _sum_tile(  # type: ignore[no-untyped-def]
         word = own
         if rank != RANK:
             number = box + 2 * SIZE * WORDS + (half + rank) * (WORDS // TILE) + tile
-            missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
+            missing = (tl.atomic_add(number, 0, sem="acquire", scope="sys") - call) * (1 - tl.load(ended))
             polls = 0
             while missing != 0:
                 missing = tl.atomic_add(number, 0, sem="acquire", scope="sys") - call
                 polls += 1
                 if polls % POLLS == 0:
-                    missing = missing * (1 - tl.load(stop, volatile=True))
+                    missing = missing * (1 - _ended(stop, ended))
             tl.debug_barrier()
             word = tl.load(box + (half + rank) * WORDS + at, mask=at < count, other=0, cache_modifier=".cg")
         low += _low(word, DTYPE)
@@ -217,7 +229,8 @@ def _add_many(  # type: ignore[no-untyped-def]
     mine = tl.multiple_of(values.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
     words = quads * 4
     boxes = inboxes.to(tl.int64).to(tl.pointer_type(tl.int64))
-    counter = calls.to(tl.int64).to(tl.pointer_type(tl.int32)) + program
+    ended = calls.to(tl.int64).to(tl.pointer_type(tl.int32))
+    counter = ended + 1 + program
     stop = abort.to(tl.int64).to(tl.pointer_type(tl.int32))
     call = tl.load(counter) + 1
     tiles = tl.cdiv(words, TILE)
@@ -228,7 +241,7 @@ def _add_many(  # type: ignore[no-untyped-def]
         following = tile + tl.num_programs(0)
         if following < tiles:
             _send_tile(mine, boxes, following, words, call, RANK, SIZE, WORDS, TILE)
-        _sum_tile(mine, boxes, stop, tile, words, call, RANK, SIZE, WORDS, DTYPE, TILE, POLLS)
+        _sum_tile(mine, boxes, stop, ended, tile, words, call, RANK, SIZE, WORDS, DTYPE, TILE, POLLS)
         tile = following
     tl.debug_barrier()  # all threads have read the counter
     tl.store(counter, call)
@@ -250,10 +263,10 @@ def many_bytes(size: int, words: int) -> int:
 
 
 def counters(words: int) -> int:
-    """Number of call counters (int32, zeros at first) of `add_few` for calls of up to `words` words, and of
-    `add_many`.
+    """Number of words (int32, zeros at first) that count the calls of `add_few` with up to `words` words, or of
+    `add_many`. The first one says whether an abort was seen.
     """
-    return max(-(-words // _LANES), _PROGRAMS)
+    return 1 + max(-(-words // _LANES), _PROGRAMS)
 
 
 def add_few(
@@ -265,8 +278,8 @@ def add_few(
     values    contiguous, up to `4 * words` bytes, a multiple of 16, at an address that is a multiple of 16
     inboxes   int64 `[ranks]`: addresses of the inboxes of all ranks, of `few_bytes` bytes, zeros at first
     calls     see `counters`; only for this function
-    abort     int32 in pinned host memory; not 0: the kernel stops waiting for other ranks within a millisecond, and its
-              result has no meaning
+    abort     int32 in pinned host memory; not 0: the kernel stops waiting for other ranks within 20 ms, all later ones
+              at once, and their results have no meaning
     """
     count = values.nbytes // 4
     grid: Any = _add_few[(triton.cdiv(count, _LANES),)]
