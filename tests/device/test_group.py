@@ -332,6 +332,15 @@ def test_all_ranks_use_their_peers_up_to_what_rank_0_measured(tmp_path: Path, mo
         group.close()
 
 
+def test_the_limit_of_the_peers_saves_the_most_whatever_one_time_says() -> None:
+    pytest.importorskip("triton")
+    from sidestream.device.cuda.peers import fastest_bytes
+
+    assert fastest_bytes([(4, 1e-6, 4e-6), (16, 2e-5, 1e-5), (64, 1e-6, 4e-6), (256, 3e-6, 2e-6)]) == 64
+    assert fastest_bytes([(4, 1e-6, 2e-6), (16, 3e-6, 1e-6), (64, 2e-6, 1e-6)]) == 4
+    assert fastest_bytes([(4, 2e-6, 1e-6), (16, 1e-6, 1e-6)]) == 0
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

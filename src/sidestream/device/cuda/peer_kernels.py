@@ -69,7 +69,7 @@ def _joined(low, high, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # 
     return word
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _ended(stop, calls):  # type: ignore[no-untyped-def]
     """Whether the sums were aborted: 0 or 1. It notes that in device memory, where later waits find it at once."""
     ended = tl.load(stop, volatile=True)

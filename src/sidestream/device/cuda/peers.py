@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ _ALIGNMENT = 16
 _DEVICE = 6  # position of the device's index among the arguments of torch's `rebuild_cuda_tensor`
 _MEASURED_BYTES = tuple(1 << power for power in range(12, 25, 2))  # 4 KiB to 16 MiB, and the limit
 _MEASURED_CALLS, _MEASURED_ROUNDS = 20, 5
+_ENQUEUED_CYCLES = 2_000_000  # a millisecond of the GPU, in which the host enqueues what is measured
 _TRIAL_S = 60.0  # with the time to compile the kernels, which may differ between ranks
 
 
@@ -101,13 +102,18 @@ class PeerSums:
             for _ in range(_MEASURED_CALLS):
                 add(values)
         try:
-            return min(self._replay_s(graph) for _ in range(_MEASURED_ROUNDS)) / _MEASURED_CALLS
+            return min(self._replay_s(graph, values) for _ in range(_MEASURED_ROUNDS)) / _MEASURED_CALLS
         finally:
             graph.reset()  # NCCL's abort would wait for it
 
-    def _replay_s(self, graph: Any) -> float:
+    def _replay_s(self, graph: Any, values: torch.Tensor) -> float:
+        """Seconds of the graph alone. All ranks begin it together, because a sum comes before it, and the device has
+        all of it by then: otherwise the time until the last rank's host comes would be counted.
+        """
         began: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_ENQUEUED_CYCLES)  # type: ignore[no-untyped-call]
+        self.add(values)
         began.record()
         graph.replay()
         ended.record()
@@ -159,8 +165,12 @@ class PeerSums:
 
 
 def fastest_bytes(times: Sequence[Sequence[float]]) -> int:
-    """The largest size up to which all sums are faster here than in the other way, by the result of `measure`; 0: none
-    is.
+    """The limit that saves the most, by the result of `measure`: sums of up to so many bytes are made here, and larger
+    ones in the other way. 0: all of them. All sizes count alike, so that one time that was disturbed does not decide.
     """
-    faster = itertools.takewhile(lambda each: each[1] < each[2], times)
-    return max((int(num_bytes) for num_bytes, _, _ in faster), default=0)
+    saved, most, limit = 0.0, 0.0, 0
+    for num_bytes, here_s, other_s in times:
+        saved += math.log(other_s / here_s)
+        if saved > most:
+            most, limit = saved, int(num_bytes)
+    return limit
