@@ -22,6 +22,7 @@ if DEVICE == "cuda":
 from triton.runtime import interpreter  # noqa: E402
 
 from sidestream.attention.triton import kernels, launch, paged_attention  # noqa: E402
+from sidestream.device.cuda import peer_kernels  # noqa: E402
 
 ROWS = [(1, 30), (3, 150), (1, 1), (9, 9), (40, 75)]
 
@@ -86,6 +87,24 @@ def test_before_its_wait_a_kernel_reads_lengths_only_and_writes_nothing(
     assert early.waits and early.loads
     assert not early.stores
     assert {*early.loads} <= lengths
+
+
+@pytest.mark.parametrize(("add", "num_bytes"), [("add_few", "few_bytes"), ("add_many", "many_bytes")])
+def test_sums_of_ranks_read_and_write_nothing_before_their_wait(
+    add: str, num_bytes: str, early: Early, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_kernels, "gdc_wait", kernels.gdc_wait)
+    monkeypatch.setattr(peer_kernels, "_overlap", lambda device: {"OVERLAP": True})
+    monkeypatch.setattr(peer_kernels, "_PROGRAMS", 2)
+    values, words = torch.arange(1.0, 601.0), 8192
+    box = torch.zeros(getattr(peer_kernels, num_bytes)(1, words), dtype=torch.uint8)
+    calls = torch.zeros(peer_kernels.counters(words), dtype=torch.int32)
+    abort = torch.zeros(1, dtype=torch.int32)
+    getattr(peer_kernels, add)(values, torch.tensor([box.data_ptr()]), calls, abort, rank=0, words=words)
+    assert early.waits
+    assert not early.loads
+    assert not early.stores
+    assert torch.equal(values, torch.arange(1.0, 601.0))  # of one rank
 
 
 def alone(run: Callable[..., Any], early: Early) -> Callable[..., Any]:

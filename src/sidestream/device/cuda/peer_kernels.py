@@ -14,11 +14,15 @@ are bounded by what a GPU holds.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from sidestream.device.kinds import on_gpu
 
 _LANES = 512
 _TILE = 8192
@@ -90,10 +94,13 @@ def _add_few(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr,  # noqa: N803
     LANES: tl.constexpr,  # noqa: N803
     POLLS: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
     """Add `count` words. A slot of an inbox holds a word and the number of the call: a slot is written at once, so a
     reader that sees the number has the word. Slots: [2 halves, SIZE ranks, WORDS], 8 bytes each.
     """
+    if OVERLAP:
+        gdc_wait()
     block = tl.program_id(0)
     mine = values.to(tl.int64).to(tl.pointer_type(tl.int32))
     boxes = inboxes.to(tl.int64).to(tl.pointer_type(tl.int64))
@@ -219,11 +226,14 @@ def _add_many(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     POLLS: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
     """Add `4 * quads` words in tiles. A program writes its next tile to the other ranks before it waits for theirs. The
     number of the call behind a tile says that the tile is complete. Words: [2 halves, SIZE ranks, WORDS], 4 bytes each;
     behind them the numbers: [2 halves, SIZE ranks, WORDS // TILE], 4 bytes each.
     """
+    if OVERLAP:
+        gdc_wait()
     program = tl.program_id(0)
     # The alignment lets each thread move 16 bytes at once.
     mine = tl.multiple_of(values.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
@@ -245,6 +255,15 @@ def _add_many(  # type: ignore[no-untyped-def]
         tile = following
     tl.debug_barrier()  # all threads have read the counter
     tl.store(counter, call)
+
+
+@functools.cache
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose programs start while the previous kernel ends, and then wait for its end: this saves
+    the time of the start. On for Hopper and later GPUs; off for older GPUs and in Triton's interpreter.
+    """
+    on = on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": on, "launch_pdl": True} if on else {"OVERLAP": False}
 
 
 def can_add(dtype: torch.dtype) -> bool:
@@ -296,6 +315,7 @@ def add_few(
         _LANES,
         _POLLS,
         num_warps=4,
+        **_overlap(values.device),
     )
 
 
@@ -317,4 +337,5 @@ def add_many(
         _TILE,
         _POLLS,
         num_warps=_TILE_WARPS,
+        **_overlap(values.device),
     )
