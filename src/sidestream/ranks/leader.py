@@ -29,7 +29,8 @@ COMPUTE = "compute"
 """The stream of steps."""
 
 
-_KNOWN_S = 0.5
+KNOWN_S = 0.5
+"""How long a step's failure waits for news of a lost rank, which would be its reason."""
 
 
 class Transport(Protocol):
@@ -79,11 +80,15 @@ class Ranks:
         After a failure, waits for a moment: a collective may fail before the loss of the rank is known.
         """
         if failure is not None:
-            self._known.wait(_KNOWN_S)
+            self.wait_for_loss()
         if (lost := self.progress.lost) is not None:  # rule: step-with-a-lost-rank-is-not-committed
             raise lost
         if failure is not None:
             raise DeviceLost(f"a step failed on rank 0, and the other ranks wait for it: {failure}")
+
+    def wait_for_loss(self) -> None:
+        """Block until a rank is lost, at most for `KNOWN_S`."""
+        self._known.wait(KNOWN_S)
 
     def wait_for(self, fence: Fence) -> None:
         """Block until every rank has reported work that rank 0 has done already. The other ranks do it at the same

@@ -28,7 +28,7 @@ from sidestream.kv.state_layout import StateLayout
 from sidestream.offload.tiers.base import PersistentTier
 from sidestream.ranks.fences import JointFence, Progress
 from sidestream.ranks.follower import Follower
-from sidestream.ranks.leader import Ranks
+from sidestream.ranks.leader import KNOWN_S, Ranks
 from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
@@ -287,6 +287,7 @@ class SimRanks:
             self._threads,
             Progress(size, observed=observed),
             self._wait_for,
+            self._wait_for_loss,
         )
         self._reader: HostThread | None = None
 
@@ -366,6 +367,10 @@ class SimRanks:
 
         self._device.turns.block(lambda: late() is None, late)
 
+    def _wait_for_loss(self) -> None:
+        turns = self._device.turns
+        turns.block(lambda: self.ranks.progress.lost is not None, lambda: "reports", wake_s=turns.now_s + KNOWN_S)
+
     def _put(self, reports: Channel[ToLeader], report: ToLeader) -> None:
         reports.put(report)
         assert self._reader is not None
@@ -399,10 +404,16 @@ class _WakingRanks(Ranks):
         threads: Sequence[HostThread],
         progress: Progress,
         block: Callable[[JointFence], None],
+        block_for_loss: Callable[[], None],
     ) -> None:
         super().__init__(size, transport, progress=progress)
         self._to_wake = threads
         self._block = block
+        self._block_for_loss = block_for_loss
+
+    def wait_for_loss(self) -> None:
+        """See `Ranks.wait_for_loss`. In virtual time."""
+        self._block_for_loss()
 
     def wait_for(self, fence: Fence) -> None:
         """See `Ranks.wait_for`."""
