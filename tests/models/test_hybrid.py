@@ -19,12 +19,13 @@ from transformers import (
 
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.attention.states import DraftInputs, StatePool
+from sidestream.cli.bench.hybrid import logprobs
 from sidestream.errors import ConfigError, InvariantError, ModelError
 from sidestream.kv.pool import Lease
 from sidestream.kv.state_layout import RESERVED_STATES
 from sidestream.llm import RequestOutput
 from sidestream.models import load_model
-from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules
+from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules, unbind_time_steps
 from sidestream.testing.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -68,6 +69,7 @@ def follow_ups(prompts: list[list[int]], answers: list[RequestOutput]) -> list[l
 @pytest.mark.parametrize("hybrid", KINDS, indirect=True)
 def test_answers_are_those_of_transformers(hybrid: Path) -> None:
     module = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32).eval()
+    unbind_time_steps(module)
     prompts = some_prompts(1, 4)
     with LLM(hybrid, kv_memory="8MiB", **OPTIONS) as llm:
         answers = llm.generate(prompts, PARAMS)
@@ -80,6 +82,38 @@ def test_answers_are_those_of_transformers(hybrid: Path) -> None:
         drawn = torch.tensor([logprob.logprob for logprob in answer.completions[0].logprobs])
         # A token in bulk and the same token alone are computed in different orders.
         torch.testing.assert_close(drawn, expected, atol=2e-3, rtol=0)
+
+
+def test_log_probabilities_are_as_exact_as_those_of_transformers(hybrid: Path) -> None:
+    drawn, own, exact = (torch.tensor(values, dtype=torch.float64) for values in logprobs(hybrid, some_prompts(1, 12)))
+    assert (drawn - exact).square().mean() <= 4 * (own - exact).square().mean()
+
+
+def test_a_token_changes_the_state_alike_in_a_prompt_and_alone(tmp_path: Path) -> None:
+    """transformers bounds the time steps of Nemotron-H in prompts only."""
+    module = AutoModelForCausalLM.from_pretrained(tiny_model_dir("nemotron_h", tmp_path, 3), dtype=torch.float32).eval()
+
+    def apart() -> float:
+        tokens = torch.tensor([some_prompts(1, 1)[0]])
+        with torch.inference_mode():
+            whole = module(input_ids=tokens, use_cache=False).logits[0, -1]
+            begun = module(input_ids=tokens[:, :-6], use_cache=True)
+            for position in range(tokens.shape[1] - 6, tokens.shape[1]):
+                begun = module(
+                    input_ids=tokens[:, position : position + 1], past_key_values=begun.past_key_values, use_cache=True
+                )
+        return float((begun.logits[0, -1] - whole).abs().max())
+
+    assert apart() > 1e-4
+    assert unbind_time_steps(module)
+    assert apart() < 2e-5
+    assert not unbind_time_steps(module)
+
+
+def test_a_model_with_bounds_of_time_steps_is_refused(tmp_path: Path) -> None:
+    directory = tiny_model_dir("granite4", tmp_path, 3, time_step_limit=(0.01, 0.1))
+    with pytest.raises(ModelError, match=r"time_step_limit \[0\.01, 0\.1\]\), but transformers does so in prompts"):
+        load_model(str(directory), dtype="float32", block_tokens=16)
 
 
 def test_every_family_passes_the_check_of_a_load_and_answers(hybrid: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sidestream.errors import ModelError
 from sidestream.kv.layout import DTYPE_BYTES, KVLayout
 from sidestream.kv.state_layout import StateLayout
-from sidestream.models.recurrent import attention_layers, keeps_state, skeleton, state_layout_of
+from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 # More types of layers in models with recurrent state. Some have state, some have state and attention, some neither.
@@ -154,6 +154,13 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
         and any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config))
     ):
         return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
+    limit = getattr(config, "time_step_limit", None) if stateful else None
+    if limit is not None and tuple(limit) != NO_LIMIT:
+        return (
+            f"{kind} bounds the time steps of its recurrent layers (time_step_limit {list(limit)}), but transformers "
+            "does so in prompts only: a token would change the state differently when it is generated. Only "
+            "[0, Infinity] is served"
+        )
     if shared := getattr(config, "num_kv_shared_layers", None):
         return (
             f"{kind} has {shared} layers that read the KV of others (num_kv_shared_layers): "

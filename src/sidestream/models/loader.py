@@ -30,6 +30,7 @@ from sidestream.models.compile_cache import use_compile_cache
 from sidestream.models.config_checks import ModelParts, check_servable, max_positions, parts_of, takes_long_rope
 from sidestream.models.directory import check_config, read_json
 from sidestream.models.precision import Precision, choose_precision
+from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_longrope
 from sidestream.models.self_check import check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
@@ -93,8 +94,11 @@ def load_model(
             )
         long_rope = takes_long_rope(config, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)
+        variant = "long rope" if long_rope else ""
+        if unbind_time_steps(module):
+            variant += "unbound time steps"
         # Computed on the host, so that the fingerprint is the same on every device.
-        fingerprint = fingerprint_of(module, variant="long rope" if long_rope else "")
+        fingerprint = fingerprint_of(module, variant=variant)
         if on_gpu(device):
             use_compile_cache()  # the self-check launches the first kernels
         if group is None or group.size == 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,9 @@ Observer = Callable[[int, torch.Tensor, StateBatch | None, Compute], torch.Tenso
 """Called in place of a layer. Arguments: the layer's number in the model, input and batch, and a function that computes
 the layer.
 """
+
+NO_LIMIT = (0.0, math.inf)
+"""Bounds of time steps that bound none."""
 
 # Names that layers use for the parameter that takes the cache.
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
@@ -73,6 +77,19 @@ def stateful_modules(module: nn.Module) -> dict[int, nn.Module]:
             )
         found[layer] = part
     return dict(sorted(found.items()))
+
+
+def unbind_time_steps(module: nn.Module) -> bool:
+    """Let no layer of Mamba 2 bound its time steps. transformers bounds those of prompts, and not those of generated
+    tokens, so the state after a token would depend on how the token was computed: as part of a prompt, alone, or once
+    more after a preemption. Models whose config asks for bounds are refused. Returns whether a layer had bounds.
+    """
+    changed = False
+    for part in stateful_modules(module).values():
+        if tuple(getattr(part, "time_step_limit", NO_LIMIT)) != NO_LIMIT:
+            part.time_step_limit = NO_LIMIT  # type: ignore[assignment]
+            changed = True
+    return changed
 
 
 def skeleton(config: PreTrainedConfig, dtype: str) -> nn.Module:

@@ -46,6 +46,10 @@ _CAP_ROUNDING = {"float32": 2**-26, "float16": 2**-13, "bfloat16": 2**-10}
 # differently from products with many rows.
 REPLAY_BOUNDS = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
 
+# transformers computes single tokens of a recurrent layer with other code. Largest values for tiny models of ten
+# families: 4e-6, 1.5e-3 and 8.6e-3.
+_DECODE_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
 # Three stages: a prefill without context, a prefill after a context, and decodes. Each has an odd number of tokens, so
 # that the median is one token's value.
 _STAGES = ((0, 13), (13, 20), (20, 25))
@@ -247,9 +251,7 @@ def _judge_stateful(model: PagedModel, layer: int, difference: torch.Tensor, who
     errors = difference.square().mean(-1).sqrt() / whole.square().mean().sqrt()
     dtype = model.layout.dtype
     decodes = _STAGES[-1][0]
-    # transformers has separate code for single tokens. In Nemotron-H this code bounds time steps differently, so
-    # results differ by up to 9e-4.
-    for tokens, bound in ((slice(0, decodes), ATTENTION_BOUNDS[dtype]), (slice(decodes, None), REPLAY_BOUNDS[dtype])):
+    for tokens, bound in ((slice(0, decodes), ATTENTION_BOUNDS[dtype]), (slice(decodes, None), _DECODE_BOUNDS[dtype])):
         if not (error := errors[tokens].max()) <= bound:
             raise ModelError(
                 f"its recurrent layer {layer} gives other values in chunks than in one piece: a token differs by "

@@ -6,10 +6,14 @@ prefixes of random length. First, an engine without a prefix cache answers each 
 from the device, from host memory, from disk (in a new engine), and in a pool so small that requests are preempted; each
 of these also with drafts. A case is one of these later answers; a difference is an answer whose tokens differ from the
 first answer's.
+
+Log-probabilities are compared with those of transformers in float32 (the largest distance), and both with those of
+transformers in float64 (the root mean square of the errors).
 """
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,6 +57,7 @@ def measure(
     cases = differences = 0
     wrong_bytes = 0
     found: dict[str, int] = {}
+    distance, errors = 0.0, list[tuple[float, float]]()
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         for family in families:
             model = tiny_model_dir(family, Path(scratch) / family, _SEED)
@@ -74,6 +79,9 @@ def measure(
                         reused = sum(answer.cached.by_tier.get(where, 0) for answer in answers)
                         found[where] = found.get(where, 0) + reused
             wrong_bytes += _state_bytes_error(model)
+            drawn, own, exact = logprobs(model, prompts)
+            distance = max(distance, _largest(drawn, own))
+            errors.append((_root_mean_square(drawn, exact), _root_mean_square(own, exact)))
         on_progress(f"{turns} turns")
         shares = [
             _reused(
@@ -93,6 +101,15 @@ def measure(
         Figure("hybrid_reused_of_prompts", shares[0], "share"),
         Figure("attention_reused_of_prompts", shares[1], "share"),
         Figure("hybrid_reused_in_little_memory", kept, "ratio", at_least(0.9)),
+        Figure("hybrid_logprob_distance", distance, "nats", at_most(1e-5)),
+        Figure("hybrid_logprob_error", max(ours for ours, _ in errors), "nats"),
+        Figure("transformers_logprob_error", max(theirs for _, theirs in errors), "nats"),
+        Figure(
+            "hybrid_logprob_error_over_transformers",
+            max(ours / theirs for ours, theirs in errors),
+            "ratio",
+            at_most(1.5) if num_prompts >= 200 else None,
+        ),
         Figure("state_bytes_error", wrong_bytes, "bytes", at_most(0)),
     ]
 
@@ -199,6 +216,42 @@ def _reused_in_little_memory(model: Path) -> float:
                     cached += answer.cached.total
         tokens.append(cached)
     return tokens[0] / tokens[1]
+
+
+def logprobs(model: Path, prompts: Sequence[Sequence[int]]) -> tuple[list[float], list[float], list[float]]:
+    """Log-probabilities of the tokens of our greedy answers, one after another: ours, in float32; transformers', in
+    float32; and the exact ones, by transformers in float64.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sidestream.config import SamplingParams
+    from sidestream.models.recurrent import unbind_time_steps
+
+    with _open(model, prefix_cache=False) as llm:
+        answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=_OUTPUTS, ignore_eos=True, logprobs=0))
+    drawn = [logprob.logprob for answer in answers for logprob in answer.completions[0].logprobs or ()]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, experts_implementation="eager").eval()
+        unbind_time_steps(module)
+        values: list[float] = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = torch.tensor(answer.token_ids)
+            with torch.inference_mode():
+                logits = module(input_ids=torch.tensor([[*prompt, *answer.token_ids]]), use_cache=False).logits[0]
+            behind = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+            values += behind.gather(1, tokens[:, None])[:, 0].tolist()
+        found.append(values)
+    return drawn, found[0], found[1]
+
+
+def _root_mean_square(some: Sequence[float], others: Sequence[float]) -> float:
+    return math.sqrt(sum((one - other) ** 2 for one, other in zip(some, others, strict=True)) / len(some))
+
+
+def _largest(some: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(one - other) for one, other in zip(some, others, strict=True))
 
 
 def _state_bytes_error(model: Path) -> int:
