@@ -101,9 +101,9 @@ def measure(
         Figure("hybrid_reused_of_prompts", shares[0], "share"),
         Figure("attention_reused_of_prompts", shares[1], "share"),
         Figure("hybrid_reused_in_little_memory", kept, "ratio", at_least(0.9)),
-        Figure("hybrid_logprob_distance", distance, "nats", at_most(1e-5)),
-        Figure("hybrid_logprob_error", max(ours for ours, _ in errors), "nats"),
-        Figure("transformers_logprob_error", max(theirs for _, theirs in errors), "nats"),
+        Figure("hybrid_logprob_distance", 1e6 * distance, "micronats", at_most(10)),
+        Figure("hybrid_logprob_error", 1e6 * max(ours for ours, _ in errors), "micronats"),
+        Figure("transformers_logprob_error", 1e6 * max(theirs for _, theirs in errors), "micronats"),
         Figure(
             "hybrid_logprob_error_over_transformers",
             max(ours / theirs for ours, theirs in errors),
