@@ -329,6 +329,25 @@ def test_a_turn_that_continues_from_the_prompt_supersedes_the_answer_too() -> No
     assert superseded(turns) == parts
 
 
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_request_that_was_preempted_knows_its_conversation(steps: int) -> None:
+    """It supersedes the turn before, from which it has started twice, and the next turn its own checkpoints."""
+    turns = Turns(num_states=12)
+    first = [*range(10)]
+    turns.answer(first, outputs=12)
+    second = [*first, *[1] * 12, *range(20, 40)]
+    request = turns.submit(second, outputs=12)
+    for _ in range(steps):
+        turns.commit(turns.plan())
+    turns.scheduler.preempt(request)
+    turns.run(request)
+    assert superseded(turns) == [*part_keys(turns.key(first[:8]), 2), *part_keys(turns.key([*first, *[1] * 10]), 2)]
+    turns.stored.clear()
+    turns.answer([*second, *[1] * 12, *range(50, 60)])
+    own = [*part_keys(turns.key(second[:40]), 2), *part_keys(turns.key([*second, *[1] * 10]), 2)]
+    assert {*own} <= {*superseded(turns)}
+
+
 def test_an_answer_that_is_made_again_supersedes_nothing() -> None:
     turns = Turns()
     turns.answer([*range(10)], outputs=12)

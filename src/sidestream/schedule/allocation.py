@@ -87,7 +87,9 @@ class Allocator:
         after: tuple[Fence, ...] = ()
         if self._states is not None:  # first: taking blocks may evict a block, and with it its checkpoint
             stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_state_parts > 0
-            states, after = self._states.start(_last_key(request, reuse.num_blocks), stop=stop, loads=loads)
+            key = _last_key(request, reuse.num_blocks)
+            states, after = self._states.start(key, stop=stop, loads=loads, turns=request.turns)
+            request.turns = states.turns
         blocks = self._blocks.share(hits)  # rule: hits-are-leased-before-others-are-evicted
         fresh = self._blocks.take(self._limits.num_blocks(len(request.tokens)) - len(hits))
         blocks.extend(fresh)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sidestream.kv.pool import Lease
-from sidestream.schedule.states import RequestStates
+from sidestream.schedule.states import RequestStates, Turns
 from sidestream.types import BlockId, CachedTokens, Fence, Key, RequestId, SamplingSpec
 
 
@@ -76,6 +76,8 @@ class Request:
     """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
     states: RequestStates | None = field(init=False, default=None)
     """Its recurrent states, while it runs; None: the model has no recurrent state."""
+    turns: Turns | None = field(init=False, default=None)
+    """Checkpoints of its conversation, from its first admission on; None: the model has no recurrent state."""
     branch_blocks: int = field(init=False, default=0)
     """Number of leading blocks that its last admission found. The prompt probably branches there from an earlier
     prompt, so prefill makes a checkpoint there (it keeps the recurrent state).

@@ -65,6 +65,18 @@ class Turn:
     starts: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Turns:
+    """What a request knows of its conversation, also after it was preempted.
+
+    earlier   checkpoints of the turn that the request continues
+    own       checkpoints at the ends of the request's own prompt and answer
+    """
+
+    earlier: Turn | None = None
+    own: Turn = field(default_factory=Turn)
+
+
 @dataclass(slots=True)
 class RequestStates:
     """The states of one running request.
@@ -79,12 +91,11 @@ class RequestStates:
     latest       id and key of the last checkpoint that was made while decoding
     loaded       if the request started from a checkpoint that was loaded from a tier: number of tokens that this
                  checkpoint covers; else -1
-    earlier      checkpoints of the turn that this request continues
-    turn         checkpoints of this request's own turn: at the end of its prompt, and at the end of its answer
     """
 
     own: Lease
     source: Lease | None
+    turns: Turns
     unpublished: list[tuple[int, Lease]] = field(default_factory=list)
     read: list[tuple[int, Lease]] = field(default_factory=list)
     candidates: list[Lease] = field(default_factory=list)
@@ -92,8 +103,6 @@ class RequestStates:
     reached: int = 0
     latest: tuple[int, Key] | None = None
     loaded: int = -1
-    earlier: Turn | None = None
-    turn: Turn = field(default_factory=Turn)
 
 
 class StateCache:
@@ -157,10 +166,12 @@ class StateCache:
         """
         return self._states.num_available > loads + (not loads and self._is_unused(key))
 
-    def start(self, key: Key | None, *, stop: int, loads: bool) -> tuple[RequestStates, tuple[Fence, ...]]:
+    def start(
+        self, key: Key | None, *, stop: int, loads: bool, turns: Turns | None = None
+    ) -> tuple[RequestStates, tuple[Fence, ...]]:
         """Take the states of a request that starts from the checkpoint `key`, which covers `stop` tokens. If `key` is
         None, it starts without a checkpoint. `loads`: the checkpoint is loaded from a tier, into a state that this call
-        takes.
+        takes. `turns`: None unless the request was preempted.
 
         Returns the states, and the fences of their last uses, for which the load and the first step must wait.
         """
@@ -173,10 +184,11 @@ class StateCache:
                 raise InvariantError("a request starts from a checkpoint that is gone")
             source = self._states.share([state_id])  # rule: request-starts-from-the-checkpoint-that-it-found
         own = self._states.take(1)
-        states = RequestStates(own, source, covered=stop, reached=stop)
-        if key is not None and (earlier := self._turns.get(key)) is not None:
-            states.earlier = earlier
-            earlier.starts += 1
+        if turns is None:
+            turns = Turns(None if key is None else self._turns.get(key))
+            if turns.earlier is not None:
+                turns.earlier.starts += 1
+        states = RequestStates(own, source, turns, covered=stop, reached=stop)
         if loads and source is not None:
             states.unpublished.append((stop, source))
             states.loaded = stop
@@ -277,8 +289,8 @@ class StateCache:
                 continue
             if stop <= num_prompt_tokens:
                 if stop == reusable_tokens(num_prompt_tokens, size):
-                    self._supersede(states.earlier)
-                    self._remember(states.turn, key)
+                    self._supersede(states.turns.earlier)
+                    self._remember(states.turns.own, key)
                 stored += zip(self.part_keys(key), self._region.block_ids(state_id), strict=True)
                 continue
             if states.latest is not None and self._states.get(states.latest[1]) == states.latest[0]:
@@ -300,7 +312,7 @@ class StateCache:
             # rule: states-are-released-after-the-last-step
             lease.release(after=after, until=self._tiers.transfers_fence())
         if states.latest is not None:
-            self._remember(states.turn, states.latest[1])
+            self._remember(states.turns.own, states.latest[1])
             self._to_store.append(states.latest[1])  # rule: newest-checkpoint-is-stored-when-its-request-leaves
 
     # ------------------------------------------------------------------ stores
