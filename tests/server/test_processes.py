@@ -445,6 +445,9 @@ class _Engine:
     def closed_itself(self) -> bool:
         return self._closed_itself
 
+    def failure(self) -> str:
+        return "a step failed"
+
     def attach(self) -> socket.socket:
         if self._ended is not None:
             raise EngineStopped("it has ended")
@@ -494,7 +497,7 @@ def test_a_failed_engine_that_does_not_end_ends_the_server(
     monkeypatch.setattr("sidestream.server.supervisor._EXIT_S", 0.2)
     with (
         _supervisor(1) as supervisor,
-        pytest.raises(ProcessFailed, match="the engine failed, and its process does not end"),
+        pytest.raises(ProcessFailed, match="the engine failed, and its process does not end: a step failed"),
     ):
         supervisor.run(_Engine(closed_itself=True), on_ready=lambda running: None)  # type: ignore[arg-type]
     assert capfd.readouterr().err.count("a try") == 1

@@ -182,6 +182,11 @@ class EngineProcess:
         self._read_received()
         return self._reply is not None  # the answer to `Close`, which was not sent yet
 
+    def failure(self) -> str:
+        """Why the engine failed, as far as it has said; empty: it has not."""
+        self._read_received()
+        return "" if self._failed is None else self._failed.detail
+
     def why_gone(self) -> str:
         """Call this after the connection was lost: a text that says how the process ended. Waits up to half a second
         for the exit status.

@@ -223,12 +223,13 @@ class Supervisor:
         await asyncio.sleep(GRACE_S)
         self._stop()
 
-    async def _wait_for_end(self) -> None:
+    async def _wait_for_end(self, engine: EngineProcess) -> None:
         """Wait until the process of an engine that has failed and closed has ended, at most _EXIT_S."""
         until_s = time.monotonic() + _EXIT_S
         while self._failure is None and not self._stopping:
             if time.monotonic() > until_s:
-                self._failure = ProcessFailed("the engine failed, and its process does not end")
+                reason = engine.failure() or "no reason is known"
+                self._failure = ProcessFailed(f"the engine failed, and its process does not end: {reason}")
                 self._stop()
             await asyncio.sleep(_WATCH_S)
 
@@ -240,7 +241,7 @@ class Supervisor:
             api.configure(self._config, engine, self._listeners[index])
             messages, status = await api.wait(on_ready)
             if engine.closed_itself():
-                await self._wait_for_end()
+                await self._wait_for_end(engine)
             if self._stopping:
                 self._drained &= status == 0 and ABORTED not in messages
                 return
