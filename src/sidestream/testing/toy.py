@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -356,12 +357,14 @@ def _recurred(state: int, token: int) -> int:
 
 
 def _advance(inputs: torch.Tensor, states: States) -> torch.Tensor:
-    """The states after each token, exact in float32."""
+    """The states after each token, exact in float32; NaN behind a token or a state that was never written. Of a row
+    whose replay has ended, such tokens are read, and the states behind them are dropped.
+    """
     state, outputs = states["recurrent", 0], torch.empty_like(inputs)
     for row, tokens in enumerate(inputs[:, :, 0].tolist()):
-        number = int(state[row, -1])
+        number = float(state[row, -1])
         for index, token in enumerate(tokens):
-            number = _recurred(number, int(token))
+            number = number + token if math.isnan(number + token) else float(_recurred(int(number), int(token)))
             outputs[row, index, 0] = number
         state[row, -1] = number
     return outputs

@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from sidestream.device.sim import make_policy
 from sidestream.testing.torture import POLICIES, Report, draw_workload, run_schedule, torture
 
@@ -24,6 +27,30 @@ def digest() -> str:
         outcome = run_schedule(draw_workload(number), policy, trace=True)
         found.update(repr(outcome).encode())
     return found.hexdigest()
+
+
+def test_new_tensors_of_a_schedule_do_not_show_what_was_in_memory_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[bool] = []
+
+    class Schedule:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def run(self) -> None:
+            filled.append(bool(torch.empty(1000).isnan().all()))
+
+    monkeypatch.setattr("sidestream.testing.torture.run._Schedule", Schedule)
+    run_schedule(draw_workload(0), make_policy("random", random.Random(0)))
+    assert filled == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_inputs_that_were_never_kept_do_not_fail_a_schedule() -> None:
+    """A batch replays as many drafts as its row with the most; other rows read inputs that were never written, and drop
+    what they compute. The workload has such rows.
+    """
+    policy = make_policy("starve:store", random.Random(64_002_554))
+    assert run_schedule(draw_workload(64_002_553), policy).findings == ()
 
 
 def said(report: Report) -> tuple[object, ...]:

@@ -94,7 +94,8 @@ def run_schedule(
 @contextlib.contextmanager
 def _stage(workload: Workload) -> Iterator[None]:
     """Settings for the duration of a schedule: no log lines (faults are injected), one torch thread, and a short pause
-    of the disk tier after errors.
+    of the disk tier after errors. New tensors are filled with NaN, or with the largest number for integers: what was in
+    memory before would differ between two runs of the schedule.
     """
     logger, level, threads = (
         logging.getLogger("sidestream"),
@@ -102,6 +103,8 @@ def _stage(workload: Workload) -> Iterator[None]:
         torch.get_num_threads(),
     )
     pause_s = tier_io.PAUSE_S
+    fills, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors, too
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
     tier_io.PAUSE_S = LOAD_DEADLINE_S
@@ -111,6 +114,7 @@ def _stage(workload: Workload) -> Iterator[None]:
     finally:
         tier_io.PAUSE_S = pause_s
         torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(fills, warn_only=warns)
         logger.setLevel(level)
 
 
