@@ -329,8 +329,8 @@ class _Meeting:
 
 
 def _use_peers(group: NcclGroup, meeting: _Meeting, device: torch.device) -> None:
-    """Let the ranks add values through memory of each other's GPUs, if all of them can, up to the number of bytes at
-    which NCCL is as fast.
+    """Let the ranks add values through memory of each other's GPUs, if all of them can, up to the number of bytes that
+    saves the most beside NCCL.
     """
     from sidestream.device.cuda.peers import PeerSums, fastest_bytes
 

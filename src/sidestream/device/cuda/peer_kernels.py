@@ -297,8 +297,8 @@ def add_few(
     values    contiguous, up to `4 * words` bytes, a multiple of 16, at an address that is a multiple of 16
     inboxes   int64 `[ranks]`: addresses of the inboxes of all ranks, of `few_bytes` bytes, zeros at first
     calls     see `counters`; only for this function
-    abort     int32 in pinned host memory; not 0: the kernel stops waiting for other ranks within 20 ms, all later ones
-              at once, and their results have no meaning
+    abort     int32 in pinned host memory; not 0: the kernel stops waiting for other ranks within 20 ms, later calls of
+              the same function at once, and their results have no meaning
     """
     count = values.nbytes // 4
     grid: Any = _add_few[(triton.cdiv(count, _LANES),)]

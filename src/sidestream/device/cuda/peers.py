@@ -152,7 +152,7 @@ class PeerSums:
         add_many(values, many, self._calls[1], self._abort, rank=self._rank, words=self._many_words)
 
     def abort(self) -> None:
-        """End the sums that wait for other ranks, within 20 ms, and all later ones at once; their results have no
+        """End the sums that wait for other ranks, within 20 ms, and later ones soon after; their results have no
         meaning. Any thread. Only writes to host memory: a call of CUDA could wait for the thread that loads a kernel,
         which waits for these sums.
         """
