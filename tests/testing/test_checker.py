@@ -48,6 +48,23 @@ def test_what_an_id_held_is_gone_once_it_is_taken_again() -> None:
     assert "no work wrote since its id was taken: the last to write it was `write` (compute:1, " in finding.message
 
 
+def test_what_failed_work_read_is_no_finding_because_nothing_comes_of_it() -> None:
+    """A step of a request whose step before failed reads blocks that the failed step would have written."""
+
+    def program(rig: Rig, *, fails: bool) -> None:
+        rig.leased(0)
+
+        def work() -> None:
+            if fails:
+                raise RuntimeError("the step before failed")
+
+        for _ in range(2):
+            rig.compute.submit(work, reads(0, 64))
+
+    assert kinds(lambda rig: program(rig, fails=True)) == set()
+    assert kinds(lambda rig: program(rig, fails=False)) == {"unwritten"}
+
+
 def test_work_that_was_submitted_before_the_id_was_taken_still_reads_what_it_held() -> None:
     def program(rig: Rig, *, touched: bool) -> None:
         rig.leased(0)

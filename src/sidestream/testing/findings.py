@@ -84,6 +84,15 @@ class Report:
         )
         self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, accesses=("reads",))
 
+    def withdraw_unwritten(self, op: Op) -> None:
+        """Take back that `op` read bytes that were not written, because it failed: nothing comes of what it read. The
+        work that would have written them failed before it.
+        """
+        for key, finding in list(self._known.items()):
+            if finding.kind == "unwritten" and finding.works == (op.position,):
+                del self._known[key]
+                self.findings.remove(finding)
+
     def undeclared(self, op: Op, access: Access) -> None:
         """Report that `op` made an access that it had not declared."""
         where = (access.memory, access.start, access.stop)
