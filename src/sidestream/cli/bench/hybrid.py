@@ -250,7 +250,9 @@ def logprobs(model: Path, prompts: Sequence[Sequence[int]]) -> tuple[list[float]
 
     found = []
     for dtype, mode in ((torch.float32, contextlib.nullcontext()), (torch.float64, Exact())):
-        module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, experts_implementation="eager").eval()
+        module = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, experts_implementation="eager", trust_remote_code=False
+        ).eval()
         unbind_time_steps(module)
         values: list[float] = []
         for prompt, answer in zip(prompts, answers, strict=True):
