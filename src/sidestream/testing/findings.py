@@ -85,8 +85,8 @@ class Report:
         self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, accesses=("reads",))
 
     def withdraw_unwritten(self, op: Op) -> None:
-        """Take back that `op` read bytes that were not written, because it failed: nothing comes of what it read. The
-        work that would have written them failed before it.
+        """Take back that `op` read bytes that were not written, because it failed: nothing comes of what it read. Such
+        a read is usual if the work before it failed, too, and therefore wrote nothing.
         """
         for key, finding in list(self._known.items()):
             if finding.kind == "unwritten" and finding.works == (op.position,):
