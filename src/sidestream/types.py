@@ -381,6 +381,8 @@ class LoadPlan:
                copied whole, before all KV blocks
     covers     number of tokens that this recurrent state must cover; a state of another number of tokens is a cache
                miss
+    num_partial  number of blocks after these that the request reads only in layers without a sliding window; the other
+               layers are not copied
     """
 
     request_id: RequestId
@@ -391,6 +393,7 @@ class LoadPlan:
     prefetch: bool = False
     num_whole: int = 0
     covers: int = 0
+    num_partial: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,9 +538,9 @@ class Tracer(Protocol):
         """A lease ended. `after`: fences of all its uses, except for uses that the host has seen done."""
         ...
 
-    def published(self, pool: str, block_id: int, key: Key) -> None:
+    def published(self, pool: str, block_id: int, key: Key, *, partial: bool = False) -> None:
         """The prefix cache can now find the block under `key`. Its bytes are complete, and do not change until the next
-        `took`.
+        `took`. `partial`: the layers with a sliding window are missing.
         """
         ...
 

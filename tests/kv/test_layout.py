@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from sidestream.kv.layout import DTYPE_BYTES, KVLayout
+from sidestream.kv.layout import DTYPE_BYTES, KVLayout, blocks_before_window
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4, dtype="bfloat16")
 
@@ -40,5 +40,23 @@ def test_blocks_for_tokens_are_rounded_up(tokens: int, blocks: int) -> None:
     assert LAYOUT.num_blocks_for(tokens) == blocks
 
 
+@pytest.mark.parametrize(
+    ("position", "window", "blocks"),
+    [(0, 0, 0), (100, 0, 0), (100, 5, 24), (99, 5, 23), (98, 5, 23), (7, 4, 1), (6, 4, 0), (3, 100, 0), (8, 1, 1)],
+)
+def test_a_token_attends_to_no_block_before_its_window(position: int, window: int, blocks: int) -> None:
+    """In blocks of 4 tokens: the token at 99 attends to 95 to 99 with a window of 5, so not to blocks 0 to 22."""
+    assert blocks_before_window(position, window, 4) == blocks
+    if window > 1:
+        assert blocks == sum((block + 1) * 4 <= position - window + 1 for block in range(position // 4 + 1))
+
+
+def test_layers_after_the_last_window_have_none() -> None:
+    layout = dataclasses.replace(LAYOUT, windows=(0, 7))
+    assert ([*layout.layers_without_window], layout.window) == ([0, 2], 7)
+    assert ([*LAYOUT.layers_without_window], LAYOUT.window) == ([0, 1, 2], 0)
+
+
 def test_describe_names_every_field() -> None:
-    assert LAYOUT.describe() == dataclasses.asdict(LAYOUT)
+    """Except the windows: they are no property of a block's bytes, and a model's fingerprint depends on them."""
+    assert LAYOUT.describe() == {name: size for name, size in dataclasses.asdict(LAYOUT).items() if name != "windows"}

@@ -39,6 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached: list[int] = []
         self.demoted: set[int] = set()
         self.key_of: dict[int, Key] = {}
+        self.partial: set[int] = set()
         self.history: dict[int, list[FakeFence]] = {block_id: [] for block_id in range(size)}
         self.held: list[Held] = []
         self.offload = FakeStream("offload")  # only the host sees its fences
@@ -90,6 +91,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(lease.after) == len({fence.stream for fence in lease.after})
         for block_id in expected:
             self.key_of.pop(block_id, None)
+            self.partial.discard(block_id)
         self.free = [block_id for block_id in self.free if block_id not in expected]
         self.cached = [block_id for block_id in self.cached if block_id not in expected]
         self.held.append(Held(lease, list(expected)))
@@ -143,32 +145,44 @@ class PoolMachine(RuleBasedStateMachine):
         held.ids = held.ids + other.ids
         assert not other.lease.open
 
-    @rule(block_id=st.integers(0, 5), key=st.sampled_from(KEYS))
-    def publish(self, block_id: int, key: Key) -> None:
+    @rule(block_id=st.integers(0, 5), key=st.sampled_from(KEYS), partial=st.booleans())
+    def publish(self, block_id: int, key: Key, partial: bool) -> None:
         if block_id >= self.pool.size:
             return
         if self.users()[block_id] == 0:
             with pytest.raises(InvariantError):
-                self.pool.publish(block_id, key)
+                self.pool.publish(block_id, key, partial=partial)
             return
-        possible = block_id not in self.key_of and key not in self.key_of.values()
-        assert self.pool.publish(block_id, key) == possible
-        if possible:
-            self.key_of[block_id] = key
+        assert self.pool.publish(block_id, key, partial=partial) == self.give_key(block_id, key, partial=partial)
 
-    @rule(block_ids=st.lists(st.integers(0, 5), max_size=4, unique=True), keys=st.permutations(KEYS))
-    def publish_all(self, block_ids: list[int], keys: list[Key]) -> None:
+    def give_key(self, block_id: int, key: Key, *, partial: bool) -> bool:
+        """Publish in the model of the pool."""
+        known = next((block for block, other in self.key_of.items() if other == key), None)
+        if block_id in self.key_of or (known is not None and (partial or known not in self.partial)):
+            return False
+        if known is not None:
+            self.forgotten([known])
+        self.key_of[block_id] = key
+        if partial:
+            self.partial.add(block_id)
+        return True
+
+    @rule(
+        block_ids=st.lists(st.integers(0, 5), max_size=4, unique=True),
+        keys=st.permutations(KEYS),
+        partial=st.booleans(),
+    )
+    def publish_all(self, block_ids: list[int], keys: list[Key], partial: bool) -> None:
         block_ids = [block_id for block_id in block_ids if block_id < self.pool.size]
         keys = keys[: len(block_ids)]
         users = self.users()
         if any(users[block_id] == 0 for block_id in block_ids):
             with pytest.raises(InvariantError):
-                self.pool.publish_all(block_ids, keys)
+                self.pool.publish_all(block_ids, keys, partial=partial)
             return
-        self.pool.publish_all(block_ids, keys)
+        self.pool.publish_all(block_ids, keys, partial=partial)
         for block_id, key in zip(block_ids, keys, strict=True):
-            if block_id not in self.key_of and key not in self.key_of.values():
-                self.key_of[block_id] = key
+            self.give_key(block_id, key, partial=partial)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def touch(self, keys: list[Key]) -> None:
@@ -198,6 +212,7 @@ class PoolMachine(RuleBasedStateMachine):
     def forgotten(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
             self.key_of.pop(block_id, None)
+            self.partial.discard(block_id)
             self.demoted.discard(block_id)
             if block_id in self.cached:
                 self.cached.remove(block_id)
@@ -235,6 +250,7 @@ class PoolMachine(RuleBasedStateMachine):
         found = {block_id: key for key in KEYS if (block_id := self.pool.get(key)) is not None}
         assert found == self.key_of
         assert self.pool.num_keys == len(found)
+        assert {block_id for block_id in range(self.pool.size) if self.pool.is_partial(block_id)} == self.partial
 
     def teardown(self) -> None:
         """Nothing leaked: once everybody gave back, everything can be taken, behind every fence that is still open."""

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from sidestream.attention import paged
 from sidestream.errors import ModelError
 from sidestream.models import PagedModel, load_model
+from sidestream.models.self_check import check_paged, reference
 from sidestream.testing.tiny_models import tiny_model_dir
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -108,6 +109,25 @@ def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(
     """
     for seed in (11, 14, 21, 33):
         assert loaded(family, tmp_path / str(seed), dtype, seed, num_hidden_layers=6).layout.dtype == dtype
+
+
+def test_windows_are_those_that_layers_pass_to_their_attention(tmp_path: Path) -> None:
+    assert loaded("gemma3", tmp_path / "some", "float32").layout.windows == (12, 12, 12, 12, 12, 0)
+    assert loaded("mistral", tmp_path / "all", "float32").layout.windows == (12,) * 3
+    assert (
+        loaded("mistral", tmp_path / "wide", "float32", sliding_window=1024).layout.windows == ()
+    )  # no text is longer
+    assert loaded("llama", tmp_path / "none", "float32").layout.windows == ()
+
+
+def test_a_layer_that_attends_further_than_it_did_when_it_was_checked_is_refused(tmp_path: Path) -> None:
+    """Loads leave out KV before a layer's window, so it must not be read."""
+    model = loaded("gemma3", tmp_path, "float32")
+    expected = reference(model)
+    for window in (13, None):
+        model.module.model.layers[1].self_attn.sliding_window = window
+        with pytest.raises(ModelError, match=f"layer 1 attends with a sliding window of {window} tokens"):
+            check_paged(model, expected)
 
 
 def test_a_window_that_attention_does_not_know_is_refused_if_texts_reach_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostStream
+from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import PoolExhausted
 from sidestream.offload.connector import LoadFailed
 from sidestream.offload.copy import BlockMemory, layers_batch
@@ -81,6 +82,25 @@ def test_copies_of_random_ids_and_layers_touch_exactly_their_bytes() -> None:
         span = slice(first * LAYOUT.layer_bytes, stop * LAYOUT.layer_bytes)
         before[target_ids, span] = source.memory.data.view(12, -1)[source_ids, span]
         assert torch.equal(target.memory.data.view(12, -1), before)
+
+
+@pytest.mark.parametrize("layers", [(0,), (2,), (0, 2), (0, 1, 4, 5), (0, 1, 2, 4), (1, 2, 3, 5), (0, 1, 2, 3, 4, 5)])
+def test_a_copy_of_some_layers_leaves_the_others_alone(layers: tuple[int, ...]) -> None:
+    layout, rng = KVLayout(6, 1, 2, 4, "float32"), torch.Generator().manual_seed(2)
+    source, target = (
+        BlockMemory(
+            Memory(name, (torch.randint(0, 256, (4 * layout.block_bytes,), dtype=torch.uint8, generator=rng),)), layout
+        )
+        for name in ("a", "b")
+    )
+    expected = target.memory.data.clone().view(4, 6, -1)
+    for layer in layers:
+        expected[[1, 2], layer] = source.memory.data.view(4, 6, -1)[[3, 0], layer]
+    batch = layers_batch(source, [3, 0], target, [1, 2], layers)
+    assert batch.num_bytes == 2 * len(layers) * layout.layer_bytes
+    for from_, to in batch.runs():
+        to.copy_(from_)
+    assert torch.equal(target.memory.data.view(4, 6, -1), expected)
 
 
 def _random_memory(name: str, rng: torch.Generator) -> BlockMemory:

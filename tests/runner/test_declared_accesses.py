@@ -62,6 +62,20 @@ def test_a_step_without_loads_declares_everything_first() -> None:
     assert declared((DRAFTING, LOADING), gated=False) == expected
 
 
+def test_layers_with_a_window_declare_no_block_before_it() -> None:
+    layout = KVLayout(3, 1, 2, 4, "float32", windows=(0, 5))
+    layer = layout.layer_bytes
+    # A token at position 9 attends to positions from 5 on: layer 1 does not read block 3, and reads a part of block 5.
+    step = StepAccesses("kv", None, (row(0, (3, 5, 7), start=9, stop=10, drafts=0),), layout, None)
+    assert step.layers(range(1, 2)) == [
+        Access("kv", 16 * layer, 17 * layer, False),
+        Access("kv", 22 * layer, 23 * layer, True),
+    ]
+    assert {access.start // layer for access in step.all()} == {9, 11, 15, 16, 17, 21, 22, 23}
+    (edge,) = (row(0, (3, 5, 7), start=start, stop=start + 1, drafts=0) for start in (8,))
+    assert len(StepAccesses("kv", None, (edge,), layout, None).layers(range(1, 2))) == 2  # from position 4 on
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_step_without_drafts_declares_nothing_there(gated: bool) -> None:
     assert declared((LOADING,), gated=gated) == []

@@ -148,7 +148,7 @@ class SimTiers:
             found.append(self.where[key])
         return found
 
-    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
+    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         return self.worth
 
     def seconds_left(self, request_id: int, epoch: int, *, step_s: float) -> float:

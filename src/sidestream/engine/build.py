@@ -217,6 +217,7 @@ def _build_scheduler(
             prefix_cache=config.prefix_cache,
             tail_apart=not plan.on_gpu if config.tail_apart is None else config.tail_apart,
             state_interval=config.state_interval // model.layout.block_tokens,
+            window=model.layout.window,
         ),
         blocks=rank.blocks,
         slots=FencedPool("rows", sizes.max_running, tracer=plan.device.tracer),

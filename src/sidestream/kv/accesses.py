@@ -4,7 +4,8 @@ to the ordering checker. Knows ids and sizes, never a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from sidestream.kv.layout import KVLayout
@@ -51,16 +52,26 @@ class StepAccesses(NamedTuple):
 
 def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
     """The byte ranges of the pool that some layers of a step read (blocks before the chunk) and write (blocks of the
-    chunk).
+    chunk). Layers with a sliding window do not read blocks before it.
     """
     size = layout.block_tokens
     accesses = []
     for row in rows:
-        for index, block in enumerate(row.block_ids):
-            start, stop = layout.layer_span(block, layers.start, layers.stop)
-            # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes
-            accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
+        for run, window in _runs(layout, layers):
+            # rule: windowed-layer-declares-what-it-reads
+            first = layout.blocks_before_window(row.min_start, window)
+            for index, block in enumerate(row.block_ids[first:], first):
+                start, stop = layout.layer_span(block, run.start, run.stop)
+                # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes
+                accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))
     return accesses
+
+
+def _runs(layout: KVLayout, layers: range) -> Iterator[tuple[range, int]]:
+    """The layers in runs of neighbours with the same sliding window (0: none)."""
+    for window, run in groupby(layers, key=layout.window_of):
+        numbers = list(run)
+        yield range(numbers[0], numbers[-1] + 1), window
 
 
 def state_accesses(memory: str, rows: Sequence[RowPlan], region: StateRegion) -> list[Access]:

@@ -5,6 +5,7 @@ Knows sizes only, never a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -16,6 +17,8 @@ class KVLayout:
 
     block_tokens   tokens in a block
     dtype          `"float32"`, `"float16"` or `"bfloat16"`
+    windows        for each layer from the first on, the number of tokens of its sliding window; 0, and layers after
+                   the last entry: the layer attends to all tokens. No property of the bytes, so not part of `describe`
     """
 
     num_layers: int
@@ -23,6 +26,23 @@ class KVLayout:
     head_dim: int
     block_tokens: int
     dtype: str
+    windows: tuple[int, ...] = ()
+
+    @property
+    def window(self) -> int:
+        """Tokens of the largest sliding window; 0: all layers attend to all tokens."""
+        return max(self.windows, default=0)
+
+    @property
+    def layers_without_window(self) -> Sequence[int]:
+        """The layers that attend to all tokens."""
+        if not self.windows:
+            return range(self.num_layers)
+        return [layer for layer in range(self.num_layers) if not self.window_of(layer)]
+
+    def window_of(self, layer: int) -> int:
+        """Tokens of the layer's sliding window; 0: it attends to all tokens."""
+        return self.windows[layer] if layer < len(self.windows) else 0
 
     @property
     def token_bytes(self) -> int:
@@ -60,6 +80,10 @@ class KVLayout:
         base = block_id * self.block_bytes
         return base + first_layer * self.layer_bytes, base + stop_layer * self.layer_bytes
 
+    def blocks_before_window(self, position: int, window: int) -> int:
+        """See `blocks_before_window`."""
+        return blocks_before_window(position, window, self.block_tokens)
+
     def describe(self) -> dict[str, int | str]:
         """The layout as plain values, for keys, directories and messages."""
         return {
@@ -69,3 +93,11 @@ class KVLayout:
             "block_tokens": self.block_tokens,
             "dtype": self.dtype,
         }
+
+
+def blocks_before_window(position: int, window: int, block_tokens: int) -> int:
+    """Number of leading blocks to which a token at `position`, and all later tokens, do not attend in a layer with a
+    sliding window of `window` tokens. Such a layer attends to the positions `(position - window, position]`; 0: to all.
+    Of the blocks before `position`, the last one always counts as attended to.
+    """
+    return max(0, position + 1 - max(2, window)) // block_tokens if window else 0

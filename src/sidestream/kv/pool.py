@@ -9,6 +9,9 @@ fences of its last uses, and the next owner makes its own stream wait for them.
     cached    no reference, but findable under its key until it is evicted (least recently used first)
     used      one reference or more; several requests may share a block that they only read
 
+A findable block may be partial: the layers with a sliding window are missing. Only requests that continue so far behind
+the block that these layers do not attend to it any more may use it.
+
 One thread owns a pool and makes all changes: the offload worker's thread owns the host slots, the engine thread all
 other pools. Other threads may call `get` and `match` and read the counters; the results may be out of date.
 """
@@ -178,27 +181,33 @@ class FencedPool:
             self._tracer.shared(self.name, block_ids)
         return Lease(self, list(block_ids), ())
 
-    def publish(self, block_id: int, key: Key) -> bool:
+    def publish(self, block_id: int, key: Key, *, partial: bool = False) -> bool:
         """Make a used block findable under `key`. Call it when the block's bytes are complete (hazard H7).
+
+        partial   the layers with a sliding window are missing. Later, a whole block may take the key over
 
         Returns False, and changes nothing, when the block has another key or another block has this key.
         """
         if self._references[block_id] == 0:
             raise InvariantError(f"{self.name} {block_id} is not in use: it cannot be published")
-        added = self._index.add(key, block_id)
+        if not partial and (known := self._index.get(key)) is not None and self._index.is_partial(known):
+            if self._index.holds_key(block_id):
+                return False
+            self.forget([known])  # rule: whole-block-takes-the-key-over
+        added = self._index.add(key, block_id, partial=partial)
         if added and self._tracer is not None:
-            self._tracer.published(self.name, block_id, key)
+            self._tracer.published(self.name, block_id, key, partial=partial)
         if added and self.key_log is not None:
             self.key_log.stored((key,))
         return added
 
-    def publish_all(self, block_ids: Sequence[int], keys: Sequence[Key]) -> None:
+    def publish_all(self, block_ids: Sequence[int], keys: Sequence[Key], *, partial: bool = False) -> None:
         """`publish` each block under its key; faster than one call per block."""
         if 0 in map(self._references.__getitem__, block_ids):
             raise InvariantError(f"of {self.name} {list(block_ids)}, not all are in use: they cannot be published")
-        if self._tracer is not None or not self._index.add_all(keys, block_ids):
+        if self._tracer is not None or not self._index.add_all(keys, block_ids, partial=partial):
             for block_id, key in zip(block_ids, keys, strict=True):
-                self.publish(block_id, key)
+                self.publish(block_id, key, partial=partial)
         elif self.key_log is not None:
             self.key_log.stored(keys)
 
@@ -209,6 +218,10 @@ class FencedPool:
     def get(self, key: Key) -> int | None:
         """The block that is findable under `key`, or None. Callable from any thread."""
         return self._index.get(key)
+
+    def is_partial(self, block_id: int) -> bool:
+        """Whether the block is findable, but its layers with a sliding window are missing. Callable from any thread."""
+        return self._index.is_partial(block_id)
 
     def is_cached(self, block_id: int) -> bool:
         """Whether the block is findable and unused, so that `take` may evict it."""
@@ -277,6 +290,8 @@ class FencedPool:
                 raise InvariantError(
                     f"{self.name} {block_id} is to be evicted first, but is not in use or not findable"
                 )
+            if self._index.is_partial(block_id) and not findable:
+                raise InvariantError(f"{self.name} {block_id} is partial, but not findable")
             if (findable and block_id in free) or (not findable and block_id in self._cached):
                 raise InvariantError(
                     f"{self.name} {block_id} is {'free' if findable else 'cached'}, and findable: {findable}"

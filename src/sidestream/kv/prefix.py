@@ -11,11 +11,12 @@ from sidestream.types import Key
 
 
 class PrefixIndex:
-    """A one-to-one map between published keys and block ids."""
+    """A one-to-one map between published keys and block ids. A block may be partial: some of its layers are missing."""
 
     def __init__(self) -> None:
         self._id_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
+        self._partial: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._id_of)
@@ -31,6 +32,10 @@ class PrefixIndex:
     def holds_key(self, block_id: int) -> bool:
         """Whether the block has a key."""
         return block_id in self._key_of
+
+    def is_partial(self, block_id: int) -> bool:
+        """Whether the block has a key and was added as partial."""
+        return block_id in self._partial
 
     def split(self, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """The blocks with a key, and the blocks without a key, both in the given order."""
@@ -49,15 +54,17 @@ class PrefixIndex:
             block_ids.append(block_id)
         return block_ids
 
-    def add(self, key: Key, block_id: int) -> bool:
+    def add(self, key: Key, block_id: int, *, partial: bool = False) -> bool:
         """Give the block this key. Returns False, and changes nothing, if block or key is in the index already."""
         if key in self._id_of or block_id in self._key_of:  # rule: key-refers-to-one-block
             return False
+        if partial:
+            self._partial.add(block_id)  # rule: partial-block-is-marked
         self._id_of[key] = block_id
         self._key_of[block_id] = key
         return True
 
-    def add_all(self, keys: Sequence[Key], block_ids: Sequence[int]) -> bool:
+    def add_all(self, keys: Sequence[Key], block_ids: Sequence[int], *, partial: bool = False) -> bool:
         """Add all pairs. Returns False, and changes nothing, if one of them cannot be added."""
         if (
             len({*keys}) < len(keys)
@@ -65,6 +72,8 @@ class PrefixIndex:
             or not self._key_of.keys().isdisjoint(block_ids)
         ):
             return False
+        if partial:
+            self._partial.update(block_ids)
         self._id_of.update(zip(keys, block_ids, strict=True))
         self._key_of.update(zip(block_ids, keys, strict=True))
         return True
@@ -75,6 +84,7 @@ class PrefixIndex:
         keys = [key_of(block_id) for block_id in block_ids]
         for key in keys:
             del id_of[key]
+        self._partial.difference_update(block_ids)
         return keys
 
     def clear(self) -> list[int]:
@@ -82,4 +92,5 @@ class PrefixIndex:
         block_ids = list(self._key_of)
         self._id_of.clear()  # rule: reset-removes-keys
         self._key_of.clear()
+        self._partial.clear()
         return block_ids

@@ -39,10 +39,13 @@ _UNSUPPORTED = {"s_aux": "attention sinks", "indices": "sparse attention", "posi
 class OpaqueBatch:
     """Hides a batch from torch.compile. The compiler would trace into the batch's dataclass, and compile again for each
     dtype, class and `before_layer` callback.
+
+    windows   see `KVLayout.windows`: KV before a layer's window may be missing
     """
 
-    def __init__(self, batch: Attended) -> None:
+    def __init__(self, batch: Attended, windows: tuple[int, ...] = ()) -> None:
         self.batch = batch
+        self.windows = windows
 
 
 class PagedModel:
@@ -167,7 +170,7 @@ class PagedModel:
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=logit_rows,
-                paged_batch=OpaqueBatch(batch),
+                paged_batch=OpaqueBatch(batch, self.layout.windows),
             ).logits
             return logits[0]
 
@@ -242,6 +245,12 @@ def paged_attention_hook(
         raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
     if not getattr(module, "is_causal", True):
         raise ModelError("its attention is not causal: KV in a pool cannot change once it is written")
+    windows = paged_batch.windows
+    if windows and windows[module.layer_idx] and not 0 < (sliding_window or 0) <= windows[module.layer_idx]:
+        raise ModelError(
+            f"layer {module.layer_idx} attends with a sliding window of {sliding_window} tokens, but was checked with "
+            f"one of {windows[module.layer_idx]}, and KV before that may be missing"
+        )
     batch = paged_batch.batch
     pool = batch.layer(module.layer_idx)
     if key.dtype != pool.dtype or not key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]:

@@ -68,11 +68,13 @@ class Reference:
     attended   attention output of each layer, `[25, heads, head_dim]`, in the model's dtype
     stateful   output of each layer with recurrent state, `[25, hidden_size]`, by the layer's number in the model
     logits     float32 `[25, vocab]`
+    windows    see `KVLayout.windows`: what each layer passed to its attention
     """
 
     attended: list[torch.Tensor]
     stateful: dict[int, torch.Tensor]
     logits: torch.Tensor
+    windows: tuple[int, ...]
 
 
 @torch.inference_mode()
@@ -97,13 +99,16 @@ def reference(model: PagedModel) -> Reference:
 
     model.module.config._attn_implementation = _COMPARED
     try:
-        with _narrow_windows(model.module), _observed(model, compare):
+        with _narrow_windows(model.module) as narrowed, _observed(model, compare):
             # No positions are given. So a model whose default positions are not 0, 1, 2, ... fails the check.
             logits: torch.Tensor = model.module(input_ids=tokens[None], use_cache=False, paged_batch=compared).logits
     finally:
         model.module.config._attn_implementation = PAGED
     _check_reached(compared.layers, model.layout.num_layers)
-    return Reference(compared.attended, stateful, logits[0].float())
+    passed = [narrowed if window == _WINDOW else window for window in compared.passed_windows]
+    # A window that no text exceeds leaves nothing out.
+    windows = tuple(window if window < model.max_model_len else 0 for window in passed)
+    return Reference(compared.attended, stateful, logits[0].float(), windows if any(windows) else ())
 
 
 @torch.inference_mode()
@@ -141,6 +146,7 @@ class _Compared(OpaqueBatch):
         self.chunks = chunks
         self.layers: list[int] = []
         self.attended: list[torch.Tensor] = []
+        self.passed_windows: list[int] = []
 
 
 def _compared_attention_hook(
@@ -175,6 +181,7 @@ def _compared_attention_hook(
         )
     paged_batch.layers.append(module.layer_idx)
     paged_batch.attended.append(expected[0].to(query.dtype))
+    paged_batch.passed_windows.append(named.get("sliding_window") or 0)
     return expected.to(query.dtype), None
 
 
@@ -371,8 +378,9 @@ def _tokens(vocab_size: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _narrow_windows(module: Any) -> Iterator[None]:
-    """Shorten the model's sliding window inside the context, so that a few tokens reveal a mask that ignores it.
+def _narrow_windows(module: Any) -> Iterator[int]:
+    """Shorten the model's sliding window inside the context, so that a few tokens reveal a mask that ignores it. Yields
+    the window for which `_WINDOW` stands inside the context.
 
     A window that is not shorter than the model's context stays: some models declare such a window, but do not pass it
     to their attention.
@@ -385,7 +393,7 @@ def _narrow_windows(module: Any) -> Iterator[None]:
     for part in holders:
         part.sliding_window = _WINDOW
     try:
-        yield
+        yield window if binds else _WINDOW
     finally:
         for part in holders:
             part.sliding_window = window

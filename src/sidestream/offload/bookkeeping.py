@@ -57,17 +57,16 @@ class UnsettledJobs:
 class TransferLog:
     """Counts how transfers end, and logs failures. Worker thread only."""
 
-    def __init__(self, metrics: Metrics, *, block_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: Metrics, *, clock: Callable[[], float]) -> None:
         self._metrics = metrics
-        self._block_bytes = block_bytes
         self._clock = clock
         self._next_warning_s = 0.0
 
-    def ended(self, kind: str, error: BaseException | None, num_blocks: int, since_s: float) -> bool:
+    def ended(self, kind: str, error: BaseException | None, num_bytes: int, since_s: float) -> bool:
         """Count the end of a transfer that was submitted at `since_s`. Returns whether it succeeded."""
         self._metrics.inc("transfers_total", 1, kind, "done" if error is None else "failed")
         if error is None:
-            self._metrics.inc("transfer_bytes_total", num_blocks * self._block_bytes, kind)
+            self._metrics.inc("transfer_bytes_total", num_bytes, kind)
             self._metrics.observe("transfer_seconds", self._clock() - since_s, kind)
         elif self._clock() >= self._next_warning_s:
             self._next_warning_s = self._clock() + _WARNING_PERIOD_S

@@ -204,15 +204,16 @@ class OffloadConnector:
         """The name of a tier that holds each key, up to the first key that no tier holds."""
         return self.tiers.locate(keys)
 
-    def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None) -> bool:
+    def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         """Whether loading is expected to take less time than the prefill of `num_blocks` blocks, and less than the load
         deadline.
 
         `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
+        `num_partial` of them are loaded without the layers with a sliding window.
         """
         blocks = Counter(sources)
         blocks.update(self._worker.num_reads)
-        seconds = self._costs.load_seconds(blocks, num_loaded=len(sources))
+        seconds = self._costs.load_seconds(blocks, num_loaded=len(sources), num_partial=num_partial)
         return seconds < min(
             self._costs.compute_seconds(len(sources) if num_blocks is None else num_blocks), self._deadline_s
         )
@@ -270,7 +271,7 @@ class OffloadConnector:
         ahead_s = soonest_s = 0.0
         # The worker submits loads to the device in the order of this dictionary, but prefetches last.
         for load in self._loads.values():
-            load_s = self._costs.seconds_from_host(len(load.plan.keys))
+            load_s = self._costs.seconds_from_host(len(load.plan.keys), num_partial=load.plan.num_partial)
             if (load.plan.request_id, load.plan.epoch) == (request_id, epoch):
                 left_s = load.seconds_left(load_s, step_s)
                 soonest_s = max(soonest_s, left_s and ahead_s + left_s)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,15 +29,20 @@ class BlockMemory:
 
 
 def layers_batch(
-    source: BlockMemory, source_ids: Sequence[int], target: BlockMemory, target_ids: Sequence[int], layers: range
+    source: BlockMemory,
+    source_ids: Sequence[int],
+    target: BlockMemory,
+    target_ids: Sequence[int],
+    layers: Sequence[int],
 ) -> CopyBatch:
-    """A copy of some layers of each block: from `source_ids[i]` to the same layers of `target_ids[i]`."""
+    """A copy of some layers of each block: from `source_ids[i]` to the same layers of `target_ids[i]`. `layers` ascend.
+    Neighbouring layers are one segment if all runs of neighbours have the same length, else several segments.
+    """
     layout = source.layout
-    skipped = layers.start * layout.layer_bytes
-    return CopyBatch(
-        source.memory,
-        target.memory,
-        np.array(source_ids, np.int64) * layout.block_bytes + skipped,
-        np.array(target_ids, np.int64) * layout.block_bytes + skipped,
-        len(layers) * layout.layer_bytes,
+    breaks = [0, *(at for at in range(1, len(layers)) if layers[at] != layers[at - 1] + 1), len(layers)]
+    size = math.gcd(*(stop - start for start, stop in pairwise(breaks)))
+    offsets = np.array(layers[::size], np.int64) * layout.layer_bytes
+    starts, targets = (
+        (np.array(ids, np.int64)[:, None] * layout.block_bytes + offsets).ravel() for ids in (source_ids, target_ids)
     )
+    return CopyBatch(source.memory, target.memory, starts, targets, size * layout.layer_bytes)

@@ -51,19 +51,24 @@ class CostModel:
                 rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
             )
 
-    def load_seconds(self, blocks: Mapping[str, int], *, num_loaded: int) -> float:
-        """Expected time until `num_loaded` blocks are on the device.
+    def load_seconds(self, blocks: Mapping[str, int], *, num_loaded: int, num_partial: int = 0) -> float:
+        """Expected time until `num_loaded` blocks are on the device, `num_partial` of them without the layers with a
+        sliding window.
 
         `blocks` is the number of blocks to read from each tier, including reads that are queued already. Blocks of
         slower tiers are first read into host memory, so both times add up.
         """
         size = self._layout.block_bytes
         promoted_s = sum(count * size / self._rate(tier) for tier, count in blocks.items() if tier != HOST)
-        return promoted_s + self.seconds_from_host(num_loaded)
+        return promoted_s + self.seconds_from_host(num_loaded, num_partial=num_partial)
 
-    def seconds_from_host(self, num_blocks: int) -> float:
-        """Expected time to load that many blocks from the host tier."""
-        return num_blocks * self._layout.block_bytes / self._rate(HOST)
+    def seconds_from_host(self, num_blocks: int, *, num_partial: int = 0) -> float:
+        """Expected time to load that many blocks from the host tier, `num_partial` of them without the layers with a
+        sliding window.
+        """
+        layout = self._layout
+        partial_bytes = num_partial * len(layout.layers_without_window) * layout.layer_bytes
+        return ((num_blocks - num_partial) * layout.block_bytes + partial_bytes) / self._rate(HOST)
 
     def _rate(self, tier: str) -> float:
         """Estimated bytes per second of a tier. If the last measurement is old, the estimate is at least the assumed

@@ -3,7 +3,8 @@
 A load waits for the last use of the device blocks that it overwrites (hazard H3 in docs/glossary.md). Each load is
 copied in pieces. All pieces except the last copy whole blocks. The last piece is split into groups of layers, so that a
 step can start before the last layers have arrived. Blocks with recurrent states come first and are always copied whole,
-because the first layers of a step read these states. When all pieces were submitted to the device, their fences are
+because the first layers of a step read these states. Of blocks to which layers with a sliding window do not attend any
+more, only the other layers are copied. When all pieces were submitted to the device, their fences are
 reported to the engine thread, which can then launch a step that waits for them.
 
     slot    host memory for one block
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from sidestream.device.base import Device
+from sidestream.device.base import CopyBatch, Device
 from sidestream.errors import TierCorrupt
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateLayout
@@ -148,17 +149,34 @@ class Loads:
             return
         split = by_layers and job.all_begun
         step = layers_per_group(layout, self._device.segment_bytes) if split else layout.num_layers
-        slots, block_ids, groups = job.slots.ids[first:stop], plan.block_ids[first:stop], []
+        groups = []
         for layer in range(0, layout.num_layers, step):
             layers = range(layer, min(layer + step, layout.num_layers))  # rule: load-copies-every-layer
-            batch = layers_batch(self._host_memory, slots, self._memory, block_ids, layers)
-            groups.append(self._device.prepare(batch))
+            groups.append([self._device.prepare(batch) for batch in self._batches(job, range(first, stop), layers)])
+        job.batches = [len(group) for group in groups]
+        batches = [batch for group in groups for batch in group]
+        if not batches:
+            return  # all layers have a window, and none attends to these blocks
         urgency = Urgency.PREFETCH if plan.prefetch else Urgency.DEMAND
         # rule: load-waits-for-the-last-use
-        copy = Copy(groups, after=plan.after, urgency=urgency, label=f"load {stop - first} blocks")
+        copy = Copy(batches, after=plan.after, urgency=urgency, label=f"load {stop - first} blocks")
         job.copies.append(copy)
         self._jobs[copy] = job
         self._lane.add(copy)
+
+    def _batches(self, job: LoadJob, blocks: range, layers: range) -> Iterator[CopyBatch]:
+        """The copies of some layers of some of the job's blocks. None of them is empty."""
+        first, num_partial = blocks.start, 0
+        if first >= job.plan.num_whole:
+            # rule: load-is-whole-in-the-window
+            num_partial = min(max(0, job.plan.num_whole + job.plan.num_partial - first), len(blocks))
+        without_window = [layer for layer in self._memory.layout.layers_without_window if layer in layers]
+        parts: tuple[tuple[range, Sequence[int]], ...]
+        parts = (blocks[:num_partial], without_window), (blocks[num_partial:], layers)
+        for part, copied in parts:
+            if part and copied:
+                slots, block_ids = (ids[part.start : part.stop] for ids in (job.slots.ids, job.plan.block_ids))
+                yield layers_batch(self._host_memory, slots, self._memory, block_ids, copied)
 
     def _refuse(self, job: LoadJob, changed: Sequence[Key]) -> None:
         """Fail the job, because the blocks of the keys `changed` do not match their checksums."""
@@ -178,12 +196,10 @@ class Loads:
         # A copy of the job may have failed already, although `end` was not called for it yet.
         failed = job.failure is not None or any(copy.failure is not None for copy in job.copies)
         if job.all_begun and job.submitted == len(job.copies) and not failed:  # rule: load-is-submitted
-            *others, last = [
-                [Part(tuple(fences), group.num_bytes) for fences, group in zip(copy.fences, copy.groups, strict=True)]
-                for copy in job.copies
-            ]
+            *others, last = job.copies
+            before = tuple(part for copy in others for part in _parts(copy, [1] * len(copy.groups)))
             # rule: submitted-load-is-reported
-            self._report(LoadSubmitted(job.job_id, tuple(part for parts in others for part in parts), tuple(last)))
+            self._report(LoadSubmitted(job.job_id, before, tuple(_parts(last, job.batches))))
 
     def end(self, copy: Copy) -> None:
         """Handle the end of a piece's copy."""
@@ -199,7 +215,8 @@ class Loads:
         """If all pieces have ended, release the job's slots, and record that it no longer uses device blocks."""
         if not job.settled:  # rule: load-settles-once
             return
-        if not self._log.ended("load", job.failure, len(job.plan.keys), job.submitted_s):
+        num_bytes = sum(batch.num_bytes for copy in job.copies for batch in copy.groups)
+        if not self._log.ended("load", job.failure, num_bytes, job.submitted_s):
             self._report(LoadMissed(job.job_id, "load_failed"))  # rule: failed-load-is-reported
         job.slots.release()  # rule: load-releases-its-slots
         self._unsettled.settle(job.job_id)  # rule: ended-load-is-settled
@@ -212,6 +229,15 @@ class Loads:
             if job.failure is None:  # a failed job has settled already, or settles when its last piece in flight ends
                 job.failure = reason
                 self._settle(job)  # rule: dropped-load-is-settled
+
+
+def _parts(copy: Copy, batches: Sequence[int]) -> Iterator[Part]:
+    """The parts of a submitted copy: each has as many batches as `batches` says."""
+    first = 0
+    for count in batches:
+        fences = tuple(fence for of_batch in copy.fences[first : first + count] for fence in of_batch)
+        yield Part(fences, sum(batch.num_bytes for batch in copy.groups[first : first + count]))
+        first += count
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:

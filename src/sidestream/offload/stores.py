@@ -181,7 +181,8 @@ class Stores:
         for key in ticket.keys:
             del self._storing[key]
         job, pool = ticket.job, self._host.pool
-        good = self._log.ended("store", ticket.copy.failure, len(ticket.keys), ticket.submitted_s)
+        num_bytes = sum(batch.num_bytes for batch in ticket.copy.groups)
+        good = self._log.ended("store", ticket.copy.failure, num_bytes, ticket.submitted_s)
         if good and job.generation == self._switches.generation:  # rule: store-is-published
             pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]

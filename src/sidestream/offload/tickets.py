@@ -77,6 +77,7 @@ class LoadJob:
 
     begun      number of blocks that were queued for a copy
     copies     copies of the pieces, in order
+    batches    number of batches in each group of layers of the last piece
     submitted  number of copies that were submitted to the device completely
     ended      number of copies that have ended
     failure    failure of the first piece that failed; no piece is queued after it
@@ -88,6 +89,7 @@ class LoadJob:
     submitted_s: float
     begun: int = 0
     copies: list[Copy] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
     submitted: int = 0
     ended: int = 0
     failure: BaseException | None = None

@@ -147,7 +147,9 @@ class TierIO:
         """Handle writes that have ended: make their entries findable or abandon them, and release the slots."""
         while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
-            good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.submitted_s)
+            good = self._log.ended(
+                f"{self.name}-write", ticket.fence.failure, self._host.layout.block_bytes, ticket.submitted_s
+            )
             good = good and ticket.grant.written  # rule: failed-disk-write-leaves-no-entry
             if good and self._is_current(ticket):  # rule: disk-write-from-before-a-reset-publishes-nothing
                 self._tier.index.publish(ticket.grant)  # rule: finished-disk-write-ends-its-grant
@@ -193,9 +195,10 @@ class TierIO:
         for ticket in [t for t in self.reads.values() if t.fence.poll()]:
             del self.reads[ticket.key]
             ticket.taken_in = True
+            num_bytes = self._host.layout.block_bytes
             # rule: failed-disk-read-is-a-miss
-            if self._log.ended(f"{self.name}-read", ticket.failure(), 1, ticket.submitted_s):
-                self._costs.saw_transfer(self.name, self._host.layout.block_bytes, ticket.work.seconds)
+            if self._log.ended(f"{self.name}-read", ticket.failure(), num_bytes, ticket.submitted_s):
+                self._costs.saw_transfer(self.name, num_bytes, ticket.work.seconds)
                 # rule: disk-read-from-before-a-reset-publishes-nothing
                 if self._is_current(ticket) and not ticket.invalidated:
                     self._checksums.compute(ticket.slot.ids)

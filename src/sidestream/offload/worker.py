@@ -101,7 +101,7 @@ class OffloadWorker:
         self._unsettled = UnsettledJobs()
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
-        log = TransferLog(metrics, block_bytes=memory.layout.block_bytes, clock=device.now)
+        log = TransferLog(metrics, clock=device.now)
         checksums = Checksums(tiers.host, share=self_check, device=device, metrics=metrics)
         self._io = {
             name: TierIO(

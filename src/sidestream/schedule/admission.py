@@ -77,7 +77,7 @@ class Admission:
         """
         wanted = self._prefix_cache.wanted_keys(request)
         reuse = self._reuse.find(request, wanted)
-        if self._tiers.promote(request, reuse.keys, reuse.sources, step):
+        if self._tiers.promote(request, reuse.keys, reuse.sources, step, num_partial=reuse.num_partial):
             return True
         reuse = self._reuse.loadable(request, wanted, reuse)
         hits = reuse.hits
@@ -88,6 +88,7 @@ class Admission:
             return False
         if not self.has_room(request, reuse):  # rule: admission-needs-room
             return False
+        num_hits, num_found = len(hits), reuse.num_blocks
         loaded_ids, after = self._allocator.start(request, reuse)
         step.after.extend(after)  # rule: fresh-blocks-wait-for-their-last-use
         if reuse.keys:
@@ -100,12 +101,17 @@ class Admission:
                     tuple(loaded_ids),
                     after,
                     num_whole=reuse.num_state_parts,
-                    covers=reuse.num_blocks * self._limits.block_tokens,
+                    covers=num_found * self._limits.block_tokens,
+                    num_partial=reuse.num_partial,
                 )
             )
-        num_hits, num_found = len(hits), reuse.num_blocks
         request.branch_blocks = reuse.num_joinable  # rule: checkpoint-is-made-where-prompts-branch
-        request.start(num_hits=num_hits, num_found=num_found, block_tokens=self._limits.block_tokens)
+        request.start(
+            num_hits=num_hits,
+            num_found=num_found,
+            num_partial=num_hits + reuse.num_partial,
+            block_tokens=self._limits.block_tokens,
+        )
         self._queues.start(request)
         request.loading = request.arriving = bool(reuse.keys)  # rule: request-with-a-load-is-loading
         if request.cached is None:

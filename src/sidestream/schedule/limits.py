@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sidestream.kv.layout import blocks_before_window
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -15,6 +17,7 @@ class Limits:
     max_promotions  how often one request may wait for the disk; then it recomputes its blocks
     max_probes      largest number of waiting requests that one step considers for admission
     state_interval  number of blocks between two checkpoints (kept recurrent states) in a prompt; 0: none at intervals
+    window          tokens of the model's largest sliding window; 0: no layer has one
     """
 
     block_tokens: int
@@ -26,7 +29,15 @@ class Limits:
     max_promotions: int = 2
     max_probes: int = 64
     state_interval: int = 0
+    window: int = 0
 
     def num_blocks(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
+
+    def blocks_before_window(self, num_blocks: int) -> int:
+        """Of the first `num_blocks` blocks of a request that computes only the tokens after them, the number of leading
+        blocks that it reads only in layers without a sliding window.
+        """
+        # rule: window-reaches-back-from-the-first-token
+        return blocks_before_window(num_blocks * self.block_tokens, self.window, self.block_tokens)

@@ -80,7 +80,7 @@ class Preemption:
         victims = self._queues.by_rank(self._lower_priority(first))
         wanted = self._prefix_cache.wanted_keys(first)
         reuse = self._reuse.find(first, wanted)
-        if self._tiers.may_promote(first, reuse.sources):
+        if self._tiers.may_promote(first, reuse.sources, num_partial=reuse.num_partial):
             return  # the waiting request will first wait for the disk, and needs no blocks then
         if self._prefix_cache.is_pending(wanted[len(reuse.hits) : len(reuse.hits) + 1]):
             return

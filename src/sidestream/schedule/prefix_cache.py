@@ -87,8 +87,17 @@ class PrefixCache:
         return request.keys[: reusable_tokens(len(request.tokens), size) // size]
 
     def on_device(self, keys: Sequence[Key]) -> list[BlockId]:
-        """Blocks of the longest run of leading `keys` that are on the device."""
+        """Blocks of the longest run of leading `keys` that are on the device. Some may be partial: see `num_usable`."""
         return self._blocks.match(keys)
+
+    def num_usable(self, hits: Sequence[BlockId], num_blocks: int) -> int:
+        """How many of `hits`, blocks on the device, a request may use that reuses `num_blocks` blocks: those before the
+        first partial block to which a layer with a sliding window would attend.
+        """
+        first = self._limits.blocks_before_window(num_blocks)
+        # rule: hit-is-whole-in-its-window
+        partial = (index for index in range(first, len(hits)) if self._blocks.is_partial(hits[index]))
+        return next(partial, len(hits)) if self._limits.window else len(hits)
 
     @property
     def num_pending(self) -> int:
@@ -129,7 +138,10 @@ class PrefixCache:
         self.drop_pending(request, keys)  # rule: published-block-is-not-pending
         request.published_blocks = complete
         if (found := min(complete, request.found_blocks) - first) > 0:
-            self._blocks.publish_all(ids[:found], keys[:found])
+            partial = min(max(0, request.partial_blocks - first), found)
+            # rule: block-without-all-layers-is-published-as-partial
+            self._blocks.publish_all(ids[:partial], keys[:partial], partial=True)
+            self._blocks.publish_all(ids[partial:found], keys[partial:found])
             keys, ids = keys[found:], ids[found:]
         fresh = [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
         if self._key_log is not None:
@@ -174,7 +186,12 @@ class PrefixCache:
         """Plan to store the blocks of `keys` that are still on the device. The caller submits the plan, then releases
         the lease. `after`: the fence of the last committed step.
         """
-        found = {key: block for key in keys if (block := self._blocks.get(key)) is not None}
+        # rule: partial-block-is-not-stored
+        found = {
+            key: block
+            for key in keys
+            if (block := self._blocks.get(key)) is not None and not self._blocks.is_partial(block)
+        }
         if not found:
             return None
         # A block becomes findable when rank 0 has ended the step that filled it. Other ranks may still run that step,

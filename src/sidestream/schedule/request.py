@@ -92,6 +92,10 @@ class Request:
     published_blocks: int = field(init=False, default=0)
     found_blocks: int = field(init=False, default=0)
     """Blocks that its last admission found on the device or in a tier."""
+    partial_blocks: int = field(init=False, default=0)
+    """Of these, the leading blocks on the device, and after them the blocks that were loaded without the layers with a
+    sliding window.
+    """
     own_blocks: int | None = field(init=False, default=None)
     """Index of the first block that the request computed itself: the smallest `found_blocks` of its admissions. None:
     it was never admitted.
@@ -155,10 +159,12 @@ class Request:
         """Its priority, improved by one for every `aging_steps` skipped steps, so that no request starves."""
         return self.priority - self.waited_steps // aging_steps
 
-    def start(self, *, num_hits: int, num_found: int, block_tokens: int) -> None:
-        """Reset the counts at admission, with `num_found` reused blocks, of which `num_hits` are on the device."""
+    def start(self, *, num_hits: int, num_found: int, num_partial: int, block_tokens: int) -> None:
+        """Reset the counts at admission, with `num_found` reused blocks. The first `num_hits` are on the device, and
+        the others up to `num_partial` are loaded without the layers with a sliding window.
+        """
         self.launched_len = self.committed_len = num_found * block_tokens
-        self.published_blocks, self.found_blocks = num_hits, num_found
+        self.published_blocks, self.found_blocks, self.partial_blocks = num_hits, num_found, num_partial
         self.own_blocks = num_found if self.own_blocks is None else min(self.own_blocks, num_found)
         self.launched_outputs = self.num_outputs
         self.drafts_in_flight = 0

@@ -3,18 +3,23 @@
 The reused blocks are the first blocks of the request, without a gap. A model with recurrent state also needs a
 checkpoint (a kept state) at the end of these blocks, on the device or in a tier. So blocks after the last checkpoint
 are not reused (hazard H15).
+
+In layers with a sliding window, the request attends only to the last blocks before its first computed token. Blocks
+before these may be partial: loaded without the layers with a window. A partial block that such a layer would attend to
+is not reused, nor are the blocks after it on the device; those that a tier holds are loaded instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from sidestream.schedule.limits import Limits
 from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.request import Request
 from sidestream.schedule.states import Source, StateCache
 from sidestream.schedule.tiers import TierLoads
-from sidestream.types import HOST, BlockId, Key
+from sidestream.types import BlockId, Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Reuse:
     sources      the tier of each of `keys`
     num_joinable number of leading blocks that were found, including blocks after the last checkpoint. A running request
                  may be computing the block after them
+    num_partial  number of blocks to load without the layers with a sliding window; they come first
     """
 
     hits: Sequence[BlockId]
@@ -35,6 +41,7 @@ class Reuse:
     keys: Sequence[Key]
     sources: Sequence[Source]
     num_joinable: int
+    num_partial: int = 0
 
     @property
     def num_loads(self) -> int:
@@ -50,61 +57,70 @@ class Reuse:
 class ReuseFinder:
     """Looks for reusable blocks on the device and in tiers. Changes nothing."""
 
-    def __init__(self, *, prefix_cache: PrefixCache, tiers: TierLoads, states: StateCache | None) -> None:
+    def __init__(
+        self, limits: Limits, *, prefix_cache: PrefixCache, tiers: TierLoads, states: StateCache | None
+    ) -> None:
+        self._limits = limits
         self._prefix_cache = prefix_cache
         self._tiers = tiers
         self._states = states
 
     def find(self, request: Request, wanted: Sequence[Key]) -> Reuse:
         """Find all blocks that the request could reuse, also in tiers that are slower than host memory."""
-        hits = self._prefix_cache.on_device(wanted)
-        return self._within(request, wanted, hits, self._tiers.locate(request, wanted[len(hits) :]), host_only=False)
+        return self._find(wanted, self._prefix_cache.on_device(wanted), lambda keys: self._tiers.locate(request, keys))
 
     def loadable(self, request: Request, wanted: Sequence[Key], reuse: Reuse) -> Reuse:
         """The part of `reuse` that needs no promotion: blocks on the device, and blocks in host memory if loading them
         is expected to be faster than computing them.
         """
-        hits, count = reuse.hits, self._tiers.num_in_host(reuse.sources)
-        if self._states is None:
-            num_loads = count if self._tiers.is_worth_loading(reuse.sources[:count]) else 0
-            found = len(hits) + num_loads
-            return Reuse(hits, found, reuse.keys[:num_loads], reuse.sources[:num_loads], found)
-        if count < len(reuse.sources):  # perhaps a shorter run is completely in host memory
-            hits = self._prefix_cache.on_device(wanted)
-            sources = self._tiers.locate(request, wanted[len(hits) :])
-            sources = sources[: self._tiers.num_in_host(sources)]
-            shorter = self._within(request, wanted, hits, sources, host_only=True)
-            reuse = replace(shorter, num_joinable=reuse.num_joinable)
-        if not reuse.keys:
-            return reuse
-        hits = self._prefix_cache.on_device(wanted)
-        alone, _ = self._states.reach(wanted, len(hits), lambda keys: [])
-        if self._tiers.is_worth_loading(reuse.sources, num_blocks=reuse.num_blocks - alone):
-            return reuse
-        return Reuse(hits[:alone], alone, (), (), reuse.num_joinable)
+
+        def locate_in_host(keys: Sequence[Key]) -> Sequence[Source]:
+            sources = self._tiers.locate(request, keys)
+            return sources[: self._tiers.num_in_host(sources)]
+
+        num_joinable = reuse.num_joinable
+        if self._tiers.num_in_host(reuse.sources) < len(reuse.sources):
+            # perhaps a shorter run is completely in host memory
+            reuse = self._find(wanted, self._prefix_cache.on_device(wanted), locate_in_host)
+        if reuse.keys:
+            alone = self._find(wanted, reuse.hits, lambda keys: ())
+            if not self._tiers.is_worth_loading(
+                reuse.sources, num_blocks=reuse.num_blocks - alone.num_blocks, num_partial=reuse.num_partial
+            ):
+                reuse = alone
+        return reuse if self._states is None else replace(reuse, num_joinable=num_joinable)
+
+    def _find(
+        self,
+        wanted: Sequence[Key],
+        hits: Sequence[BlockId],
+        locate: Callable[[Sequence[Key]], Sequence[Source]],
+    ) -> Reuse:
+        """All blocks that may be reused, if `hits` are on the device and `locate` finds the others."""
+        while True:
+            reuse = self._within(wanted, hits, locate)
+            num_usable = self._prefix_cache.num_usable(reuse.hits, reuse.num_blocks)
+            if num_usable == len(reuse.hits):
+                return reuse
+            hits = reuse.hits[:num_usable]
 
     def _within(
         self,
-        request: Request,
         wanted: Sequence[Key],
         hits: Sequence[BlockId],
-        sources: Sequence[Source],
-        *,
-        host_only: bool,
+        locate: Callable[[Sequence[Key]], Sequence[Source]],
     ) -> Reuse:
         """Reduce the found blocks (on the device and in tiers) to the blocks before the last checkpoint."""
+        sources = locate(wanted[len(hits) :])
         known = count = len(hits) + len(sources)
         state_keys: Sequence[Key] = ()
         state_sources: Sequence[Source] = ()
         if self._states is not None:
-
-            def locate(keys: Sequence[Key]) -> Sequence[Source]:
-                found = self._tiers.locate(request, keys)
-                return [source for source in found if source == HOST] if host_only else found
-
             count, state_sources = self._states.reach(wanted, known, locate)
             if state_sources:
                 state_keys = self._states.part_keys(wanted[count - 1])
         loads = slice(len(hits), max(len(hits), count))
         keys = (*state_keys, *wanted[loads])
-        return Reuse(hits[:count], count, keys, (*state_sources, *sources[: loads.stop - loads.start]), known)
+        num_partial = max(0, self._limits.blocks_before_window(count) - len(hits))
+        sources = (*state_sources, *sources[: loads.stop - loads.start])
+        return Reuse(hits[:count], count, keys, sources, known, num_partial)

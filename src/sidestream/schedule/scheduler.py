@@ -79,7 +79,7 @@ class Scheduler:
         self._allocator = Allocator(
             limits, blocks=blocks, slots=slots, prefix_cache=cache, tiers=view, states=self._states
         )
-        reuse = ReuseFinder(prefix_cache=cache, tiers=self._tiers, states=self._states)
+        reuse = ReuseFinder(limits, prefix_cache=cache, tiers=self._tiers, states=self._states)
         self._prefill = PrefillPlanner(limits, tiers=view, allocator=self._allocator)
         self._admission = Admission(
             limits,

@@ -23,9 +23,10 @@ class TierView(Protocol):
         """The tier of each block in the longest run of leading `keys` whose blocks are all in tiers."""
         ...
 
-    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
+    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         """Whether to load blocks from the tiers `sources`: True if that is expected to be faster than computing the
-        tokens of `num_blocks` blocks (None: of the loaded blocks).
+        tokens of `num_blocks` blocks (None: of the loaded blocks). `num_partial` of the blocks are loaded without the
+        layers with a sliding window.
         """
         ...
 
@@ -47,7 +48,7 @@ class NoTiers:
         """No block is in a tier."""
         return []
 
-    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
+    def worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
         """There is nothing to load."""
         return False
 
@@ -83,8 +84,10 @@ class TierLoads:
         """The tier of each block in the longest run of leading `keys` that the request may load."""
         return [] if request.avoid_tiers else self._view.locate(keys)
 
-    def may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
-        """Whether the request may wait for blocks of tiers that are slower than host memory."""
+    def may_promote(self, request: Request, sources: Sequence[Source], *, num_partial: int) -> bool:
+        """Whether the request may wait for blocks of tiers that are slower than host memory. For `num_partial` see
+        `TierView.worth_loading`.
+        """
         # rule: promoting-requests-are-bounded
         loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
         # rule: request-promotes-a-bounded-number-of-times
@@ -93,14 +96,22 @@ class TierLoads:
             and not request.avoid_disk
             and request.promotions < self._limits.max_promotions
             and loading < self._max_running
-            and self._view.worth_loading(sources)
+            and self._view.worth_loading(sources, num_partial=num_partial)
         )
 
-    def promote(self, request: Request, keys: Sequence[Key], sources: Sequence[Source], step: StepBuilder) -> bool:
+    def promote(
+        self,
+        request: Request,
+        keys: Sequence[Key],
+        sources: Sequence[Source],
+        step: StepBuilder,
+        *,
+        num_partial: int,
+    ) -> bool:
         """Plan a promotion of the first `keys`, which are in the tiers `sources`, and make the request wait for it.
         Returns False if the promotion is not worth the time, or if the request has waited too often.
         """
-        if not self.may_promote(request, sources):
+        if not self.may_promote(request, sources, num_partial=num_partial):
             return False
         step.transfers.append(PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)])))
         request.promotions += 1
@@ -114,9 +125,9 @@ class TierLoads:
         """Number of leading blocks in host memory, which can be loaded at once; the others must be promoted first."""
         return next((index for index, source in enumerate(sources) if source != HOST), len(sources))
 
-    def is_worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None) -> bool:
+    def is_worth_loading(self, sources: Sequence[Source], *, num_blocks: int | None = None, num_partial: int) -> bool:
         """Whether there are blocks to load and `TierView.worth_loading` returns True."""
-        return bool(sources) and self._view.worth_loading(sources, num_blocks=num_blocks)
+        return bool(sources) and self._view.worth_loading(sources, num_blocks=num_blocks, num_partial=num_partial)
 
     def cached_tokens(self, request: Request, *, num_hits: int, loaded: Sequence[Key]) -> CachedTokens:
         """Numbers of cached tokens that an admission found, by tier: in `num_hits` blocks on the device, and in the

@@ -237,11 +237,11 @@ class Checker:
             doomed = self._doomed(self._leases.released(pool, ids, after, site))
         self._overwrite(doomed)
 
-    def published(self, pool: str, item: int, key: Key) -> None:
+    def published(self, pool: str, item: int, key: Key, *, partial: bool = False) -> None:
         """See `Tracer.published`."""
         site = calling_site()
         with self._lock:
-            self._leases.published(pool, item, site)
+            self._leases.published(pool, item, site, partial=partial)
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:
         """See `Tracer.forgot`."""

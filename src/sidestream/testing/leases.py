@@ -84,13 +84,13 @@ class Leases:
                 dying.append((book, item))
         return dying
 
-    def published(self, pool: str, number: int, site: Site) -> None:
+    def published(self, pool: str, number: int, site: Site, *, partial: bool = False) -> None:
         """See `Tracer.published`."""
         book = self.pool(pool)
         item = book.items.get(number)
         if item is None:
             item = book.items[number] = Item(number)
-        self._check_complete(book, item, self._order.host_op("publish", site))
+        self._check_complete(book, item, self._order.host_op("publish", site), partial=partial)
         item.published = self._order.seq
 
     def forgot(self, pool: str, ids: Sequence[int]) -> Dying:
@@ -169,7 +169,10 @@ class Leases:
         for op in awaited:
             op.verdicts.append(verdict)
 
-    def _check_complete(self, book: Pool, item: Item, publish: Op) -> None:
+    def _check_complete(self, book: Pool, item: Item, publish: Op, *, partial: bool) -> None:
+        """Report bytes that were not written, or are still being written, when they become findable. `partial`: bytes
+        may be missing, but not come from failed work.
+        """
         for op in item.writers.values():
             if op.tick > self._order.host.get(op.stream, 0):
                 self._report.early_publish(book, item, op, publish)
@@ -179,11 +182,14 @@ class Leases:
         for cell in book.shadow.span(here, stop):
             last = cell.write
             if cell.start > here or last is None or last.seq < item.taken:
+                if partial:
+                    here = cell.stop
+                    continue
                 break
             if last.failure is not None:
                 self._report.failed_publish(book, item, last, publish)
             here = cell.stop
-        if here < stop:
+        if here < stop and not partial:
             self._report.incomplete(book, item, here, publish)
 
 

@@ -89,7 +89,7 @@ class _RankTracer:
     def released(self, pool: str, block_ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Tracer.released`."""
 
-    def published(self, pool: str, block_id: int, key: Key) -> None:
+    def published(self, pool: str, block_id: int, key: Key, *, partial: bool = False) -> None:
         """See `Tracer.published`."""
 
     def forgot(self, pool: str, block_ids: Sequence[int]) -> None:

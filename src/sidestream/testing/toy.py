@@ -47,11 +47,11 @@ STATE_WIDTH = 40
 
 class ToyModel:
     """A model whose KV is computed from token, position, layer and the KV of earlier layers, and whose next token is
-    computed from the KV that it reads in the pool.
+    computed from the KV that it reads in the pool. Every second layer, from the first on, may have a sliding window.
 
     The logits are zero except for one token, so greedy and random sampling give the same token. `eos_every`: about one
     in `eos_every` tokens is the end of sequence, id 0; 0: none. `leaves_hidden` adds two layers to the pool: for a
-    `ToyProposer`'s own KV, and for hidden states.
+    `ToyProposer`'s own KV, and for hidden states. `window`: tokens of the sliding windows; 0: there are none.
     """
 
     def __init__(
@@ -63,12 +63,14 @@ class ToyModel:
         max_model_len: int = 512,
         eos_every: int = 0,
         leaves_hidden: bool = False,
+        window: int = 0,
     ) -> None:
         if max_model_len > len(_WEIGHTS):
             raise InvariantError(
                 f"max_model_len is {max_model_len}: a toy model has weights for {len(_WEIGHTS)} tokens"
             )
-        self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32")
+        windows = tuple(0 if layer % 2 else window for layer in range(num_layers)) if window else ()
+        self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32", windows)
         self.state_layout: StateLayout | None = None
         self.needs_chunk_lengths = False
         self.hidden_size = 4 * block_tokens
@@ -78,7 +80,7 @@ class ToyModel:
         self.num_heads = 1
         self.max_model_len = max_model_len
         self.eos_token_ids = (0,)
-        self.fingerprint = f"toy-{num_layers}-{vocab_size}-{eos_every}" + "-hidden" * leaves_hidden
+        self.fingerprint = f"toy-{num_layers}-{vocab_size}-{eos_every}-{window}" + "-hidden" * leaves_hidden
         self._eos_every = eos_every
 
     def forward(
@@ -146,7 +148,7 @@ class ToyModel:
             batch.before_layer(layer)
             pool[blocks, layer, :, offsets, 0, :] = _written(ids, positions.numpy(), layer, mixed).reshape(-1, 2, 2)
             there = pool[tables, layer, :, :, 0].swapaxes(2, 3).reshape(len(tables), tables.shape[1] * size, 4)
-            mixed = _mixed(mixed, _sums(there)[rows, at])
+            mixed = _mixed(mixed, _seen(_sums(there), rows, at, self.layout.window_of(layer)))
         self._after_layers(batch)
         return mixed
 
@@ -190,7 +192,11 @@ class ToyModel:
             pool[blocks, layer, :, offsets, 0] = written
             seen = pool[tables, layer, :, :, 0].transpose(2, 3).reshape(len(tables), -1, 4).view(torch.int32)
             sums = (seen.to(torch.int64) * weights % _PRIME).sum(2).cumsum(1)
-            mixed = (mixed * 69621 + sums[rows, at]) % _PRIME
+            seen_sums = sums[rows, at]
+            if window := self.layout.window_of(layer):
+                before = at - window
+                seen_sums = seen_sums - torch.where(before >= 0, sums[rows, before.clamp(min=0)], 0)
+            mixed = (mixed * 69621 + seen_sums) % _PRIME
         mixed = mixed[logit_rows] * 48271 % _PRIME * 69621 % _PRIME
         drawn = 1 + mixed // 7 % (self.vocab_size - 1)
         if self._eos_every:
@@ -238,7 +244,7 @@ class ToyModel:
         mixed = np.zeros(len(tokens), dtype=np.int64)
         for layer in range(self._num_attended):
             layers.append(_written(tokens, positions, layer, mixed))
-            mixed = _mixed(mixed, _sums(layers[-1]))
+            mixed = _mixed(mixed, _seen(_sums(layers[-1])[None], 0, positions, self.layout.window_of(layer)))
         return np.stack(layers).reshape(len(layers), -1, 2, 2).swapaxes(1, 2), mixed
 
 
@@ -319,6 +325,7 @@ class StatefulToyModel(ToyModel):
         max_model_len: int = 512,
         eos_every: int = 0,
         leaves_hidden: bool = False,
+        window: int = 0,
     ) -> None:
         super().__init__(
             block_tokens=block_tokens,
@@ -327,10 +334,11 @@ class StatefulToyModel(ToyModel):
             max_model_len=max_model_len,
             eos_every=eos_every,
             leaves_hidden=leaves_hidden,
+            window=window,
         )
         # Only the last number is used: it lies at the end, as the last layer of a KV block does.
         self.state_layout = StateLayout((StateTensor(0, "recurrent", 0, (STATE_WIDTH,), "float32"),), 1, "float32")
-        self.fingerprint = f"toy-stateful-{num_layers}-{vocab_size}-{eos_every}" + "-hidden" * leaves_hidden
+        self.fingerprint = f"toy-stateful-{num_layers}-{vocab_size}-{eos_every}-{window}" + "-hidden" * leaves_hidden
         self._after: list[int] = []  # the state after each packed token of the current forward
 
     def state_after(self, tokens: Sequence[int]) -> int:
@@ -556,8 +564,19 @@ def _sums(kv: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return sums
 
 
+def _seen(
+    sums: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | int, at: npt.NDArray[np.int64], window: int
+) -> npt.NDArray[np.int64]:
+    """Of `_sums` `[rows, T]`, the part that a token at position `at` of a row sees with a sliding window; 0: none."""
+    seen: npt.NDArray[np.int64] = sums[rows, at]
+    if window:
+        before = at - window
+        seen = seen - np.where(before >= 0, sums[rows, np.maximum(before, 0)], 0)
+    return seen
+
+
 def _mixed(mixed: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each token, a hash of the KV of all layers so far, below 2**31. `sums` is `_sums` of the last layer."""
+    """For each token, a hash of the KV of all layers so far, below 2**31. `sums` is `_seen` of the last layer."""
     return (mixed * 69621 + sums) % _PRIME
 
 

@@ -58,8 +58,8 @@ class TraceLine:
 class Recorder:
     """Forwards all events to `checker`; records lines if `lines` is a list.
 
-    judge     called when an id becomes findable, with its name, its memory, its bytes and its key; returns sentences
-              about errors
+    judge     called when an id becomes findable, with its name, its memory, its bytes, its key, and whether its layers
+              with a sliding window are missing; returns sentences about errors
     stale     sentences about ids that became findable although they were handed out before the last cache reset (hazard
               H8)
     wrong     sentences that `judge` returned
@@ -71,7 +71,7 @@ class Recorder:
         checker: Checker,
         actor: Callable[[], str],
         lines: list[TraceLine] | None,
-        judge: Callable[[str, str, slice, Key], Iterable[str]] = lambda what, memory, where, key: (),
+        judge: Callable[[str, str, slice, Key, bool], Iterable[str]] = lambda what, memory, where, key, partial: (),
     ) -> None:
         self._checker = checker
         self._actor = actor
@@ -207,7 +207,7 @@ class Recorder:
         self._checker.released(pool, ids, after)
         self._mark()
 
-    def published(self, pool: str, item: int, key: Key) -> None:
+    def published(self, pool: str, item: int, key: Key, *, partial: bool = False) -> None:
         """See `Tracer.published`."""
         if self._taken.get((pool, item), self._resets) != self._resets:
             self.stale.append(
@@ -216,9 +216,9 @@ class Recorder:
         if pool in self._memories:
             memory, size, first = self._memories[pool]
             where = slice(first + item * size, first + (item + 1) * size)
-            self.wrong.extend(self._judge(f"{pool} {item}", memory, where, key))
-        self._say_ids("publishes", pool, [item], f" as {key.hex()[:8]}")
-        self._checker.published(pool, item, key)
+            self.wrong.extend(self._judge(f"{pool} {item}", memory, where, key, partial))
+        self._say_ids("publishes", pool, [item], f" as {key.hex()[:8]}" + ", partial" * partial)
+        self._checker.published(pool, item, key, partial=partial)
         self._mark()
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:

@@ -82,5 +82,6 @@ def test_pressure_aborts_faults_and_events_do_not_change_it() -> None:
             chunk_tokens=workload.chunk_tokens,
             eos_every=workload.eos_every,
             states=workload.states,
+            window=workload.window,
         )
         assert reference_of(workload) == reference_of(calm)

@@ -21,6 +21,12 @@ _WRITES = "(index + 1) * size > row.min_start"
 
 MUTATIONS = (
     _rule(
+        "windowed-layer-declares-what-it-reads",
+        Value("layout.blocks_before_window(row.min_start + size, window)"),
+        "a layer with a sliding window does not declare the first block that it reads",
+        "window",
+    ),
+    _rule(
         "step-declares-what-it-reads",
         Become(f"if {_WRITES}:\n    accesses.append(Access(memory, start, stop, write=True))"),
         "a step declares only the blocks that it writes",

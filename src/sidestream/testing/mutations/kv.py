@@ -17,6 +17,12 @@ from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Muta
 
 MUTATIONS = (
     Mutation(
+        name="partial-block-is-marked",
+        hazard="H15",
+        consequence="a request finds a block whose layers with a sliding window are missing, and attends to them",
+        needs=frozenset({"offload", "window"}),
+    ),
+    Mutation(
         name="release-keeps-its-fences",
         hazard="H2",
         change=SetArgument("_release", 1, "()"),
@@ -187,6 +193,16 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="whole-block-takes-the-key-over",
+            hazard="H15",
+            consequence="a block stays findable only without some layers, after it was computed or loaded whole",
+            needs=frozenset({"offload", "window"}),
+        ),
+        "it only saves loads",
+        noticed_by="engine/test_windows.py::test_a_shorter_prompt_loads_the_blocks_in_its_window_again",
+    ),
+    Equivalent(
+        Mutation(
             name="keys-have-a-version",
             hazard="H14",
             change=Rewrite("sidestream-kv-1", "sidestream-kv-2"),
@@ -282,6 +298,7 @@ EXEMPT = (
     Exempt("BlockKeys.extend", ("extend",), "it appends keys to a list; see key-contains-its-prefix"),
     Exempt("Lease.open", ("_open",), "a query"),
     Exempt("Lease.extend", ("_open", "_open", "_open"), _GUARD),
+    Exempt("PrefixIndex.clear", ("clear",), "a mark that stays makes a whole block count as partial: more loads"),
     Exempt("Lease.extend", ("extend",), "a list"),
     Exempt("Lease.release", ("_open", "_open"), _GUARD),
     Exempt("FencedPool.grow", ("extend", "extend", "extend"), "they only append new ids to lists"),

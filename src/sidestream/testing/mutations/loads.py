@@ -16,6 +16,13 @@ from sidestream.testing.mutations.reasons import COUNT, GIVES_UP, LOOKS, MESSAGE
 from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
+    Mutation(
+        name="load-is-whole-in-the-window",
+        hazard="H15",
+        change=Value("len(blocks)"),
+        consequence="a load leaves layers out of blocks to which these layers attend",
+        needs=frozenset({"offload", "window"}),
+    ),
     # ------------------------------------------------------------------ reports of loads to the engine
     Mutation(
         name="load-is-ready-after-its-last-slice-was-submitted",

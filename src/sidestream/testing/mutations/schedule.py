@@ -18,6 +18,28 @@ from sidestream.testing.mutations.operators import (
 from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
+    # ------------------------------------------------------------------ sliding windows
+    Mutation(
+        name="window-reaches-back-from-the-first-token",
+        hazard="H15",
+        change=Value("blocks_before_window((num_blocks + 1) * self.block_tokens, self.window, self.block_tokens)"),
+        consequence="a block that a layer with a sliding window reads is loaded without this layer",
+        needs=frozenset({"offload", "window"}),
+    ),
+    Mutation(
+        name="hit-is-whole-in-its-window",
+        hazard="H15",
+        change=Value("iter(())"),
+        consequence="a request reuses blocks without layers whose sliding window reaches them",
+        needs=frozenset({"offload", "window"}),
+    ),
+    Mutation(
+        name="block-without-all-layers-is-published-as-partial",
+        hazard="H15",
+        change=SetArgument("publish_all", "partial", "False"),
+        consequence="a block without the layers with a sliding window becomes findable like a whole block",
+        needs=frozenset({"offload", "window"}),
+    ),
     # ------------------------------------------------------------------ computed tokens
     Mutation(
         name="only-committed-blocks-are-published",
@@ -281,6 +303,18 @@ MUTATIONS = (
 _SAVES_TIME = "saves work only: "
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="partial-block-is-not-stored",
+            hazard="H15",
+            change=Value("{key: block for key in keys if (block := self._blocks.get(key)) is not None}"),
+            consequence="a block without some layers is stored, and later loaded as a whole block",
+            needs=frozenset({"growing_tier", "offload", "window"}),
+        ),
+        "no schedule loads a block whose store was deferred and then drops it from host memory before the store",
+        noticed_by="engine/test_windows.py::test_a_block_that_lacks_layers_is_never_stored",
+        unreached=True,
+    ),
     Equivalent(
         Mutation(
             name="non-finite-logits-invalidate-blocks",

@@ -49,6 +49,7 @@ Feature = Literal[
     "swapped_files",
     "twins",
     "weights",
+    "window",
 ]
 """The parts of a workload.
 
@@ -90,6 +91,7 @@ states          the model keeps recurrent state besides its KV
 swapped_files   files of the disk tier exchange their names
 twins           two prompts have an equal block at the same place behind different blocks
 weights         the weights are replaced, so blocks computed before are wrong
+window          some layers have a sliding window
 """
 
 

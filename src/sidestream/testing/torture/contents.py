@@ -28,6 +28,7 @@ class Contents:
     """The contents of keys in one schedule.
 
     block_bytes  bytes of a block
+    without_window  byte range of each layer without a sliding window, in a block
     blocks       the KV bytes of each key's block; equal in every tier
     states       the recurrent state at the end of each key's block; empty: the model has none
     parts        by key, a tier block that holds a part of a checkpoint of the recurrent state: first byte and content
@@ -36,6 +37,7 @@ class Contents:
     """
 
     block_bytes: int
+    without_window: tuple[slice, ...] = ()
     blocks: dict[Key, bytes] = field(default_factory=dict)
     states: dict[Key, int] = field(default_factory=dict)
     parts: dict[Key, tuple[tuple[int, bytes], ...]] = field(default_factory=dict)
@@ -45,7 +47,10 @@ class Contents:
 def contents_of(workload: Workload, reference: Reference) -> Contents:
     """Compute the contents of all keys that the workload's requests may use."""
     model = ScriptedModel(toy_of(workload))
-    contents = Contents(model.layout.block_bytes)
+    layers = model.layout.layers_without_window
+    contents = Contents(
+        model.layout.block_bytes, tuple(slice(*model.layout.layer_span(0, layer, layer + 1)) for layer in layers)
+    )
     identities: dict[Key, tuple[int, str, tuple[int, ...]]] = {}
     size = model.layout.block_tokens
     keys_of_version = {

@@ -59,7 +59,30 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_loss(random.Random(f"sidestream loss {seed}"), workload)
     workload = _draw_self_check(random.Random(f"sidestream self-check {seed}"), workload)
     workload = _draw_lost_rank(random.Random(f"sidestream lost rank {seed}"), workload)
-    return _draw_failing_rank(random.Random(f"sidestream failing rank {seed}"), workload)
+    workload = _draw_failing_rank(random.Random(f"sidestream failing rank {seed}"), workload)
+    return _draw_window(random.Random(f"sidestream window {seed}"), workload)
+
+
+def _draw_window(rng: random.Random, workload: Workload) -> Workload:
+    """Give some layers a sliding window in one workload of four. In most of those with a host tier, a long prompt
+    returns from host memory, and then shorter prompts that begin alike: they need blocks that lack layers by then.
+    """
+    if rng.random() >= 1 / 4:
+        return workload
+    window = rng.choice((2, 3, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS))
+    workload = dataclasses.replace(workload, window=window)
+    if not workload.slots or workload.meanwhile or rng.random() < 0.3:
+        return workload
+    prompt, other = (_draw_tokens(rng, rng.randint(20, 32)) for _ in range(2))
+    requests, at = [], 0
+    for number, asked in enumerate(workload.requests):
+        begin = prompt[: rng.randint(2 * BLOCK_TOKENS, len(prompt))]
+        shorter = (*begin, *_draw_tokens(rng, rng.randint(1, 6)))
+        given = (prompt, other, prompt, shorter)[number % 4]
+        requests.append(dataclasses.replace(asked, at=at, prompt=given, abort_at=None))
+        at += rng.choice((4, 6, 8, 12))
+    blocks = max(map(blocks_for, requests)) + rng.choice((0, 1, 2, 4))
+    return dataclasses.replace(workload, requests=tuple(requests), blocks=blocks, slots=max(workload.slots, 40))
 
 
 def _draw_self_check(rng: random.Random, workload: Workload) -> Workload:

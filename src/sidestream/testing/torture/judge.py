@@ -109,17 +109,21 @@ def wrong_blocks(engine: Engine, device: ScriptedDevice, contents: Contents) -> 
     for memory, pool in tiers:
         data, size = device.memory(memory).data.numpy(), parts.layout.block_bytes
         for key, item in _findable(pool):
-            yield from _differing(f"{pool.name} {item}", key, data[item * size : (item + 1) * size].tobytes(), contents)
+            payload, partial = data[item * size : (item + 1) * size].tobytes(), pool.is_partial(item)
+            yield from _differing(f"{pool.name} {item}", key, payload, contents, partial=partial)
 
 
 def wrong_when_published(
-    device: ScriptedDevice, contents: Contents, what: str, memory: str, where: slice, key: Key
+    device: ScriptedDevice, contents: Contents, what: str, memory: str, where: slice, key: Key, partial: bool
 ) -> Iterator[str]:
     """Check a block that becomes findable under `key`: do the bytes `where` of `memory` hold the key's content?
+    `partial`: only in the layers without a sliding window.
+
     Recurrent states and entries on disk are compared later, when the engine is idle (`wrong_states`, `wrong_entries`).
     """
     if memory in ("kv", "host") and where.stop - where.start == contents.block_bytes:
-        yield from _differing(f"published: {what}", key, device.memory(memory).data[where].numpy().tobytes(), contents)
+        payload = device.memory(memory).data[where].numpy().tobytes()
+        yield from _differing(f"published: {what}", key, payload, contents, partial=partial)
 
 
 def wrong_states(engine: Engine, device: ScriptedDevice, contents: Contents) -> Iterator[str]:
@@ -206,8 +210,13 @@ def wrong_answer(
         yield "tokens", f"{who} received log-probabilities {received.logprobs}, the reference is {expected.logprobs}"
 
 
-def _differing(what: str, key: Key, payload: bytes, contents: Contents) -> Iterator[str]:
+def _differing(what: str, key: Key, payload: bytes, contents: Contents, *, partial: bool = False) -> Iterator[str]:
+    """What is wrong with the bytes of a block that is findable under `key`. `partial`: its layers with a sliding window
+    are not compared.
+    """
     right = contents.blocks.get(key)
+    if partial and right is not None:
+        payload, right = (b"".join(data[layer] for layer in contents.without_window) for data in (payload, right))
     if key in contents.parts:
         if wrong := [at for at, data in contents.parts[key] if payload[at : at + len(data)] != data]:
             yield f"{what} is findable as {key.hex()[:8]}, but is no part of that state, from byte {wrong[0]} on (H15)"

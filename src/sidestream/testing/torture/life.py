@@ -51,7 +51,9 @@ class Life:
             self.checker,
             self._actor,
             lines,
-            lambda what, memory, where, key: wrong_when_published(self.device, contents, what, memory, where, key),
+            lambda what, memory, where, key, partial: wrong_when_published(
+                self.device, contents, what, memory, where, key, partial
+            ),
         )
         self.device = ScriptedDevice(policy, script, tracer=self.recorder, guard=Guard(self.checker))
         self.device.pin_s = workload.pin_s

@@ -101,8 +101,10 @@ def params_of(number: int, asked: Asked) -> SamplingParams:
 def toy_of(workload: Workload) -> ToyModel:
     """The toy model that the workload uses."""
     if workload.states:
-        return StatefulToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
-    return ToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
+        return StatefulToyModel(
+            eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden, window=workload.window
+        )
+    return ToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden, window=workload.window)
 
 
 def reference_of(workload: Workload) -> Reference:

@@ -155,6 +155,7 @@ class Workload:
     waiting                      with front ends: maximum number of waiting requests; more are rejected
     ranks                        number of ranks (tensor parallelism); each has its own streams, memories and disk tier
     self_check                   share of steps that run twice, and of blocks in host memory that have a checksum
+    window                       tokens of the sliding windows of some layers; 0: no layer has one
     """
 
     seed: int
@@ -181,6 +182,7 @@ class Workload:
     states: int = 0
     ranks: int = 1
     self_check: float = 0.0
+    window: int = 0
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -263,6 +265,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "swapped_files": _befalls(("read", "swapped"), ("write", "swapped")),
     "twins": lambda w: w.has_twins,
     "weights": _happens("weights"),
+    "window": lambda w: w.window > 0,
 }
 """Feature name → test of a workload. Mutations (`sidestream.testing.mutations`) name the features that they need."""
 
