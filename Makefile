@@ -95,7 +95,7 @@ bench: $(VENV)/.dev
 # Every benchmark of the GPU, with a Python whose torch has CUDA: `make bench-gpu PYTHON=…`. Results are committed, by the card's name.
 GPU ?= h100
 bench-gpu:
-	for name in transfer mailbox forward-thread host-time identity interference engine throughput host-tier hybrid-engine; do \
+	for name in transfer mailbox forward-thread host-time identity interference engine throughput host-tier hybrid-engine windows; do \
 		PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
 		mv bench/results/$$name-$(GPU).json.new bench/results/$$name-$(GPU).json; \
 	done

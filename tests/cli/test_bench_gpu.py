@@ -24,6 +24,7 @@ COMMANDS = {
     "identity": ["--shape", "tiny", "--requests", "3", "--prompt-tokens", "40", "--output-tokens", "12"],
     "engine": ["--shape", "tiny"],
     "hybrid-engine": ["--shape", "tiny-hybrid"],
+    "windows": ["--shape", "tiny-windows"],
     "throughput": ["--shape", "tiny"],
     "self-check": ["--shape", "tiny", "--rounds", "1"],
     "ranks": ["--shape", "tiny-two-heads"],
@@ -53,6 +54,7 @@ FIGURES = {
         "hybrid_verify_over_plain_step",
         "hybrid_speculative_idle_share",
     },
+    "windows": {"windows_ttft_host_over_all_layers_128", "windows_loaded_share_128"},
     "self-check": {"self_check_overhead", "self_check_step_ratio", "self_check_disagreements"},
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
     "ranks": {

@@ -278,6 +278,35 @@ def test_a_captured_step_waits_for_each_group_of_layers_that_is_still_on_its_way
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
 @pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_what_no_window_reaches_is_not_loaded_and_not_read(family: str, eager: bool, tmp_path: Path) -> None:
+    """In layers with a window of 12 tokens, only the last block of 16 tokens before the first computed one is read."""
+    model = tiny_model_dir(family, tmp_path, 2)
+    with engine(model, **{**CAPTURED, "eager": eager}, offload=OffloadConfig(host="64MiB")) as llm:
+        always_load(llm)
+        parts = llm.engine.parts
+        shorter = [PROMPTS[0][:201], PROMPTS[0][:81]]
+        reference = llm.generate([PROMPTS[0]], GREEDY) + [llm.generate([prompt], GREEDY)[0] for prompt in shorter]
+        for _ in range(3):
+            assert llm.flush()
+            forget_device(llm)
+            parts.executor._kv.fill_(float("nan"))
+            assert parts.executor._kv[0, 0, 0, 0, 0, 0].isnan().item()  # done
+            before = parts.metrics.value("transfer_bytes_total", "load")
+            outputs = [llm.generate([prompt], GREEDY)[0] for prompt in (PROMPTS[0], *shorter)]
+            assert_near(outputs, reference)
+            assert outputs[0].cached.host == 288
+            # The end of the prompt is on the device, but lacks layers where these prompts end.
+            assert [(output.cached.device, output.cached.host) for output in outputs[1:]] == [(176, 16), (64, 16)]
+            layout = parts.layout
+            whole = layout.block_bytes
+            partial = len(layout.layers_without_window) * layout.layer_bytes
+            assert llm.flush()
+            assert parts.metrics.value("transfer_bytes_total", "load") - before == 17 * partial + 3 * whole
+
+
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
+@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("proposer", ["ngram", "mtp", "draft"])
 def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
     llama: Path, tmp_path: Path, proposer: str, eager: bool

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
 from sidestream.config import unknown_name
@@ -71,6 +72,41 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
         Qwen3Config,
         {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
     ),
+    # Three quarters of its layers, because all of them do not fit one GPU of 80 GB with KV and captured graphs.
+    "qwen3-32b-48-layers": (
+        Qwen3Config,
+        {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 48, "num_attention_heads": 64},
+    ),
+    # One layer in six attends to all tokens, the others to the last 1,024.
+    "gemma3-4b": (
+        Gemma3TextConfig,
+        {
+            "vocab_size": 262208,
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 40960,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "sliding_window": 1024,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "tiny-windows": (
+        Gemma3TextConfig,
+        {
+            "vocab_size": 512,
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 1024,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 2,
+            "sliding_window": 32,
+        },
+    ),
     "tiny-two-heads": (
         Qwen3Config,
         {
@@ -126,12 +162,19 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
     return PagedModel(
         module,
         name=shape,
-        layout=parts.kv,
+        layout=replace(parts.kv, windows=_windows_of(module.config)),
         state_layout=parts.state,
         max_model_len=module.config.max_position_embeddings,
         eos_token_ids=(),
         fingerprint=f"random-{shape}-{seed}",
     )
+
+
+def _windows_of(config: Any) -> tuple[int, ...]:
+    """See `KVLayout.windows`. The model is not checked, but its forward refuses a layer that attends further."""
+    types = getattr(config, "layer_types", None) or ()
+    windows = tuple(config.sliding_window if kind == "sliding_attention" else 0 for kind in types)
+    return windows if any(windows) else ()
 
 
 def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", seed: int = 0) -> Any:

@@ -51,6 +51,7 @@ def register(app: typer.Typer) -> None:
     app.command("ranks", cls=Command)(ranks)
     app.command("hybrid", cls=Command)(hybrid)
     app.command("hybrid-engine", cls=Command)(hybrid_engine)
+    app.command("windows", cls=Command)(windows)
     app.command("transfer", cls=Command)(transfer)
     app.command("interference", cls=Command)(interference)
     app.command("forward-thread", cls=Command)(forward_thread)
@@ -364,6 +365,27 @@ def hybrid_engine(
         as_json,
         lambda on_progress: measure(device=device, shape=shape, block_tokens=block_tokens, on_progress=on_progress),
         bounded=device == CUDA and shape == "qwen3.5-9b",
+    )
+
+
+def windows(
+    device: GpuDevice = CUDA,
+    shape: Annotated[str, option("--shape", metavar="SHAPE", help="Model shape: gemma3-4b or tiny-windows.")] = (
+        "gemma3-4b"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Models whose layers have sliding windows, with random weights: TTFT with KV in host memory, if loads leave out
+    what no window reaches, and if they do not.
+    """
+    from sidestream.cli.bench.windows import measure
+
+    _report(
+        "windows",
+        f"{shape}, random weights",
+        as_json,
+        lambda on_progress: measure(device=device, shape=shape, on_progress=on_progress),
+        bounded=device == CUDA and shape == "gemma3-4b",
     )
 
 

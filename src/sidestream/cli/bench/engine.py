@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -204,10 +204,14 @@ class ModelRig(Rig):
         on_progress: Callable[[str], None],
         *,
         speculative: SpeculativeConfig | None = None,
+        windows: bool = True,
     ) -> None:
+        """`windows` False: loads copy all layers, also where a layer's sliding window does not reach."""
         self.torch_device = torch_device(device)
         on_progress("making the model")
         self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
+        if not windows:
+            self.model.layout = replace(self.model.layout, windows=())
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
         # Number of parameters that each step reads. A step reads only some rows of the input embedding, so it does not
