@@ -201,6 +201,21 @@ def test_a_stream_waits_on_the_device_for_the_fence_of_another(gpu: FakeGpu, dev
     assert ran == ["write", "store"]
 
 
+def test_a_stream_waits_for_the_last_record_of_an_event(gpu: FakeGpu, device: CudaDevice) -> None:
+    load, compute, ran = device.stream("load"), device.stream("compute"), []
+    loaded = device.event("loaded")
+    compute.wait_event(loaded)  # it was never recorded, so this does nothing
+    assert waits(gpu, compute) == 0
+    load.submit(lambda: gpu.launch(load, lambda: ran.append("load")))
+    loaded.record(load)
+    compute.wait_event(loaded)
+    compute.submit(lambda: gpu.launch(compute, lambda: ran.append("step")))
+    gpu.run(compute)
+    assert ran == []
+    gpu.run()
+    assert ran == ["load", "step"]
+
+
 def test_a_wait_holds_for_the_fence_that_was_meant_when_its_event_is_used_again(
     gpu: FakeGpu, device: CudaDevice
 ) -> None:
@@ -461,6 +476,17 @@ def test_a_graph_cannot_wait_for_an_event_that_was_never_recorded_h5(device: Cud
     with pytest.raises(InvariantError, match="event loaded was never recorded"):
         compute.wait_external(device.event("loaded"))
     assert compute._capture.waits == []
+    compute._capture = None
+
+
+def test_a_graph_waits_for_an_event_outside_it_h5(gpu: FakeGpu, device: CudaDevice) -> None:
+    load, compute = device.stream("load"), device.stream("compute")
+    loaded = device.event("loaded")
+    load.submit(nothing)
+    loaded.record(load)
+    compute._capture = Capture([], [])
+    compute.wait_external(loaded)
+    assert (waits(gpu, compute), compute._capture.waits) == (1, [loaded])
     compute._capture = None
 
 

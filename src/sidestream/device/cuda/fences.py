@@ -133,7 +133,7 @@ class FenceQueue:
         with self._lock:  # without the lock, the event could complete, return to the pool and be recorded again
             if fence.tick > self.done_tick:
                 try:
-                    self._find(fence).event.wait(external)
+                    self._find(fence).event.wait(external)  # rule: gpu-stream-waits-for-a-fence
                 except RuntimeError as error:
                     raise self.lose(error) from error  # otherwise the other stream would run on without the wait
 

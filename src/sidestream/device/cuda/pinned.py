@@ -131,7 +131,7 @@ class Slab:
         """Stop pinning, and unpin the memory; its bytes stay readable. No stream may use it any more. Idempotent."""
         self._closing = True
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # rule: memory-is-unpinned-after-its-pinning
         while self._pinned:
             try:
                 self._pins.unregister(self._pinned.pop())

@@ -35,7 +35,7 @@ class SideStream:
             self._current = self._driver.current(self._external)
         fork = self._driver.event()
         fork.record(self._main)
-        fork.wait(self._external)
+        fork.wait(self._external)  # rule: side-stream-starts-after-the-main-stream
         self.active = True
         with self._current:
             work()
@@ -45,5 +45,5 @@ class SideStream:
         if self.active:
             event = self._driver.event()
             event.record(self._external)
-            event.wait(self._main)
+            event.wait(self._main)  # rule: main-stream-waits-for-the-side-stream
             self.active = False

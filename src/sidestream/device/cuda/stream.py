@@ -92,9 +92,10 @@ class CudaStream:
                 enqueue()
             except BaseException as error:
                 fence.fail(named(error))
-            if isinstance(fence.failure, DeviceLost):
+            if isinstance(fence.failure, DeviceLost):  # rule: work-that-loses-the-gpu-raises
                 raise self.fences.lose(fence.failure)
             self.fences.record(fence, label, self._copier.take_tables())
+            # rule: interrupt-inside-work-is-raised
             if fence.failure is not None and not isinstance(fence.failure, Exception):
                 raise fence.failure  # KeyboardInterrupt or SystemExit inside the work
             return fence
@@ -108,7 +109,8 @@ class CudaStream:
                 raise InvariantError(f"work on stream {self.name} ends with work on the side stream: join it first")
         except BaseException:
             with contextlib.suppress(RuntimeError):  # report the first error
-                self._side.join()  # so that the work's fence covers the side stream
+                # so that the work's fence covers the side stream
+                self._side.join()  # rule: failed-work-joins-its-side-stream
             raise
         finally:
             self._running = self._side.active = False
@@ -119,7 +121,7 @@ class CudaStream:
         The fence of a host stream must be done already, because a GPU cannot wait for a host thread.
         """
         if isinstance(fence, HostFence):
-            if not fence.poll():
+            if not fence.poll():  # rule: gpu-does-not-wait-for-host-work
                 raise InvariantError(
                     f"stream {self.name} cannot wait for {fence!r}: a GPU cannot wait for host work: poll it first"
                 )
@@ -140,7 +142,7 @@ class CudaStream:
     def wait_event(self, event: CudaEvent) -> None:
         """Make later work wait for the last record of `event`. Does nothing if `event` was never recorded."""
         if event.fence is not None:
-            self.wait(event.fence)
+            self.wait(event.fence)  # rule: gpu-stream-waits-for-an-event
 
     def close(self) -> None:
         """Return the stream's handles to the driver. Submitted work still runs to its end. Idempotent."""
@@ -180,7 +182,7 @@ class CudaStream:
 
     def join(self) -> None:
         """See `Stream.join`."""
-        self._side.join()
+        self._side.join()  # rule: gpu-work-joins-its-side-stream
 
     def stamp(self, times: torch.Tensor) -> None:
         """Write the GPU's clock with a kernel. See `Stream.stamp`."""
@@ -249,7 +251,7 @@ class CudaStream:
             raise InvariantError(
                 f"event {event.name} was never recorded: the graph would have no node that waits for it"
             )
-        event.event.wait(self.external)
+        event.event.wait(self.external)  # rule: gpu-graph-waits-for-its-event
         self._capture.waits.append(event)
         self._capture.order.append(event)
 

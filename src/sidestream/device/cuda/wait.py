@@ -31,7 +31,7 @@ class FenceWaiter:
     def is_done(self, fence: Fence) -> bool:
         """Poll `fence`. If it has ended after a bell interrupted the wait for it, update the forecast."""
         interrupted, self._interrupted = self._interrupted, None
-        if not fence.poll():
+        if not fence.poll():  # rule: unfinished-gpu-work-is-not-done
             return False
         if interrupted is not None and interrupted[0] is fence:
             self.forecasts[fence.stream].ended(*interrupted[1], time.perf_counter())
@@ -58,7 +58,7 @@ class FenceWaiter:
         """
         now_s = time.perf_counter()
         due_s = now_s if soonest_s is None else max(now_s, soonest_s)
-        while not fence.poll():
+        while not fence.poll():  # rule: host-waits-until-the-fence-is-done
             if now_s > due_s + _POLLING_S:
                 fence.block(None)
                 return True

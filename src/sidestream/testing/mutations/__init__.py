@@ -25,6 +25,7 @@ from sidestream.errors import ConfigError
 from sidestream.testing.mutations import (
     client,
     copies,
+    cuda,
     declarations,
     device,
     engine,
@@ -61,7 +62,22 @@ __all__ = [
     "product_marks",
 ]
 
-_TABLES = (kv, schedule, states, copies, loads, tier_io, tiers, runner, ranks, engine, client, device, declarations)
+_TABLES = (
+    kv,
+    schedule,
+    states,
+    copies,
+    loads,
+    tier_io,
+    tiers,
+    runner,
+    ranks,
+    engine,
+    client,
+    device,
+    cuda,
+    declarations,
+)
 
 MUTATIONS: tuple[Mutation, ...] = tuple(mutation for table in _TABLES for mutation in table.MUTATIONS)
 EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for table in _TABLES for equivalent in table.EQUIVALENT)
