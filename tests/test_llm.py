@@ -14,6 +14,7 @@ import pickle
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,16 @@ def test_streams_refuse_the_same_as_whole_answers(llm: LLM) -> None:
         next(llm.stream(["a", "b"]))  # type: ignore[arg-type]
     with pytest.raises(RequestRejected, match=r"^params is 5: give a SamplingParams object"):
         next(llm.stream("hi", 5))  # type: ignore[arg-type]
+
+
+def test_a_closed_model_holds_no_weights(tmp_path: Path) -> None:
+    """Scripts close one model and load the next one while they still have a name for the first."""
+    llm = LLM(tiny_model_dir("llama", tmp_path, 0), kv_memory="8MiB", compute_threads=1)
+    llm.generate(["x"], SamplingParams(max_tokens=2))
+    executor = llm.engine.parts.executor
+    held = [weakref.ref(weight) for weight in executor._model.module.parameters()] + [weakref.ref(executor._kv)]
+    llm.close()
+    assert [ref() for ref in held] == [None] * len(held)
 
 
 def test_a_closed_model_says_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -148,7 +149,7 @@ class LoadedEngine:
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and
-        end the engine. Idempotent.
+        end the engine. The memory of weights and KV is free afterwards. Idempotent.
 
         Raises RaceError if the order checker has findings.
         """
@@ -156,6 +157,7 @@ class LoadedEngine:
         if self._processes is not None:
             self._processes.close()
         self._unfreeze_gc_heap()
+        gc.collect()  # modules of transformers refer to themselves, so their weights would stay until a collection
         if self._timeline is not None and self._timeline_path is not None:
             self._timeline.write(self._timeline_path)
         checker, self._checker = self._checker, None

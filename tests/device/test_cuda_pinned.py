@@ -219,6 +219,14 @@ def test_close_stops_growth_and_lets_go_of_what_was_pinned(small_chunks: None) -
     assert len(pins.released) == len(pins.pinned) == 3
 
 
+def test_close_gives_the_pages_back_and_they_read_as_zeros() -> None:
+    slab = Slab("host", 64 * PAGE, item_bytes=1, pins=Pins())
+    slab.memory.data.fill_(7)
+    slab.close()
+    slab.close()
+    assert not slab.memory.data.any()
+
+
 def test_close_lets_go_of_the_rest_when_a_chunk_cannot_be(small_chunks: None) -> None:
     pins = Pins()
     slab = Slab("host", 10 * PAGE, item_bytes=1, pins=pins)

@@ -19,7 +19,7 @@ from sidestream.device.sim import Deadlock, SimDevice, SimFence, make_policy
 from sidestream.device.sim.device import POISON
 from sidestream.device.sim.policies import Choice, Policy
 from sidestream.device.sim.stream import QUEUE_LIMIT, SimEvent, SimStream
-from sidestream.errors import ConfigError, InvariantError
+from sidestream.errors import ConfigError, DeviceLost, InvariantError, OutOfDeviceMemory
 from sidestream.types import Accesses, Fence
 
 ALL_POLICIES = ("random", "late", "early", "starve:a", "starve:host", "pct:1", "pct:3")
@@ -234,6 +234,69 @@ def test_waiting_for_an_event_that_was_never_recorded_does_nothing() -> None:
         b.submit(work("b"))
 
     assert {order_of(program, "random", seed) for seed in SEEDS} == {"ab", "ba"}
+
+
+def test_blocking_streams_are_ordered_with_the_default_stream_and_other_streams_are_not() -> None:
+    def program(device: SimDevice, work: Callable[[str], Callable[[], None]]) -> None:
+        default, other = device.default_stream(), device.stream("other")
+        a, b = (device.stream(name, blocking=True) for name in "ab")
+        a.submit(work("a"))
+        b.submit(work("b"))
+        other.submit(work("o"))
+        default.submit(work("D"))
+        a.submit(work("A"))
+        assert device.default_stream() is default
+
+    orders = {order_of(program, "random", seed) for seed in range(300)}
+    blocking = {order.replace("o", "") for order in orders}
+    assert blocking == {"abDA", "baDA"}
+    assert {order.index("o") for order in orders} == {0, 1, 2, 3, 4}
+
+
+def test_work_that_fails_on_a_device_with_sticky_errors_takes_all_later_work_with_it() -> None:
+    with simulated("late") as device:
+        device.sticky, ran = True, list[str]()
+        a, b = device.stream("a"), device.stream("b")
+        first = a.submit(lambda: ran.append("first"))
+        broken = a.submit(lambda: 1 // 0, label="divide")
+        b.wait(broken)
+        later = b.submit(lambda: ran.append("later"))
+        device.wait_host(later, reason="step")
+        assert (ran, first.failure) == (["first"], None)
+        assert isinstance(broken.failure, ZeroDivisionError)
+        assert isinstance(later.failure, DeviceLost) and later.failure is device.lost
+        with pytest.raises(DeviceLost, match="`divide` has failed, and all later work fails with it"):
+            b.submit(lambda: None)
+
+
+def test_work_that_fails_on_a_device_without_sticky_errors_fails_alone() -> None:
+    with simulated() as device:
+        a = device.stream("a")
+        a.submit(lambda: 1 // 0)
+        assert a.submit(lambda: None).failure is None
+
+
+def test_an_allocator_gives_a_freed_block_to_its_stream_at_once_and_to_no_other() -> None:
+    with simulated("starve:b") as device:
+        a, b = device.stream("a"), device.stream("b")
+        allocator = device.allocator("cached", 64)
+        one = allocator.allocate(16, a)
+        one_at = one.data_ptr()
+        allocator.free(one)
+        with pytest.raises(InvariantError, match="byte 0 of cached begins no allocated block"):
+            allocator.free(one)
+        assert allocator.allocate(16, b).data_ptr() != one_at
+        assert allocator.allocate(8, a).data_ptr() != one_at
+        again = allocator.allocate(16, a)
+        assert again.data_ptr() == one_at
+        allocator.record_stream(again, b)
+        used = b.submit(lambda: None)
+        allocator.free(again)
+        assert allocator.allocate(16, a).data_ptr() != one_at  # the work of `b` may still use it
+        device.wait_host(used, reason="step")
+        assert allocator.allocate(16, a).data_ptr() == one_at
+        with pytest.raises(OutOfDeviceMemory, match="16 bytes of cached asked for, 8 are left"):
+            allocator.allocate(16, a)
 
 
 def test_an_event_stands_for_its_last_record_at_the_time_of_the_wait() -> None:

@@ -423,6 +423,19 @@ def test_an_aborted_request_gives_everything_back(llama: Path) -> None:
         assert llm.engine.parts.blocks.num_used == 0
 
 
+def test_a_closed_engine_holds_no_memory_of_the_gpu(llama: Path) -> None:
+    """A script that closes one model and loads the next one still has a name for the first."""
+    with engine(llama, kv_memory="64MiB"):
+        pass  # whatever a process allocates once
+    before = torch.cuda.memory_allocated()
+    llm = engine(llama, kv_memory="256MiB", offload=OffloadConfig(host="64MiB"))
+    llm.generate([PROMPTS[0]], GREEDY)
+    assert torch.cuda.memory_allocated() - before > 256 << 20
+    llm.close()
+    assert torch.cuda.memory_allocated() - before < 16 << 20
+    assert llm.health().status != "ok"
+
+
 def test_a_server_streams_an_answer(llama: Path) -> None:
     httpx = pytest.importorskip("httpx")
     pytest.importorskip("uvicorn")

@@ -167,6 +167,57 @@ def test_an_assertion_of_work_and_any_other_exception_are_findings_unless_the_ru
     assert outside is not None and outside.problem.oracle == "error" and "KeyError" in outside.problem.text
 
 
+def offload_and_free(device: SimDevice, *, recorded: bool) -> None:
+    """Tensors are copied to the host on another stream and freed; the next tensor gets the same bytes."""
+    cached = device.allocator("cached", 64)
+    host = device.allocate_host("host", 64).data.view(4, 16)
+    compute, copies = device.stream("compute"), device.stream("copies")
+    for turn in range(2):
+        tensor = cached.allocate(16, compute)
+        made = compute.submit(partial(tensor.fill_, turn), writes=[tensor], label="make")
+        copies.wait(made)
+        if recorded:
+            cached.record_stream(tensor, copies)
+        copies.submit(partial(host[turn].copy_, tensor), reads=[tensor], writes=[host[turn]], label="copy")
+        cached.free(tensor)
+    device.wait_host(copies.submit(lambda: None), reason="step")
+    device.host_touched(reads=[host[:2]], label="the host reads")
+    assert [row[0].item() for row in host[:2]] == [0, 1]
+
+
+def test_a_tensor_that_is_freed_while_another_stream_reads_it_is_a_race_unless_it_was_recorded() -> None:
+    found = explore(partial(offload_and_free, recorded=False)).found
+    assert found is not None and found.problem.kind == ("checker", "race")
+    assert "`make` (compute:2" in found.problem.text and "`copy` (copies:1" in found.problem.text
+    assert explore(partial(offload_and_free, recorded=True)).found is None
+
+
+def through_the_default_stream(device: SimDevice, *, blocking: bool) -> None:
+    """A kernel on the default stream reads what a stream wrote; nobody calls for a wait."""
+    kv = device.allocate("kv", 16).data
+    writer, default = device.stream("writer", blocking=blocking), device.default_stream()
+    writer.submit(partial(kv.fill_, 7), writes=[kv], label="write")
+    default.submit(lambda: None, reads=[kv], label="read")
+
+
+def test_the_default_stream_orders_the_work_of_blocking_streams_only() -> None:
+    assert explore(partial(through_the_default_stream, blocking=True)).found is None
+    found = explore(partial(through_the_default_stream, blocking=False)).found
+    assert found is not None and found.problem.kind[0] == "checker"
+
+
+def test_a_sticky_error_is_a_finding_of_all_later_work() -> None:
+    def fails(device: SimDevice) -> None:
+        first, second = device.stream("first"), device.stream("second")
+        second.wait(first.submit(lambda: 1 // 0, label="divide"))
+        second.submit(lambda: None, label="after")
+
+    alone = replay(fails, "late", rules=Rules(faults=(ZeroDivisionError,)))
+    assert not alone.problems
+    sticky = replay(fails, "late", rules=Rules(faults=(ZeroDivisionError,), sticky=True))
+    assert [problem.text.startswith("DeviceLost: `divide` has failed") for problem in sticky.problems] == [True]
+
+
 def test_the_host_waits_for_the_reasons_that_the_rules_name_only() -> None:
     def flush(device: SimDevice) -> None:
         device.wait_host(device.stream("store").submit(lambda: None), reason="flush")

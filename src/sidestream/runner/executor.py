@@ -430,7 +430,7 @@ class Executor:
         """Capture the steps of each key. Call it after `warm_up`, before the first real step. Blocks the caller; reads
         and writes no KV. See `Graphs`.
         """
-        self.close()
+        self._delete_graphs()
         self._gate_stream = self._gate_stream or self._device.stream("gates")
         graphs = Graphs(
             device=self._device,
@@ -454,9 +454,14 @@ class Executor:
         self._failed = None
 
     def close(self) -> None:
-        """Delete the captured graphs, which hold device memory and collectives of the group. Call it after the last
-        step, and before the group closes. Idempotent.
+        """Delete the captured graphs, which hold device memory and collectives of the group, and let go of the model
+        and the KV pool. Call it after the last step, and before the group closes. Idempotent.
         """
+        self._delete_graphs()
+        for held in ("_model", "_kv", "_state_pool", "_forward", "_second_run"):
+            self.__dict__.pop(held, None)
+
+    def _delete_graphs(self) -> None:
         graphs, self._graphs = self._graphs, None
         if graphs is not None:
             graphs.delete()

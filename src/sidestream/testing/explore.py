@@ -145,10 +145,12 @@ class Rules:
     waits    reasons for which the host may block: those of `SimDevice.wait_host`, `"event"` and `"stream"` (of
              `synchronize`), `"queue full"` and `"pageable copy"`
     faults   exceptions that work may raise, such as injected faults. The program can read them from the fences
+    sticky   work that raises an exception loses the device, as on CUDA: see `SimDevice`
     """
 
     waits: Collection[str] = ("step",)
     faults: tuple[type[BaseException], ...] = ()
+    sticky: bool = False
 
 
 DEFAULT_RULES = Rules()
@@ -221,6 +223,7 @@ def run_program(
     recorder = make_recorder(checker, actor, lines if trace else None)
     watched = Watched(policy)
     device = SimDevice(watched, tracer=recorder)
+    device.sticky = rules.sticky
     raised: list[Problem] = []
     try:
         try:

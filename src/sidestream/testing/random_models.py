@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Mapping
@@ -217,6 +218,8 @@ def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: t
         for file in tokenizer.glob(pattern):
             shutil.copy(file, directory)
     mark.write_text(json.dumps(holds), encoding="utf-8")
+    del module
+    gc.collect()  # it refers to itself, so its weights would stay on the device
 
 
 def _save_quietly(module: Any, directory: Path) -> None:

@@ -77,6 +77,7 @@ class CudaDevice:
         self._events: list[Event] = []
         self._places: dict[Memory, Place] = {}
         self._slabs: dict[Memory, Slab] = {}
+        self._on_device: list[torch.Tensor] = []
         self._waits: Counter[str] = Counter()
         self._waiter = FenceWaiter()
         self._lock = threading.Lock()
@@ -147,7 +148,9 @@ class CudaDevice:
                 f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free; "
                 "ask for less, or end other programs that use the GPU"
             )
-        memory = Memory(name, (self.driver.allocate(num_bytes),))
+        data = self.driver.allocate(num_bytes)
+        self._on_device.append(data)
+        memory = Memory(name, (data,))
         if self.tracer is not None:
             self.tracer.allocated(name, num_bytes)
         return memory
@@ -259,7 +262,7 @@ class CudaDevice:
         """Does nothing: torch's cached memory is device memory, and freeing it would stall the device."""
 
     def close(self) -> None:
-        """See `Device.close`. Also unpins host memory. On a lost device, closes what can still be closed."""
+        """See `Device.close`. Also frees all memory, whoever refers to it. A lost device is closed as far as it can."""
         if self._closed:
             return
         self._closed = True
@@ -274,6 +277,9 @@ class CudaDevice:
             stream.close()
         for slab in self._slabs.values():
             slab.close()
+        for data in self._on_device:
+            if data.is_cuda:
+                data.untyped_storage().resize_(0)
 
     # ------------------------------------------------------------------ used by streams
 

@@ -39,6 +39,7 @@ _MAX_TOUCHERS = 8
 # Niceness of touching threads, so that the engine's threads, which start at the same time, run first.
 _TOUCH_NICE = 10
 # Option of madvise since Linux 5.14; Python has no name for it yet.
+_MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
 _MADV_HUGEPAGE = 14
 _MADV_DONTFORK = 10
@@ -128,7 +129,9 @@ class Slab:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop pinning, and unpin the memory; its bytes stay readable. No stream may use it any more. Idempotent."""
+        """Stop pinning, unpin the memory, and give its pages back to the system: it can still be read, as zeros. No
+        stream may use it any more. Idempotent.
+        """
         self._closing = True
         if self._thread is not None:
             self._thread.join()  # rule: memory-is-unpinned-after-its-pinning
@@ -137,6 +140,7 @@ class Slab:
                 self._pins.unregister(self._pinned.pop())
             except DeviceError as error:
                 log.debug("%s memory: %s", self.memory.name, error)  # unpinning fails on a lost device
+        advise(self._address, self.memory.num_bytes, _MADV_DONTNEED)
 
     def _run(self) -> None:
         name, start_s = self.memory.name, time.perf_counter()

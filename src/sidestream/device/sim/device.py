@@ -19,12 +19,13 @@ import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest
 from sidestream.device.channel import Bell
+from sidestream.device.sim.allocator import SimAllocator
 from sidestream.device.sim.policies import HOST, Policy
 from sidestream.device.sim.stream import SimEvent, SimFence, SimStream
 from sidestream.device.sim.thread import SimThread
 from sidestream.device.sim.turns import Turns
 from sidestream.device.sim.views import view_accesses
-from sidestream.errors import InvariantError
+from sidestream.errors import DeviceLost, InvariantError
 from sidestream.metrics import Timeline
 from sidestream.types import Access, Accesses, Fence, Tracer
 
@@ -63,6 +64,9 @@ class SimDevice:
               `allocate_host`. 0: all items are ready at once
     guard     verifies the accesses that work declares; None: no verification
     records   last record of each event
+    sticky    whether work that raises an exception loses the device, as an illegal access of a kernel does on CUDA:
+              all unfinished work fails without running, and submissions raise DeviceLost
+    lost      the error of a lost device
     """
 
     kind = "sim"
@@ -83,6 +87,9 @@ class SimDevice:
         self.timeline = timeline
         self.closed = False
         self.pin_s = 0.0
+        self.sticky = False
+        self.lost: DeviceLost | None = None
+        self._default: SimStream | None = None
         # Start time and item size of each host memory that becomes ready item by item.
         self._pinned_from: dict[str, tuple[float, int]] = {}
         self.records: Mapping[SimEvent, SimFence | None] = {}
@@ -93,14 +100,40 @@ class SimDevice:
         # Byte ranges to poison when their fences are done.
         self._dying: list[tuple[tuple[SimFence, ...], Memory, int, int]] = []
 
-    def stream(self, name: str) -> SimStream:
-        """A new stream."""
+    def stream(self, name: str, *, blocking: bool = False) -> SimStream:
+        """A new stream. `blocking`: it is ordered with the default stream (see `default_stream`), like a stream of
+        `cudaStreamCreate`; the streams of torch and of the engine are not.
+        """
         if name in self._streams or name == HOST:
             raise InvariantError(f"stream {name} exists already")
         if self.closed:
             raise InvariantError(f"the device is closed: stream {name} cannot be made")
-        stream = self._streams[name] = SimStream(self, name)
+        stream = self._streams[name] = SimStream(self, name, blocking=blocking)
         return stream
+
+    def default_stream(self) -> SimStream:
+        """CUDA's legacy default stream. Its work waits for all earlier work of the blocking streams, and their later
+        work waits for it. Other streams take no notice of it.
+        """
+        if self._default is None:
+            self._default = self.stream("default")
+        return self._default
+
+    def implied_by(self, stream: SimStream) -> list[SimFence]:
+        """The fences that new work of this stream waits for without a call of the program."""
+        if self._default is None:
+            return []
+        if stream is self._default:
+            others = [other for other in self._streams.values() if other.blocking]
+        else:
+            others = [self._default] if stream.blocking else []
+        return [other.last for other in others if other.last is not None]
+
+    def failed(self, error: Exception, label: str) -> None:
+        """Work has raised an exception. See `sticky`."""
+        if self.sticky and self.lost is None:
+            self.lost = DeviceLost(f"`{label}` has failed, and all later work fails with it: {error}")
+            self.lost.__cause__ = error
 
     def worker(self, name: str) -> SimStream:
         """A new stream, whose work may sleep in virtual time."""
@@ -119,6 +152,10 @@ class SimDevice:
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Device memory, filled with poison."""
         return self._add(Memory(name, (self._poisoned(name, num_bytes),)))
+
+    def allocator(self, name: str, num_bytes: int) -> SimAllocator:
+        """A caching allocator as torch has it, over new device memory."""
+        return SimAllocator(self.allocate(name, num_bytes))
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """Host memory, filled with poison. With `pin_s`, only its first item is ready at once."""

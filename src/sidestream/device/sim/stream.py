@@ -141,8 +141,9 @@ class SimStream:
     the other points.
     """
 
-    def __init__(self, device: SimDevice, name: str) -> None:
+    def __init__(self, device: SimDevice, name: str, *, blocking: bool = False) -> None:
         self.name = name
+        self.blocking = blocking
         self._device = device
         self._turns = device.turns
         self._queue: deque[tuple[_Work, SimFence] | _Wait] = deque()
@@ -172,6 +173,8 @@ class SimStream:
         """
         if self._device.closed:
             raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
+        if self._device.lost is not None:
+            raise self._device.lost
         if reads or writes:
             if accesses is not no_accesses:
                 raise InvariantError(f"{label or 'work'} has both accesses and tensors: give one of them")
@@ -201,6 +204,11 @@ class SimStream:
         """Make later work wait for the last record of `event`; does nothing if it was never recorded, as on CUDA."""
         if event.fence is not None:
             self.wait(event.fence)
+
+    @property
+    def last(self) -> SimFence | None:
+        """The fence of all work that was submitted; None: there was none."""
+        return self._last
 
     def synchronize(self) -> None:
         """Let the host wait for all work that was submitted, for the reason `"stream"`."""
@@ -311,6 +319,8 @@ class SimStream:
         return not self._queue and not self.busy
 
     def _enqueue(self, work: _Work) -> SimFence:
+        for other in self._device.implied_by(self):
+            self.wait(other)
         self._make_room()
         fence = self._last = SimFence(self._device, self.name, self._next_tick)
         self._next_tick += 1
@@ -365,12 +375,15 @@ class SimStream:
         self._records = work.records
         self._guard_begins()
         try:
+            if self._device.lost is not None:
+                raise self._device.lost
             work.run()
             if self._side_work:
                 raise InvariantError(f"{label} on stream {self.name} ends with work on the side stream: join it first")
         except Exception as error:
             self._side_work.clear()
             fence.fail(error)
+            self._device.failed(error, label)
         self._guard_ends()
         self._turns.point()  # the bytes have moved, but the fence is not done yet
         if self._device.timeline is not None:

@@ -67,7 +67,7 @@ class ScriptedDevice(SimDevice):
         """
         self._lost_to = streams
 
-    def stream(self, name: str) -> SimStream:
+    def stream(self, name: str, *, blocking: bool = False) -> SimStream:
         """See `Device.stream`."""
         stream = super().stream(name)
         submit = stream.submit
