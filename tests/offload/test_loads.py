@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from itertools import pairwise
 
 import pytest
 from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
 
 from sidestream.device.base import CopyBatch
 from sidestream.device.host import HostStream
+from sidestream.kv.layout import KVLayout
 from sidestream.offload import pacing
 from sidestream.offload.connector import LoadFailed, LoadReady
 from sidestream.offload.costs import _HEALTHY_HOST
+from sidestream.offload.loads import piece_ends
 from sidestream.offload.pacing import Copy
+from sidestream.types import LoadPlan
 
 
 def test_load_without_fences_gates_no_step(rig: Rig) -> None:
@@ -200,3 +205,38 @@ def test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_
     assert settled
     assert rig.transfers.poll() == [LoadFailed(1, 0, "gone")]
     lease.release()
+
+
+@pytest.mark.parametrize("windows", [(), (9, 0, 9), (9, 9, 9)])
+def test_pieces_cover_a_load_in_order_and_no_piece_is_too_large(
+    windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block has 3 layers of 8 bytes. Only the last piece may be split by layers, so it holds no states."""
+    layout = KVLayout(3, 1, 1, 1, "float32", windows)
+    monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 2)
+    monkeypatch.setattr(pacing, "LOAD_PIECE_BYTES", 100)
+    monkeypatch.setattr(pacing, "LAST_PIECE_BYTES", 150)
+    sizes = {"whole": 24, "partial": 8 * windows.count(0) if windows else 24}
+    for states, partial, whole in itertools.product((0, 1, 9), (0, 1, 7, 40) if windows else (0,), (0, 1, 5, 6, 7, 40)):
+        if not states + whole or partial > 40 * whole:  # the last block is always whole
+            continue
+        names = ["whole"] * states + ["partial"] * partial + ["whole"] * whole
+        plan = LoadPlan(1, 0, tuple(keys(*range(len(names)))), (), (), num_whole=states, num_partial=partial)
+        ends = piece_ends(plan, layout)
+        assert ends == sorted({*ends}) and ends[-1] == len(names)
+        for number, (start, stop) in enumerate(pairwise([0, *ends])):
+            num_bytes = sum(sizes[name] for name in names[start:stop])
+            is_last = stop == len(names) and start >= states
+            assert num_bytes <= (150 if is_last else 100) or stop - start <= 2, (number, ends)
+            assert num_bytes > 0
+            assert stop <= states or start >= states
+
+
+def test_blocks_of_few_layers_are_loaded_in_pieces_of_as_many_bytes() -> None:
+    """One layer in eight has no window: eight times the blocks. A turn of the worker takes as long for each piece."""
+    layout = KVLayout(8, 8, 128, 16, "bfloat16", (1024,) * 7)
+    count = 8 * pacing.LOAD_PIECE_BYTES // layout.block_bytes
+    num_last = pacing.LAST_PIECE_BYTES // layout.block_bytes
+    numbers = tuple(keys(*range(3 * count + num_last)))
+    plan = LoadPlan(1, 0, numbers, (), (), num_partial=3 * count)
+    assert piece_ends(plan, layout) == [count, 2 * count, 3 * count, len(numbers)]

@@ -213,7 +213,7 @@ def test_close_leaves_a_load_alone_that_failed_and_was_settled(rig: Rig) -> None
     rig.stored(keys("a"))
     loads, failure = rig._thread._turn.__self__._loads, OSError("injected: the copy failed")
     slots = rig.host.pool.share(rig.host.pool.match(keys("a")))
-    job = LoadJob(1, LoadPlan(1, 0, tuple(keys("a")), (0,), ()), slots, 0.0, failure=failure)
+    job = LoadJob(1, LoadPlan(1, 0, tuple(keys("a")), (0,), ()), slots, 0.0, [1], failure=failure)
     slots.release()
     loads._waiting.append(job)
     loads.drop(OSError("the engine closes"))

@@ -103,7 +103,8 @@ class Loads:
             return
         # Mark the blocks as just used in the persistent tiers, too, so that they are not evicted there.
         self._tiers.touch_persistent(plan.keys)
-        self._waiting.append(LoadJob(job_id, plan, slots, self._device.now()))
+        ends = piece_ends(plan, self._memory.layout)
+        self._waiting.append(LoadJob(job_id, plan, slots, self._device.now(), ends))
 
     def _miss(self, job_id: int, reason: str) -> None:
         self._report(LoadMissed(job_id, reason))  # rule: missing-load-is-reported
@@ -134,29 +135,20 @@ class Loads:
         the job fails instead.
         """
         plan, layout, first = job.plan, self._memory.layout, job.begun
-        piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // layout.block_bytes)
-        last = max(pacing.BLOCKS_PER_TURN, pacing.LAST_PIECE_BYTES // layout.block_bytes)
-        left = len(plan.keys) - first
-        by_layers = first >= plan.num_whole  # rule: states-are-loaded-before-layers
-        if by_layers:
-            stop = first + (left if left <= last else min(piece, left - last))
-        else:
-            stop = min(first + piece, plan.num_whole)
-        job.begun = stop
+        stop = job.begun = job.ends[len(job.copies)]
         changed = self._checksums.changed(job.slots.ids[first:stop])
         if changed:  # rule: changed-block-is-not-loaded
             self._refuse(job, [plan.keys[first + index] for index in changed])
             return
-        split = by_layers and job.all_begun
-        step = layers_per_group(layout, self._device.segment_bytes) if split else layout.num_layers
+        step = layout.num_layers
+        if job.all_begun and first >= plan.num_whole:  # rule: states-are-loaded-before-layers
+            step = layers_per_group(layout, self._device.segment_bytes)
         groups = []
         for layer in range(0, layout.num_layers, step):
             layers = range(layer, min(layer + step, layout.num_layers))  # rule: load-copies-every-layer
             groups.append([self._device.prepare(batch) for batch in self._batches(job, range(first, stop), layers)])
         job.batches = [len(group) for group in groups]
         batches = [batch for group in groups for batch in group]
-        if not batches:
-            return  # all layers have a window, and none attends to these blocks
         urgency = Urgency.PREFETCH if plan.prefetch else Urgency.DEMAND
         # rule: load-waits-for-the-last-use
         copy = Copy(batches, after=plan.after, urgency=urgency, label=f"load {stop - first} blocks")
@@ -229,6 +221,29 @@ class Loads:
             if job.failure is None:  # a failed job has settled already, or settles when its last piece in flight ends
                 job.failure = reason
                 self._settle(job)  # rule: dropped-load-is-settled
+
+
+def piece_ends(plan: LoadPlan, layout: KVLayout) -> list[int]:
+    """Where the pieces of a load end: for each, the number of its blocks and of all blocks before. The last piece holds
+    no states if the plan has other blocks.
+    """
+    partial_bytes = len(layout.layers_without_window) * layout.layer_bytes
+    whole = len(plan.keys) - plan.num_whole - plan.num_partial
+    room = pacing.LAST_PIECE_BYTES - whole * layout.block_bytes
+    if room < 0:
+        num_last = pacing.LAST_PIECE_BYTES // layout.block_bytes
+    else:
+        num_last = whole + (min(plan.num_partial, room // partial_bytes) if partial_bytes else plan.num_partial)
+    num_last = min(max(pacing.BLOCKS_PER_TURN, num_last), whole + plan.num_partial)
+    ends, first, left = list[int](), 0, len(plan.keys) - num_last
+    sizes = (plan.num_whole, layout.block_bytes), (plan.num_partial, partial_bytes), (whole, layout.block_bytes)
+    for count, num_bytes in sizes:
+        stop = min(first + count, left)
+        if num_bytes:
+            piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // num_bytes)
+            ends += [*range(first + piece, stop, piece), stop] if stop > first else []
+        first = stop
+    return [*ends, len(plan.keys)] if num_last else ends
 
 
 def _parts(copy: Copy, batches: Sequence[int]) -> Iterator[Part]:

@@ -75,6 +75,7 @@ class LoadJob:
     """A submitted LoadPlan. Holds its source slots. The last piece is copied by groups of layers, the other pieces by
     whole blocks.
 
+    ends       where the pieces end, in blocks
     begun      number of blocks that were queued for a copy
     copies     copies of the pieces, in order
     batches    number of batches in each group of layers of the last piece
@@ -87,6 +88,7 @@ class LoadJob:
     plan: LoadPlan
     slots: Lease
     submitted_s: float
+    ends: list[int]
     begun: int = 0
     copies: list[Copy] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)

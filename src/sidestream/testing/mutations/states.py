@@ -74,7 +74,7 @@ MUTATIONS = (
     Mutation(
         name="states-are-loaded-before-layers",
         hazard="H5",
-        change=Become("by_layers = True"),
+        change=DropOperand("num_whole"),
         consequence="a step reads a state of which only a part was loaded",
         needs=frozenset({"states", "offload", "layer_groups"}),
     ),
