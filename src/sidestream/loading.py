@@ -149,7 +149,9 @@ class LoadedEngine:
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and
-        end the engine. The memory of weights and KV is free afterwards. Idempotent.
+        end the engine. Idempotent.
+
+        Afterwards, the memory of the weights is free and, on a GPU, that of KV on device and host, too.
 
         Raises RaceError if the order checker has findings.
         """
