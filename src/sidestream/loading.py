@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -159,7 +158,6 @@ class LoadedEngine:
         if self._processes is not None:
             self._processes.close()
         self._unfreeze_gc_heap()
-        gc.collect()  # modules of transformers refer to themselves, so their weights would stay until a collection
         if self._timeline is not None and self._timeline_path is not None:
             self._timeline.write(self._timeline_path)
         checker, self._checker = self._checker, None

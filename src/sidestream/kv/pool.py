@@ -186,7 +186,8 @@ class FencedPool:
 
         partial   the layers with a sliding window are missing. Later, a whole block may take the key over
 
-        Returns False, and changes nothing, when the block has another key or another block has this key.
+        Returns False, and changes nothing, when the block has another key, or another block has this key and is whole
+        or as partial.
         """
         if self._references[block_id] == 0:
             raise InvariantError(f"{self.name} {block_id} is not in use: it cannot be published")
@@ -222,6 +223,10 @@ class FencedPool:
     def is_partial(self, block_id: int) -> bool:
         """Whether the block is findable, but its layers with a sliding window are missing. Callable from any thread."""
         return self._index.is_partial(block_id)
+
+    def first_partial(self, block_ids: Sequence[int]) -> int | None:
+        """Index of the first of these blocks that `is_partial`. Callable from any thread."""
+        return self._index.first_partial(block_ids)
 
     def is_cached(self, block_id: int) -> bool:
         """Whether the block is findable and unused, so that `take` may evict it."""

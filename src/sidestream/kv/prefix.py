@@ -37,6 +37,12 @@ class PrefixIndex:
         """Whether the block has a key and was added as partial."""
         return block_id in self._partial
 
+    def first_partial(self, block_ids: Sequence[int]) -> int | None:
+        """Index of the first of these blocks that is partial."""
+        if self._partial.isdisjoint(block_ids):
+            return None
+        return next(index for index, block_id in enumerate(block_ids) if block_id in self._partial)
+
     def split(self, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """The blocks with a key, and the blocks without a key, both in the given order."""
         key_of = self._key_of

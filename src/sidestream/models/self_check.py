@@ -105,9 +105,8 @@ def reference(model: PagedModel) -> Reference:
     finally:
         model.module.config._attn_implementation = PAGED
     _check_reached(compared.layers, model.layout.num_layers)
-    passed = [narrowed if window == _WINDOW else window for window in compared.passed_windows]
-    # A window that no text exceeds leaves nothing out.
-    windows = tuple(window if window < model.max_model_len else 0 for window in passed)
+    # Another window than the narrowed one is not known to be the layer's own: then the layer counts as without one.
+    windows = tuple(narrowed if window == _WINDOW else 0 for window in compared.passed_windows)
     return Reference(compared.attended, stateful, logits[0].float(), windows if any(windows) else ())
 
 
@@ -380,7 +379,7 @@ def _tokens(vocab_size: int) -> torch.Tensor:
 @contextlib.contextmanager
 def _narrow_windows(module: Any) -> Iterator[int]:
     """Shorten the model's sliding window inside the context, so that a few tokens reveal a mask that ignores it. Yields
-    the window for which `_WINDOW` stands inside the context.
+    the window for which `_WINDOW` stands inside the context; 0: none was shortened.
 
     A window that is not shorter than the model's context stays: some models declare such a window, but do not pass it
     to their attention.
@@ -393,7 +392,7 @@ def _narrow_windows(module: Any) -> Iterator[int]:
     for part in holders:
         part.sliding_window = _WINDOW
     try:
-        yield window if binds else _WINDOW
+        yield window if binds else 0
     finally:
         for part in holders:
             part.sliding_window = window

@@ -91,13 +91,14 @@ class PrefixCache:
         return self._blocks.match(keys)
 
     def num_usable(self, hits: Sequence[BlockId], num_blocks: int) -> int:
-        """How many of `hits`, blocks on the device, a request may use that reuses `num_blocks` blocks: those before the
-        first partial block to which a layer with a sliding window would attend.
+        """How many of `hits`, the request's first blocks on the device, it may use if it reuses `num_blocks` blocks:
+        those before the first partial block to which a layer with a sliding window would attend.
         """
+        if not self._limits.window:
+            return len(hits)
         first = self._limits.blocks_before_window(num_blocks)
-        # rule: hit-is-whole-in-its-window
-        partial = (index for index in range(first, len(hits)) if self._blocks.is_partial(hits[index]))
-        return next(partial, len(hits)) if self._limits.window else len(hits)
+        partial = self._blocks.first_partial(hits[first:])  # rule: hit-is-whole-in-its-window
+        return len(hits) if partial is None else first + partial
 
     @property
     def num_pending(self) -> int:

@@ -97,12 +97,25 @@ class ReuseFinder:
         locate: Callable[[Sequence[Key]], Sequence[Source]],
     ) -> Reuse:
         """All blocks that may be reused, if `hits` are on the device and `locate` finds the others."""
-        while True:
-            reuse = self._within(wanted, hits, locate)
-            num_usable = self._prefix_cache.num_usable(reuse.hits, reuse.num_blocks)
-            if num_usable == len(reuse.hits):
-                return reuse
-            hits = reuse.hits[:num_usable]
+        reuse = self._within(wanted, hits, locate)
+        num_joinable = reuse.num_joinable
+        while (hits := self._usable(wanted, reuse, locate)) != reuse.hits:
+            reuse = replace(self._within(wanted, hits, locate), num_joinable=num_joinable)
+        return reuse
+
+    def _usable(
+        self, wanted: Sequence[Key], reuse: Reuse, locate: Callable[[Sequence[Key]], Sequence[Source]]
+    ) -> Sequence[BlockId]:
+        """The blocks on the device that the request may use: all, or those before a partial block. If no tier continues
+        these, their window ends earlier, too, and may reach further partial blocks.
+        """
+        hits, end = reuse.hits, reuse.num_blocks
+        while (count := self._prefix_cache.num_usable(hits, end)) < len(hits):
+            hits = hits[:count]
+            if locate(wanted[count : count + 1]):
+                break
+            end = count
+        return hits
 
     def _within(
         self,

@@ -100,15 +100,15 @@ class SimDevice:
         # Byte ranges to poison when their fences are done.
         self._dying: list[tuple[tuple[SimFence, ...], Memory, int, int]] = []
 
-    def stream(self, name: str, *, blocking: bool = False) -> SimStream:
+    def stream(self, name: str, *, blocking: bool = False, on_host: bool = False) -> SimStream:
         """A new stream. `blocking`: it is ordered with the default stream (see `default_stream`), like a stream of
-        `cudaStreamCreate`; the streams of torch and of the engine are not.
+        `cudaStreamCreate`; the streams of torch and of the engine are not. `on_host`: see `worker`.
         """
         if name in self._streams or name == HOST:
             raise InvariantError(f"stream {name} exists already")
         if self.closed:
             raise InvariantError(f"the device is closed: stream {name} cannot be made")
-        stream = self._streams[name] = SimStream(self, name, blocking=blocking)
+        stream = self._streams[name] = SimStream(self, name, blocking=blocking, on_host=on_host)
         return stream
 
     def default_stream(self) -> SimStream:
@@ -130,14 +130,16 @@ class SimDevice:
         return [other.last for other in others if other.last is not None]
 
     def failed(self, error: Exception, label: str) -> None:
-        """Work has raised an exception. See `sticky`."""
-        if self.sticky and self.lost is None:
+        """Work has raised an exception. See `sticky`. Misuse of this interface is no error of a kernel."""
+        if self.sticky and self.lost is None and not isinstance(error, InvariantError):
             self.lost = DeviceLost(f"`{label}` has failed, and all later work fails with it: {error}")
             self.lost.__cause__ = error
 
     def worker(self, name: str) -> SimStream:
-        """A new stream, whose work may sleep in virtual time."""
-        return self.stream(name)
+        """A new stream, whose work may sleep in virtual time. It stands for a host thread: its work goes on when the
+        device is lost.
+        """
+        return self.stream(name, on_host=True)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> SimThread:
         """See `Device.thread`."""

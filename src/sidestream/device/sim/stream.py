@@ -141,9 +141,11 @@ class SimStream:
     the other points.
     """
 
-    def __init__(self, device: SimDevice, name: str, *, blocking: bool = False) -> None:
+    def __init__(self, device: SimDevice, name: str, *, blocking: bool = False, on_host: bool = False) -> None:
+        """`on_host`: its work stands for work of a host thread, which a lost device does not affect."""
         self.name = name
         self.blocking = blocking
+        self._on_host = on_host
         self._device = device
         self._turns = device.turns
         self._queue: deque[tuple[_Work, SimFence] | _Wait] = deque()
@@ -173,7 +175,7 @@ class SimStream:
         """
         if self._device.closed:
             raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
-        if self._device.lost is not None:
+        if self._device.lost is not None and not self._on_host:
             raise self._device.lost
         if reads or writes:
             if accesses is not no_accesses:
@@ -375,7 +377,7 @@ class SimStream:
         self._records = work.records
         self._guard_begins()
         try:
-            if self._device.lost is not None:
+            if self._device.lost is not None and not self._on_host:
                 raise self._device.lost
             work.run()
             if self._side_work:
@@ -383,7 +385,8 @@ class SimStream:
         except Exception as error:
             self._side_work.clear()
             fence.fail(error)
-            self._device.failed(error, label)
+            if not self._on_host:
+                self._device.failed(error, label)
         self._guard_ends()
         self._turns.point()  # the bytes have moved, but the fence is not done yet
         if self._device.timeline is not None:

@@ -29,7 +29,7 @@ MUTATIONS = (
     Mutation(
         name="hit-is-whole-in-its-window",
         hazard="H15",
-        change=Value("iter(())"),
+        change=Value("None"),
         consequence="a request reuses blocks without layers whose sliding window reaches them",
         needs=frozenset({"offload", "window"}),
     ),

@@ -67,9 +67,9 @@ class ScriptedDevice(SimDevice):
         """
         self._lost_to = streams
 
-    def stream(self, name: str, *, blocking: bool = False) -> SimStream:
-        """See `Device.stream`."""
-        stream = super().stream(name)
+    def stream(self, name: str, *, blocking: bool = False, on_host: bool = False) -> SimStream:
+        """See `SimDevice.stream`."""
+        stream = super().stream(name, blocking=blocking, on_host=on_host)
         submit = stream.submit
 
         def mortal(*given: Any, **options: Any) -> Fence:
