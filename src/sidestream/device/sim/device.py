@@ -67,6 +67,7 @@ class SimDevice:
     sticky    whether work that raises an exception loses the device, as an illegal access of a kernel does on CUDA:
               all unfinished work fails without running, and submissions raise DeviceLost
     lost      the error of a lost device
+    num_done  number of pieces of work that are done
     """
 
     kind = "sim"
@@ -89,6 +90,7 @@ class SimDevice:
         self.pin_s = 0.0
         self.sticky = False
         self.lost: DeviceLost | None = None
+        self.num_done = 0
         self._default: SimStream | None = None
         # Start time and item size of each host memory that becomes ready item by item.
         self._pinned_from: dict[str, tuple[float, int]] = {}
@@ -271,6 +273,7 @@ class SimDevice:
 
     def passed(self) -> None:
         """Called when a fence is done, before any other actor runs: poison the bytes that have waited for the fence."""
+        self.num_done += 1
         if not self._dying:
             return
         left = []

@@ -48,8 +48,8 @@ _DRAIN_S = 0.05
 _PATIENT_STEPS = 100
 # Limit of a schedule. Most take 40 steps, or 200 if they wait for a slow disk; each late store adds up to 160 steps.
 _MAX_STEPS = 6000
-# After this many idle steps in a row per rank, the schedule hangs. Progress may be slow: under the policy `late`, one
-# actor runs in five idle steps.
+# After this many idle steps in a row per rank in which no work of the device has ended, the schedule hangs. Progress
+# may be slow: under the policy `late`, one actor runs in five idle steps, and a long queue of stores takes a thousand.
 _STUCK_STEPS = 1000
 
 
@@ -201,7 +201,7 @@ class _Schedule:
         """Run the workload to its end. Returns False if the engine was closed with requests running, or hangs."""
         workload = self._workload
         last = max([0, *(asked.at for asked in workload.requests), *(event.at for event in workload.events)])
-        idle = 0
+        idle = stuck = num_done = 0
         for step in range(_MAX_STEPS * workload.ranks):
             self._steps += 1
             for event in workload.events:
@@ -222,7 +222,9 @@ class _Schedule:
                     raise
                 self._end_lost_engine(error)
                 idle = 0
-            if idle == _STUCK_STEPS * workload.ranks:
+            before, num_done = num_done, self._life.device.num_done
+            stuck = stuck + 1 if idle and num_done == before else 0
+            if stuck == _STUCK_STEPS * workload.ranks:
                 break
             self._run_clients()  # if no launch let the clients act
             if self._clients.border is not None:
