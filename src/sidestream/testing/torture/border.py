@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,6 +39,7 @@ class _Reader:
     """A client that reads the output of one request until all samples have ended.
 
     left      numbers of the samples that have not ended
+    unread    numbers of the samples that the client has ended, once for each output that had arrived by then
     reading   the running read call
     until     the future that `reading` waits for
     """
@@ -46,6 +47,7 @@ class _Reader:
     number: int
     answer: OutputQueue
     left: set[int]
+    unread: list[int] = field(default_factory=list)
     reading: Coroutine[Any, Any, Delta] | None = None
     until: asyncio.Future[None] | None = None
 
@@ -87,8 +89,9 @@ class _Seat:
             for reader in list(self.readers.values()):
                 try:
                     while reader.left and (output := reader.read()) is not None:
-                        if output.index not in reader.left:
-                            continue  # it came before the client ended the sample, and was not read
+                        if output.index in reader.unread:
+                            reader.unread.remove(output.index)
+                            continue
                         tell(reader.number, output)
                         if output.finish_reason is not None:
                             reader.left.discard(output.index)
@@ -156,6 +159,7 @@ class Border:
             seat.client.abort(reader.answer, self._rng.choice(("abort", "stop")), index=index)
         ended = set(reader.left) if index is None else reader.left & {index}
         reader.left -= ended
+        reader.unread += [output.index for output in reader.answer._deltas if output.index in ended]
         return ended
 
     def hang_up(self) -> list[int]:

@@ -131,8 +131,12 @@ def run_one(workload: Workload, policy: str, seed: int, reference: Reference | N
 
 
 def deal(number: int, policies: Sequence[str]) -> str:
-    """The policy of schedule `number`."""
-    return policies[number % len(policies)]
+    """The policy of schedule `number`. Every second time that all of rank 1 would be starved, only its compute stream
+    is: then the rank receives its orders, and its steps fall behind those of rank 0.
+    """
+    turn, index = divmod(number, len(policies))
+    policy = policies[index]
+    return f"{policy}/compute" if policy == "starve:rank1" and turn % 2 else policy
 
 
 _Result = tuple[Failure | None, int, int]

@@ -71,7 +71,8 @@ def _draw_window(rng: random.Random, workload: Workload) -> Workload:
         return workload
     window = rng.choice((2, 3, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS))
     workload = dataclasses.replace(workload, window=window)
-    if not workload.slots or workload.meanwhile or rng.random() < 0.3:
+    keeps_its_own = workload.meanwhile or workload.ranks > 1 or workload.pin_s > 0 or workload.closes_at is not None
+    if not workload.slots or keeps_its_own or rng.random() < 0.3:
         return workload
     prompt, other = (_draw_tokens(rng, rng.randint(20, 32)) for _ in range(2))
     requests, at = [], 0
