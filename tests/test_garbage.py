@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +39,18 @@ def test_a_program_that_collects_less_often_or_never_goes_on_so(young: int) -> N
     assert gc.get_threshold() == (young, 20, 20)
     end()
     assert gc.get_threshold() == (young, 20, 20)
+
+
+def test_what_only_cycles_keep_is_freed_with_its_engine_although_another_one_serves() -> None:
+    class Weights:
+        own: object
+
+    weights = Weights()
+    weights.own = weights
+    first, second = freeze_gc_heap(), freeze_gc_heap()
+    held = weakref.ref(weights)
+    del weights
+    first()
+    assert held() is None
+    assert gc.get_freeze_count() > 10_000
+    second()

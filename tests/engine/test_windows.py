@@ -35,6 +35,14 @@ def forget_device(rig: Rig) -> None:
     rig.forget_device()
 
 
+def bring_back(rig: Rig) -> None:
+    """PROMPT's blocks are on the device again, those before its window without layers 0 and 2."""
+    rig.ask(PROMPT)
+    forget_device(rig)
+    rig.ask(PROMPT)
+    rig.settle()
+
+
 @pytest.mark.parametrize("one_layer_a_group", [True, False])
 def test_a_load_leaves_out_layers_to_whose_blocks_nobody_attends(
     one_layer_a_group: bool, monkeypatch: pytest.MonkeyPatch
@@ -52,10 +60,7 @@ def test_a_load_leaves_out_layers_to_whose_blocks_nobody_attends(
 
 def test_a_longer_prompt_uses_blocks_that_lack_layers() -> None:
     with windowed() as rig:
-        rig.ask(PROMPT)
-        forget_device(rig)
-        rig.ask(PROMPT)
-        rig.settle()
+        bring_back(rig)
         before = loaded_bytes(rig)
         assert rig.ask([*PROMPT[:28], 5, 6, 7]).cached.device == 28
         assert loaded_bytes(rig) == before
@@ -63,10 +68,7 @@ def test_a_longer_prompt_uses_blocks_that_lack_layers() -> None:
 
 def test_a_shorter_prompt_loads_the_blocks_in_its_window_again() -> None:
     with windowed() as rig:
-        rig.ask(PROMPT)
-        forget_device(rig)
-        rig.ask(PROMPT)
-        rig.settle()
+        bring_back(rig)
         before = loaded_bytes(rig)
         # It continues at token 16 and attends to tokens from 11 on: blocks 2 and 3 lack layers, 0 and 1 may.
         cached = rig.ask([*PROMPT[:16], 5, 6]).cached
@@ -82,10 +84,7 @@ def test_a_shorter_prompt_loads_the_blocks_in_its_window_again() -> None:
 
 def test_a_shorter_prompt_is_computed_where_no_tier_has_its_window() -> None:
     with windowed() as rig:
-        rig.ask(PROMPT)
-        forget_device(rig)
-        rig.ask(PROMPT)
-        rig.settle()
+        bring_back(rig)
         rig.forget_host()
         assert rig.ask([*PROMPT[:16], 5, 6]).cached.total == 0
         rig.settle()
@@ -95,10 +94,7 @@ def test_a_shorter_prompt_is_computed_where_no_tier_has_its_window() -> None:
 
 def test_a_block_that_lacks_layers_is_never_stored() -> None:
     with windowed() as rig:
-        rig.ask(PROMPT)
-        forget_device(rig)
-        rig.ask(PROMPT)
-        rig.settle()
+        bring_back(rig)
         keys = rig.engine.parts.scheduler._prefix_cache.keys_of(PROMPT)
         assert rig.engine.parts.scheduler.store_again(keys[:5]) is None
         stored = rig.engine.parts.scheduler.store_again(keys)

@@ -193,7 +193,7 @@ def test_a_tensor_that_is_freed_while_another_stream_reads_it_is_a_race_unless_i
 
 
 def through_the_default_stream(device: SimDevice, *, blocking: bool) -> None:
-    """A kernel on the default stream reads what a stream wrote; nobody calls for a wait."""
+    """Work on the default stream reads what another stream wrote. The program makes no stream wait."""
     kv = device.allocate("kv", 16).data
     writer, default = device.stream("writer", blocking=blocking), device.default_stream()
     writer.submit(partial(kv.fill_, 7), writes=[kv], label="write")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from sidestream.kv.layout import KVLayout
+from sidestream.kv.layout import KVLayout, blocks_before_window
 from sidestream.kv.state_layout import StateRegion
 from sidestream.types import Access, RowPlan
 
@@ -59,7 +59,7 @@ def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: 
     for row in rows:
         for run, window in _runs(layout, layers):
             # rule: windowed-layer-declares-what-it-reads
-            first = layout.blocks_before_window(row.min_start, window)
+            first = blocks_before_window(row.min_start, window, size)
             for index, block in enumerate(row.block_ids[first:], first):
                 start, stop = layout.layer_span(block, run.start, run.stop)
                 # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes

@@ -59,6 +59,11 @@ class KVLayout:
         """Bytes of one layer's keys and values in one block. Each layer is contiguous."""
         return self.block_bytes // self.num_layers
 
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of the layers without a sliding window, in one block."""
+        return len(self.layers_without_window) * self.layer_bytes
+
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
         """Shape of a pool of `num_blocks` blocks."""
         return (num_blocks, self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
@@ -79,10 +84,6 @@ class KVLayout:
         """Byte range of layers `[first_layer, stop_layer)` of a block."""
         base = block_id * self.block_bytes
         return base + first_layer * self.layer_bytes, base + stop_layer * self.layer_bytes
-
-    def blocks_before_window(self, position: int, window: int) -> int:
-        """See `blocks_before_window`."""
-        return blocks_before_window(position, window, self.block_tokens)
 
     def describe(self) -> dict[str, int | str]:
         """The layout as plain values, for keys, directories and messages."""

@@ -184,10 +184,10 @@ class FencedPool:
     def publish(self, block_id: int, key: Key, *, partial: bool = False) -> bool:
         """Make a used block findable under `key`. Call it when the block's bytes are complete (hazard H7).
 
-        partial   the layers with a sliding window are missing. Later, a whole block may take the key over
+        partial   the layers with a sliding window are missing
 
-        Returns False, and changes nothing, when the block has another key, or another block has this key and is whole
-        or as partial.
+        Returns False, and changes nothing, when the block has another key or another block has this key. But if that
+        block is partial and this one is whole, this one takes the key over.
         """
         if self._references[block_id] == 0:
             raise InvariantError(f"{self.name} {block_id} is not in use: it cannot be published")

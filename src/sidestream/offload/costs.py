@@ -67,8 +67,8 @@ class CostModel:
         sliding window.
         """
         layout = self._layout
-        partial_bytes = num_partial * len(layout.layers_without_window) * layout.layer_bytes
-        return ((num_blocks - num_partial) * layout.block_bytes + partial_bytes) / self._rate(HOST)
+        num_bytes = (num_blocks - num_partial) * layout.block_bytes + num_partial * layout.partial_bytes
+        return num_bytes / self._rate(HOST)
 
     def _rate(self, tier: str) -> float:
         """Estimated bytes per second of a tier. If the last measurement is old, the estimate is at least the assumed

@@ -227,7 +227,7 @@ def piece_ends(plan: LoadPlan, layout: KVLayout) -> list[int]:
     """Where the pieces of a load end: for each, the number of its blocks and of all blocks before. The last piece holds
     no states if the plan has other blocks.
     """
-    partial_bytes = len(layout.layers_without_window) * layout.layer_bytes
+    partial_bytes = layout.partial_bytes
     whole = len(plan.keys) - plan.num_whole - plan.num_partial
     room = pacing.LAST_PIECE_BYTES - whole * layout.block_bytes
     if room < 0:

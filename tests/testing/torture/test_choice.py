@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from sidestream.testing.torture.campaign import POLICIES, _jobs
+from sidestream.testing.torture.campaign import POLICIES, _jobs, deal
 from sidestream.testing.torture.choice import CANDIDATES, Coverage
 from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.workload import FEATURES
@@ -38,3 +38,10 @@ def test_a_campaign_runs_the_chosen_workloads_and_the_same_ones_again() -> None:
     coverage = Coverage()
     assert seeds() == seeds() == [coverage.choose(7 + number) for number in range(20)]
     assert len(set(seeds())) == 20
+
+
+def test_policies_take_turns_and_rank_1_is_starved_as_a_whole_and_in_its_steps() -> None:
+    dealt = [deal(number, POLICIES) for number in range(2 * len(POLICIES))]
+    first, second = dealt[: len(POLICIES)], dealt[len(POLICIES) :]
+    assert first == [*POLICIES]
+    assert second == [policy + "/compute" * (policy == "starve:rank1") for policy in POLICIES]

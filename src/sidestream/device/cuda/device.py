@@ -262,7 +262,7 @@ class CudaDevice:
         """Does nothing: torch's cached memory is device memory, and freeing it would stall the device."""
 
     def close(self) -> None:
-        """See `Device.close`. Also frees all memory, whoever refers to it. A lost device is closed as far as it can."""
+        """See `Device.close`. Frees all memory, whoever refers to it. On a lost device, closes what can still close."""
         if self._closed:
             return
         self._closed = True

@@ -22,7 +22,7 @@ _WRITES = "(index + 1) * size > row.min_start"
 MUTATIONS = (
     _rule(
         "windowed-layer-declares-what-it-reads",
-        Value("layout.blocks_before_window(row.min_start + size, window)"),
+        Value("blocks_before_window(row.min_start + size, window, size)"),
         "a layer with a sliding window does not declare the first block that it reads",
         "window",
     ),
