@@ -558,3 +558,22 @@ def test_compiled_layers_of_a_rank_call_its_group(tmp_path: Path, monkeypatch: p
     assert group.sums == 2 * len(LENGTHS)  # after attention, and after the MLP
     for own, expected in zip(compiled, eager, strict=True):
         torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_weights_before_joining_are_freed_one_layer_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept until the last layer is joined, they would take half as much memory as the model once more."""
+    model = load_model(str(tiny_model_dir("qwen3", tmp_path, 3)), block_tokens=16)
+    before: list[weakref.ref[nn.Parameter]] = []
+    join = compiled.join_projections
+
+    def joining(parent: nn.Module, names: Sequence[str]) -> None:
+        assert not [weight for weight in before if weight() is not None]
+        before.extend(weakref.ref(getattr(parent, name).weight) for name in names)
+        join(parent, names)
+
+    monkeypatch.setattr(compiled, "join_projections", joining)
+    compile_layers(model, backend="eager")
+    layers = len(decoder_layers(model))
+    assert len(before) == 5 * layers > 5

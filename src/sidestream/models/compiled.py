@@ -63,9 +63,11 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     uncompiled from then on, with a warning; the other kinds stay compiled.
     """
     with torch.no_grad():
-        for part in list(_module(model).modules()):
-            for names in _JOINED:
-                join_projections(part, names)
+        for names in _JOINED:
+            # The list holds no projection: an old weight must be free before the next one is copied, as all joined
+            # weights together are most of a model.
+            for parent in [part for part in _module(model).modules() if hasattr(part, names[0])]:
+                join_projections(parent, names)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
