@@ -26,6 +26,7 @@ from sidestream.device.kinds import on_gpu
 from sidestream.errors import ModelError
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.kv.state_layout import StateLayout, StateTensor
+from sidestream.models.gpu_functions import keep_kernels_on_gpu
 
 _KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state"})
 _ATTENDS = frozenset({"ALL_ATTENTION_FUNCTIONS"})
@@ -109,6 +110,7 @@ def state_layout_of(module: nn.Module, config: PreTrainedConfig) -> StateLayout 
     """
     tensors: list[StateTensor] = []
     for layer, part in stateful_modules(module).items():
+        keep_kernels_on_gpu(type(part))
         parameter = next(part.parameters())
         hidden = torch.zeros(1, 2, config.hidden_size, dtype=parameter.dtype, device=parameter.device)
         cache = DynamicCache(config=config)
@@ -165,6 +167,7 @@ class StatefulLayers:
             self._observe = None
 
     def _replace_forward(self, layer: int, part: nn.Module) -> None:
+        keep_kernels_on_gpu(type(part))
         own, argument = part.forward, _cache_argument(part)
         kernels = _kernels(part, layer)
         self.needs_chunk_lengths |= kernels is None
