@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.device.kinds import CUDA
-from sidestream.kv.state_layout import StateLayout
+from sidestream.kv.state_layout import StateLayout, StateTensor
 from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules
 from sidestream.testing.tiny_models import tiny_config
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64")
 
+from sidestream.attention.triton.gated_delta import GatedDeltaShape, Projected, gated_delta
 from sidestream.models.gated_delta import GatedDelta
 
 DEVICE = torch.device(CUDA if torch.cuda.is_available() else "cpu")
@@ -135,6 +137,82 @@ def test_long_chunks_beside_rows_with_drafts_continue_in_place(layer: tuple[Any,
     both.step([(0, 0, 8, 1), (2, 1, 137, 2)], num_decode=2)  # both drafts were accepted
 
 
+def exactly(mixed: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor, shape: GatedDeltaShape) -> torch.Tensor:
+    """The rule token by token in float64, for one key head and one value head with a bias of 0 and a rate of -1, on
+    inputs that were convolved. The outputs `[T, value_size]`, and after them the state.
+    """
+    q, k, v = mixed.double().split([shape.key_size, shape.key_size, shape.value_size], dim=1)
+    q, k = (part * (part.square().sum(1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    strength, decay = beta.sigmoid().double(), (-functional.softplus(alpha.double())).exp()
+    state, outputs = torch.zeros(shape.key_size, shape.value_size, dtype=torch.float64, device=mixed.device), []
+    for token in range(len(mixed)):
+        state = state * decay[token]
+        state = state + torch.outer(k[token], strength[token] * (v[token] - k[token] @ state))
+        outputs.append(q[token] @ state * shape.key_size**-0.5)
+    return torch.cat([torch.stack(outputs), state])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", ["random", "equal", "alternating"])
+def test_long_rows_are_exact_where_their_equations_are_hard(keys: str, dtype: torch.dtype) -> None:
+    """With equal keys, full strength and no decay, all entries of the matrix to invert are 1. Sums of its powers then
+    have terms of thousands that cancel.
+    """
+    shape, count = GatedDeltaShape(1, 1, 16, 16), 150
+    random = torch.Generator().manual_seed(5)
+    hard = keys != "random"
+    mixed = torch.randn(count, shape.channels, generator=random)
+    if hard:
+        mixed[:, 16:32] = mixed[0, 16:32]
+    if keys == "alternating":
+        mixed[1::2, 16:32] *= -1
+    mixed = torch.cat([mixed, torch.full((count, 1), 9.0 if hard else 0.3), torch.full((count, 1), -9.0)], 1)
+    mixed = mixed.to(DEVICE, dtype)
+    layout = StateLayout(
+        (
+            StateTensor(0, "conv", 0, (shape.channels, 4), str(dtype).removeprefix("torch.")),
+            StateTensor(0, "recurrent", 0, (1, 16, 16), "float32"),
+        ),
+        shape.channels,
+        str(dtype).removeprefix("torch."),
+    )
+    pool = StatePool(
+        torch.zeros(STATES * layout.state_bytes, dtype=torch.uint8, device=DEVICE), layout, block_tokens=BLOCK
+    )
+    one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    batch = pool.batch(
+        one - 1,
+        one,
+        one - 1,
+        slots=one,
+        cu_seqlens_q=torch.tensor([0, count], device=DEVICE),
+        kv_lens=one + count,
+        num_decode=0,
+        decode_queries=1,
+        chunks=[(0, count)],
+    )
+    new = Projected(mixed[:, :-2], mixed[:, -2:-1], mixed[:, -1:])
+    weight = torch.zeros(shape.channels, 4, dtype=dtype, device=DEVICE)
+    weight[:, 3] = 1  # each token is only its own
+    found = gated_delta(
+        new,
+        Projected(new.mixed[:0], new.beta[:0], new.alpha[:0]),
+        batch,
+        shape,
+        conv_states=pool.layer(0)["conv", 0],
+        recurrent_states=pool.layer(0)["recurrent", 0],
+        conv_weight=weight,
+        a_log=torch.zeros(1, dtype=dtype, device=DEVICE),
+        dt_bias=torch.zeros(1, dtype=dtype, device=DEVICE),
+    )
+    expected = exactly(functional.silu(new.mixed), new.beta[:, 0], new.alpha[:, 0], shape)
+    state = pool.layer(0)["recurrent", 0][0, 0]
+    rounding = 1e-4 if dtype == torch.float32 else 2e-2  # the interpreter cuts bits off where a GPU rounds
+    largest = expected.abs().max()
+    assert (found[:, 0].double() - expected[:count]).abs().max() < rounding * largest
+    assert (state.double() - expected[count:]).abs().max() < rounding * largest
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,4 +220,8 @@ def test_compiled_kernels_are_those_of_transformers(kind: str) -> None:
     """The tests of this file run the kernels compiled where there is a GPU; this one names them for `make test-gpu`."""
     part, layout = made(kind)
     test_chunks_and_decode_rows_are_those_of_transformers((part, layout))
+    test_long_chunks_beside_rows_with_drafts_continue_in_place((part, layout))
+    for keys in ("random", "equal", "alternating"):
+        for dtype in (torch.float32, torch.bfloat16):
+            test_long_rows_are_exact_where_their_equations_are_hard(keys, dtype)
     test_accepted_drafts_are_replayed_and_checkpoints_end_at_their_border((part, layout))

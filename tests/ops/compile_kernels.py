@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sidestream.attention.triton import gated_delta_chunks as chunks
 from sidestream.attention.triton import gated_delta_kernels as gated_delta
 from sidestream.attention.triton import kernels as attention
 from sidestream.ops import draft_kernels, step_kernels
@@ -19,7 +20,7 @@ LONG, INT, BF16, FLOAT = "*i64", "*i32", "*bf16", "*fp32"
 
 
 def compiled(
-    kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap: bool = False, **constants: bool | int
+    kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap: bool = False, **constants: bool | int | str
 ) -> None:
     names = kernel.arg_names
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
@@ -123,3 +124,13 @@ compiled(
     KEY_HEADS=16, VALUE_HEADS=32, KEY_SIZE=128, VALUE_SIZE=128, VALUES=32, SHARE=64,
 )  # fmt: skip
 compiled(gated_delta.norm, *[BF16] * 4, "i32", "fp32", HEADS=32, SIZE=128)
+sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_SIZE": 128, "VALUE_SIZE": 128}
+for dtype, precision in ((BF16, "tf32"), (FLOAT, "tf32x3")):
+    compiled(
+        chunks.solve, *[dtype] * 5, FLOAT, LONG, LONG, "i32", "i32",
+        **sizes, TOKENS=64, PRECISION="tf32x3",
+    )  # fmt: skip
+    compiled(
+        chunks.advance, *[dtype] * 5, FLOAT, dtype, FLOAT, *[LONG] * 4, *["i32"] * 3, "fp32",
+        **sizes, VALUES=32, TOKENS=64, PRECISION=precision,
+    )  # fmt: skip

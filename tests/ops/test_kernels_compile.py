@@ -25,5 +25,5 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "previous_hidden", "keep_hidden",
         "argmax_of_parts", "argmax_of_maxima", "match_ngram", "write", "attend", "attend", "attend", "combine",
         "gather_contiguous", "gather_contiguous",
-        "attend_contiguous", "convolve", "recur", "norm",
+        "attend_contiguous", "convolve", "recur", "norm", *["solve", "advance"] * 2,
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from sidestream.attention.triton.gated_delta import GatedDeltaShape, Projected, 
 from sidestream.models.joined import join_projections, joined_product
 
 _CLASSES = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
-_LARGEST_HEAD = 256
+_HEAD_SIZES = (16, 32, 64, 128)  # of larger heads, the operands of a chunk do not fit into shared memory
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """The projections of Qwen3.5, in the order in which their outputs are joined."""
 
@@ -44,7 +44,7 @@ class GatedDelta:
             part.conv1d.bias is None
             and part.conv_kernel_size == 4
             and part.activation == "silu"
-            and all(size <= _LARGEST_HEAD and size & (size - 1) == 0 for size in sizes)
+            and all(size in _HEAD_SIZES for size in sizes)
         )
 
     def __call__(self, inputs: torch.Tensor, batch: StateBatch) -> torch.Tensor:

@@ -13,12 +13,14 @@ import torch
 import triton
 
 from sidestream.attention.states import StateBatch
+from sidestream.attention.triton import gated_delta_chunks as chunks
 from sidestream.attention.triton import gated_delta_kernels as kernels
 from sidestream.errors import InvariantError
 
 _CHANNELS = 256
 _TOKENS = 32  # tokens of a row that one program convolves
 _VALUES = 32  # columns of a state that one program owns
+_CHUNK = 64  # tokens of a row that the state takes in together; at most 64, as `solve` inverts matrices of this size
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def gated_delta(
     conv_weight        [channels, 4]
     a_log, dt_bias     [value heads]
 
-    Enqueues two kernels on the current stream and reads nothing back.
+    Enqueues two kernels on the current stream, or four if there are rows after the decode rows, and reads nothing back.
     """
     for part in (new, kept):
         if not part.mixed.stride(0) == part.beta.stride(0) == part.alpha.stride(0):
@@ -84,6 +86,8 @@ def gated_delta(
     strides = new.mixed.stride(0), kept.mixed.stride(0), len(kept.mixed) // max(1, batch.num_decode)
     convolved, replayed = _convolve(new, kept, batch, strides, conv_states, conv_weight)
     out = new.mixed.new_zeros(count, shape.value_heads, shape.value_size)
+    if num_rows > batch.num_decode:
+        _advance_chunks(convolved, new, batch, shape, out, recurrent_states, a_log, dt_bias)
     values = min(_VALUES, shape.value_size)
     programs = shape.value_heads * (shape.value_size // values)
     kernels.recur[(num_rows, shape.value_heads, shape.value_size // values)](
@@ -120,6 +124,50 @@ def gated_delta(
         SHARE=triton.next_power_of_2(triton.cdiv(shape.channels, programs)),
     )
     return out
+
+
+def _advance_chunks(
+    convolved: torch.Tensor,
+    new: Projected,
+    batch: StateBatch,
+    shape: GatedDeltaShape,
+    out: torch.Tensor,
+    states: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+) -> None:
+    """Enqueue the rows after the decode rows: write their part of `out`, and their states. They may have many tokens,
+    and they have no drafts.
+    """
+    num_rows, count = len(batch.reads) - batch.num_decode, len(new.mixed)
+    values = min(_VALUES, shape.value_size)
+    inverses = torch.empty(count, shape.value_heads, _CHUNK, dtype=torch.float32, device=out.device)
+    inputs = convolved, new.beta, new.alpha, a_log, dt_bias, inverses
+    rows = batch.cu_seqlens_q, batch.lengths, batch.num_decode, new.mixed.stride(0)
+    sizes = {
+        "KEY_HEADS": shape.key_heads,
+        "VALUE_HEADS": shape.value_heads,
+        "KEY_SIZE": shape.key_size,
+        "VALUE_SIZE": shape.value_size,
+        "TOKENS": _CHUNK,
+    }
+    # Products of three parts are nearly exact; float32 models need them throughout, others for the inverse.
+    exact = new.mixed.dtype == torch.float32
+    chunks.solve[(num_rows, shape.value_heads, triton.cdiv(count, _CHUNK))](*inputs, *rows, **sizes, PRECISION="tf32x3")
+    chunks.advance[(num_rows, shape.value_heads, shape.value_size // values)](
+        *inputs,
+        out,
+        states,
+        batch.reads,
+        batch.writes,
+        *rows,
+        states.stride(0),
+        shape.key_size**-0.5,
+        **sizes,
+        VALUES=values,
+        PRECISION="tf32x3" if exact else "tf32",
+        num_stages=1,  # with more, the operands of two chunks together would not fit into shared memory
+    )
 
 
 def _convolve(

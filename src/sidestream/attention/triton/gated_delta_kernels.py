@@ -1,10 +1,10 @@
 """The Triton kernels of a layer with a gated delta rule (Qwen3-Next, Qwen3.5): convolution, recurrence, and norm. They
 read and write states in a pool. Launched by `gated_delta` only.
 
-One program computes a part of a row's state; a row is one request's part of the batch. The program reads the part once,
-replays the accepted drafts of the last step, advances the part over the row's own tokens one by one, and writes it
-after the last token that is not a draft. So states are neither gathered nor copied, and a row with drafts reads its
-state only once.
+One program computes a part of a decode row's state; a row is one request's part of the batch. The program reads the
+part once, replays the accepted drafts of the last step, advances the part over the row's own tokens one by one, and
+writes it after the last token that is not a draft. So states are neither gathered nor copied, and a row with drafts
+reads its state only once. Rows with many tokens have kernels of their own (`gated_delta_chunks.py`).
 
 Programs find the tokens of their row on the device, so a captured CUDA graph serves every batch within its launch
 bounds.
@@ -123,9 +123,9 @@ def recur(
     VALUES: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Advances some columns of one head's state of one row, and computes the outputs for these columns. Each program
-    also updates some channels of the row's convolution state, which holds the last four inputs. Grid (rows, value
-    heads, parts of columns).
+    """Advances some columns of one head's state of one decode row, and computes the outputs for these columns. Each
+    program also updates some channels of the row's convolution state, which holds the last four inputs; this is all it
+    does for other rows. Grid (rows, value heads, parts of columns).
     """
     row, head = tl.program_id(0), tl.program_id(1)
     length, replayed = tl.load(lengths + row), tl.load(behind + row)
@@ -177,43 +177,48 @@ def recur(
             tl.store(left + 2, b2, inside)
             tl.store(left + 3, b3, inside)
 
-        key, value = tl.arange(0, KEY_SIZE), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-        place = head * KEY_SIZE * VALUE_SIZE + key[:, None] * VALUE_SIZE + value[None, :]
-        state = tl.load(states + read * state_stride + place)
-        rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
-        bias = tl.load(dt_bias + head).to(tl.float32)
-        key_head = head // (VALUE_HEADS // KEY_HEADS)
-        for number in range(0, replayed + length):
-            again = number < replayed
-            if again:
-                at = (row * kept_tokens + number).to(tl.int64)
-                mixed, beta, alpha = (
-                    mixed_kept + at * channels,
-                    beta_kept + at * kept_stride,
-                    alpha_kept + at * kept_stride,
-                )
-            else:
-                at = (start + number - replayed).to(tl.int64)
-                mixed, beta, alpha = mixed_new + at * channels, beta_new + at * new_stride, alpha_new + at * new_stride
-            q = tl.load(mixed + key_head * KEY_SIZE + key).to(tl.float32)
-            k = tl.load(mixed + (KEY_HEADS + key_head) * KEY_SIZE + key).to(tl.float32)
-            v = tl.load(mixed + 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value)
-            raw = tl.load(beta + head)
-            strength = tl.sigmoid(raw.to(tl.float32)).to(raw.dtype).to(tl.float32)
-            time = tl.load(alpha + head).to(tl.float32) + bias
-            soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
-            q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
-            k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-            state = state * tl.exp(rate * soft)
-            delta = (v.to(tl.float32) - tl.sum(state * k[:, None], 0)) * strength
-            state = state + k[:, None] * delta[None, :]
-            if not again:
-                found = tl.sum(state * q[:, None], 0)
-                tl.store(out + (at * VALUE_HEADS + head) * VALUE_SIZE + value, found.to(v.dtype))
-            if number + 1 == certain:
-                tl.store(states + written * state_stride + place, state)
-            if reached & (number + 1 == border):
-                tl.store(states + checkpoint * state_stride + place, state)
+        if row < num_decode:
+            key, value = tl.arange(0, KEY_SIZE), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+            place = head * KEY_SIZE * VALUE_SIZE + key[:, None] * VALUE_SIZE + value[None, :]
+            state = tl.load(states + read * state_stride + place)
+            rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+            bias = tl.load(dt_bias + head).to(tl.float32)
+            key_head = head // (VALUE_HEADS // KEY_HEADS)
+            for number in range(0, replayed + length):
+                again = number < replayed
+                if again:
+                    at = (row * kept_tokens + number).to(tl.int64)
+                    mixed, beta, alpha = (
+                        mixed_kept + at * channels,
+                        beta_kept + at * kept_stride,
+                        alpha_kept + at * kept_stride,
+                    )
+                else:
+                    at = (start + number - replayed).to(tl.int64)
+                    mixed, beta, alpha = (
+                        mixed_new + at * channels,
+                        beta_new + at * new_stride,
+                        alpha_new + at * new_stride,
+                    )
+                q = tl.load(mixed + key_head * KEY_SIZE + key).to(tl.float32)
+                k = tl.load(mixed + (KEY_HEADS + key_head) * KEY_SIZE + key).to(tl.float32)
+                v = tl.load(mixed + 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value)
+                raw = tl.load(beta + head)
+                strength = tl.sigmoid(raw.to(tl.float32)).to(raw.dtype).to(tl.float32)
+                time = tl.load(alpha + head).to(tl.float32) + bias
+                soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+                q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
+                k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+                state = state * tl.exp(rate * soft)
+                delta = (v.to(tl.float32) - tl.sum(state * k[:, None], 0)) * strength
+                state = state + k[:, None] * delta[None, :]
+                if not again:
+                    found = tl.sum(state * q[:, None], 0)
+                    tl.store(out + (at * VALUE_HEADS + head) * VALUE_SIZE + value, found.to(v.dtype))
+                if number + 1 == certain:
+                    tl.store(states + written * state_stride + place, state)
+                if reached & (number + 1 == border):
+                    tl.store(states + checkpoint * state_stride + place, state)
 
 
 @triton.jit

@@ -33,6 +33,18 @@ _TINY = Sizes("16MiB", "16MiB", 512, 8, ((1, 32, 1.5), (8, 16, 1.5)), (), ((128,
 def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """The figures of an engine without drafts and of an engine with drafts. The bounds are for a GPU only."""
     sizes = replace(_FULL if device == CUDA else _TINY, block_tokens=block_tokens)
+    figures, plain_s, waits = _without_drafts(device, shape, sizes, on_progress)
+    on_progress("an engine with drafts")
+    figures += _with_drafts(device, shape, sizes, plain_s, waits, on_progress)
+    return [replace(figure, name=f"hybrid_{figure.name}") for figure in figures]
+
+
+def _without_drafts(
+    device: str, shape: str, sizes: Sizes, on_progress: Callable[[str], None]
+) -> tuple[list[Figure], float, int]:
+    """The figures of an engine without drafts, the seconds of its steps that decode `_VERIFIED_ROWS` rows, and its host
+    waits.
+    """
     rig = ModelRig(device, shape, sizes, on_progress)
     try:
         rig.ask(rig.prompt(40), 4).wait()
@@ -41,10 +53,15 @@ def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable
         figures += decode(rig, sizes, step_s, on_progress)
         figures += ttft(rig, sizes, step_s, on_progress)
         plain_s = median(rig.steps(_VERIFIED_ROWS, sizes.others_context, sizes.outputs)[0])
-        waits = rig.host_waits()
+        return figures, plain_s, rig.host_waits()
     finally:
         rig.close()
-    on_progress("an engine with drafts")
+
+
+def _with_drafts(
+    device: str, shape: str, sizes: Sizes, plain_s: float, waits: int, on_progress: Callable[[str], None]
+) -> list[Figure]:
+    """The figures of an engine with drafts. `plain_s`, `waits`: see `_without_drafts`."""
     drafting = SpeculativeConfig("ngram", _DRAFTS, adaptive=False)
     rig = ModelRig(device, shape, replace(sizes, max_running=_VERIFIED_ROWS), on_progress, speculative=drafting)
     try:
@@ -53,11 +70,10 @@ def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable
         waits += rig.host_waits()
     finally:
         rig.close()
-    figures += [
+    return [
         Figure("verify_over_plain_step", median(lengths) / plain_s, "ratio", at_most(1.35)),
         Figure("verify_ms", 1e3 * median(lengths), "ms"),
         Figure("plain_ms", 1e3 * plain_s, "ms"),
         Figure("speculative_idle_share", sum(idle) / sum(lengths), "share", at_most(0.03)),
         Figure("host_waits_besides_commits", waits, "waits", at_most(0)),
     ]
-    return [replace(figure, name=f"hybrid_{figure.name}") for figure in figures]
