@@ -17,7 +17,8 @@ from sidestream.attention.triton.gated_delta import GatedDeltaShape, Projected, 
 from sidestream.models.joined import join_projections, joined_product
 
 _CLASSES = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
-_HEAD_SIZES = (16, 32, 64, 128)  # of larger heads, the operands of a chunk do not fit into shared memory
+# Matrix products need at least 16 columns. The operands of a chunk with larger keys do not fit into shared memory.
+_HEAD_SIZES = (16, 32, 64, 128)
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """The projections of Qwen3.5, in the order in which their outputs are joined."""
 
