@@ -137,6 +137,13 @@ def test_long_chunks_beside_rows_with_drafts_continue_in_place(layer: tuple[Any,
     both.step([(0, 0, 8, 1), (2, 1, 137, 2)], num_decode=2)  # both drafts were accepted
 
 
+@pytest.mark.parametrize(("size", "fits"), [(8, False), (16, True), (128, True), (256, False)])
+def test_heads_that_the_kernels_cannot_take_are_left_to_transformers(size: int, fits: bool) -> None:
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(tiny_config("qwen3_5", linear_key_head_dim=size))
+    assert GatedDelta.fits(stateful_modules(module)[0]) is fits
+
+
 def exactly(mixed: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor, shape: GatedDeltaShape) -> torch.Tensor:
     """The rule token by token in float64, for one key head and one value head with a bias of 0 and a rate of -1, on
     inputs that were convolved. The outputs `[T, value_size]`, and after them the state.

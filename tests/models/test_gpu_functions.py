@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from transformers.integrations import hub_kernels
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from sidestream.models.gpu_functions import keep_kernels_on_gpu
 from sidestream.testing.tiny_models import tiny_model_dir
 
 # Each package's functions, by the module that transformers takes them from.
@@ -21,19 +28,18 @@ _FUNCTIONS = {
 _FAMILIES = {"qwen3_next": "fla", "qwen3_5": "fla", "olmo_hybrid": "fla", "bamba": "mamba_ssm", "lfm2": "causal_conv1d"}
 
 _ANSWER = """
-import sys, importlib
+import sys
 from sidestream import LLM, SamplingParams
 with LLM(sys.argv[1], dtype="float32", device="cpu", kv_memory="4MiB") as llm:
-    assert sys.argv[2] in sys.modules, "transformers does not use the package, so this shows nothing"
+    print(sys.argv[2] in sys.modules)
     print(llm.generate([[5, 6, 7, 8, 9]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0].token_ids)
 """
 
 
 def _answer(model: Path, package: str, path: Path | None) -> subprocess.CompletedProcess[str]:
-    program = _ANSWER if path else _ANSWER.replace("assert", "0 and")
     paths = [str(part) for part in (path, *sys.path) if part]
     return subprocess.run(
-        [sys.executable, "-c", program, str(model), package],
+        [sys.executable, "-c", _ANSWER, str(model), package],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
@@ -66,5 +72,33 @@ def test_kernels_of_other_packages_get_no_tensors_of_a_cpu(
     model = tiny_model_dir(family, tmp_path, 1)
     with_packages, without = _answer(model, package, packages), _answer(model, package, None)
     assert with_packages.returncode == 0, with_packages.stderr
-    assert with_packages.stdout == without.stdout != ""
+    used, tokens = with_packages.stdout.splitlines()
+    assert used == "True"  # else transformers does not use the package, and this shows nothing
+    assert tokens == without.stdout.splitlines()[1]
     assert "not installed" not in without.stderr  # the kernels would not be used on this device
+
+
+def test_functions_that_the_package_kernels_made_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That package turns a function into a module whose `forward` calls it."""
+    called: list[str] = []
+
+    def reference(values: torch.Tensor) -> str:
+        return "reference"
+
+    def on_gpu(values: torch.Tensor) -> str:
+        called.append("kernel")
+        return "kernel"
+
+    # As transformers wraps it: a function of its module, with the reference as `__wrapped__`.
+    func = types.FunctionType(on_gpu.__code__, vars(hub_kernels), "chosen", None, on_gpu.__closure__)
+    func.__wrapped__ = reference  # type: ignore[attr-defined]
+
+    class Func(nn.Module):
+        def forward(self, *args: Any, **named: Any) -> Any:
+            return func(*args, **named)
+
+    monkeypatch.setattr(modeling_qwen3_5, "a_function", Func(), raising=False)
+    keep_kernels_on_gpu(modeling_qwen3_5.Qwen3_5GatedDeltaNet)
+    function = vars(modeling_qwen3_5)["a_function"]
+    assert [function(torch.zeros(1, device=device)) for device in ("cpu", "meta")] == ["reference", "reference"]
+    assert not called

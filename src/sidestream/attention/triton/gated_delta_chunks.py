@@ -11,15 +11,17 @@ linear equations, whose matrix does not depend on S:
     (I + A) U = b (V - exp(G) K S)        A_tj = b_t exp(G_t - G_j) (k_t . k_j) for j < t
 
 `solve` computes the inverse of I + A for all chunks at once, and `advance` follows the state from chunk to chunk.
-Tokens after the end of a row have strength 0 and no decay, so they change no state.
+Tokens after the end of a row have keys and values of zero and no decay, so they change no state.
 """
 
 import triton
 import triton.language as tl
 
+from sidestream.attention.triton.gated_delta_kernels import log_decay_of, strength_of
+
 
 @triton.jit
-def _heads_keys(mixed, at, inside, first, SIZE: tl.constexpr, channels: tl.constexpr):
+def _unit_vectors(mixed, at, inside, first, SIZE: tl.constexpr, channels: tl.constexpr):
     """Queries or keys of one head, of length 1, `[tokens, SIZE]`."""
     place = at[:, None] * channels + first + tl.arange(0, SIZE)[None, :]
     found = tl.load(mixed + place, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -29,13 +31,10 @@ def _heads_keys(mixed, at, inside, first, SIZE: tl.constexpr, channels: tl.const
 @triton.jit
 def _gates(beta, alpha, a_log, dt_bias, at, inside, stride, head):
     """Strengths of the tokens, and sums of the logarithms of their decays up to each token."""
-    raw = tl.load(beta + at * stride + head, mask=inside, other=0.0)
-    strength = tl.where(inside, tl.sigmoid(raw.to(tl.float32)).to(raw.dtype).to(tl.float32), 0.0)
-    time = tl.load(alpha + at * stride + head, mask=inside, other=0.0).to(tl.float32)
-    time += tl.load(dt_bias + head).to(tl.float32)
-    soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
-    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
-    return strength, tl.cumsum(tl.where(inside, rate * soft, 0.0), 0)
+    strength = strength_of(tl.load(beta + at * stride + head, mask=inside, other=0.0))
+    rate, bias = -tl.exp(tl.load(a_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32)
+    log_decay = log_decay_of(tl.load(alpha + at * stride + head, mask=inside, other=0.0), bias, rate)
+    return strength, tl.cumsum(tl.where(inside, log_decay, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["num_decode"])
@@ -71,7 +70,7 @@ def solve(
         inside = first + index < length
         at = (tl.load(starts + row) + first + index).to(tl.int64)
         key_head = head // (VALUE_HEADS // KEY_HEADS)
-        k = _heads_keys(mixed, at, inside, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
+        k = _unit_vectors(mixed, at, inside, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
         strength, sums = _gates(beta, alpha, a_log, dt_bias, at, inside, stride, head)
         below = index[:, None] > index[None, :]
         decay = tl.exp(tl.where(below, sums[:, None] - sums[None, :], 0.0))
@@ -138,8 +137,8 @@ def advance(
         for first in range(0, length, TOKENS):
             inside = first + index < length
             at = (start + first + index).to(tl.int64)
-            q = _heads_keys(mixed, at, inside, key_head * KEY_SIZE, KEY_SIZE, channels) * scale
-            k = _heads_keys(mixed, at, inside, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
+            q = _unit_vectors(mixed, at, inside, key_head * KEY_SIZE, KEY_SIZE, channels) * scale
+            k = _unit_vectors(mixed, at, inside, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
             begin = 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE
             v = tl.load(mixed + at[:, None] * channels + begin + value[None, :], mask=inside[:, None], other=0.0)
             strength, sums = _gates(beta, alpha, a_log, dt_bias, at, inside, stride, head)

@@ -29,6 +29,19 @@ def _input(number, row, replayed, start, new, kept, state, new_stride, kept_stri
 
 
 @triton.jit
+def strength_of(raw):
+    """How strongly tokens change the state: the sigmoid, rounded to the model's dtype."""
+    return tl.sigmoid(raw.to(tl.float32)).to(raw.dtype).to(tl.float32)
+
+
+@triton.jit
+def log_decay_of(alpha, bias, rate):
+    """Logarithms of the decays that tokens cause."""
+    time = alpha.to(tl.float32) + bias
+    return rate * tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+
+
+@triton.jit
 def convolve(
     new,
     kept,
@@ -203,13 +216,10 @@ def recur(
                 q = tl.load(mixed + key_head * KEY_SIZE + key).to(tl.float32)
                 k = tl.load(mixed + (KEY_HEADS + key_head) * KEY_SIZE + key).to(tl.float32)
                 v = tl.load(mixed + 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE + value)
-                raw = tl.load(beta + head)
-                strength = tl.sigmoid(raw.to(tl.float32)).to(raw.dtype).to(tl.float32)
-                time = tl.load(alpha + head).to(tl.float32) + bias
-                soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+                strength = strength_of(tl.load(beta + head))
                 q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
                 k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-                state = state * tl.exp(rate * soft)
+                state = state * tl.exp(log_decay_of(tl.load(alpha + head), bias, rate))
                 delta = (v.to(tl.float32) - tl.sum(state * k[:, None], 0)) * strength
                 state = state + k[:, None] * delta[None, :]
                 if not again:
