@@ -5,7 +5,7 @@ waits for.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -96,11 +96,12 @@ def row(number: int, tokens: Sequence[int], *, begins: bool = False, drafts: int
 
 
 @pytest.fixture
-def rig() -> Rig:
+def rig() -> Iterator[Rig]:
     rig = Rig()
     rig.launch(row(0, PROMPT, begins=True), row(1, PROMPT, begins=True))
     assert rig.happened == ["model", "keeps up"]  # what is behind a prompt's first token the model has to say
-    return rig
+    yield rig
+    rig.device.close()
 
 
 def at_once(work: Callable[[], None]) -> None:

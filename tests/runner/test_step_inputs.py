@@ -105,7 +105,7 @@ class Host:
         changes = self.mirror.changes(batch.columns)
         inside = len(changes.indices) <= sizes.rows
         if not inside:
-            indices, block_ids = (torch.tensor(part) for part in changes)
+            indices, block_ids = (torch.from_numpy(part) for part in changes)
             TorchOps().update_block_tables(indices, block_ids, self.state.block_tables)
         numbers = torch.from_numpy(
             pack(
@@ -290,7 +290,7 @@ def test_inputs_that_were_never_filled_are_padding() -> None:
 
 def test_changes_of_block_tables_are_part_of_the_numbers() -> None:
     sizes = GraphKey(9, 60).sizes
-    changes = TableChanges([5, 9], [70, 71])
+    changes = TableChanges.of([5, 9], [70, 71])
     numbers = pack(random_batch(random.Random(1), 0), sizes, padding_slot=SLOTS, block_tokens=4, changes=changes)
     inputs = StepInputs.of(torch.from_numpy(numbers), sizes, table_width=WIDTH, padded=True)
     assert inputs.table_indices.tolist() == [5, 9] + [-1] * (sizes.rows - 2)
@@ -339,12 +339,15 @@ def test_the_key_with_the_least_padding_is_chosen() -> None:
 
 def test_tables_change_where_a_row_got_blocks_or_another_owner() -> None:
     keeper = BlockTableMirror(3, WIDTH)
-    assert keeper.changes(BatchPlan((row_plan(1, 0, 8, blocks=(7, 8), decodes=False),)).columns) == (
-        [WIDTH, WIDTH + 1],
-        [7, 8],
-    )
-    assert keeper.changes(BatchPlan((row_plan(1, 8, 9, blocks=(7, 8), decodes=True),)).columns) == ([], [])
-    assert keeper.changes(BatchPlan((row_plan(1, 8, 9, blocks=(7, 8, 3), decodes=True),)).columns) == ([WIDTH + 2], [3])
-    assert keeper.changes(BatchPlan((row_plan(1, 0, 4, blocks=(5,), decodes=False),)).columns) == ([WIDTH], [5])
+
+    def changes(start: int, stop: int, blocks: tuple[int, ...], *, decodes: bool) -> tuple[list[int], list[int]]:
+        step = BatchPlan((row_plan(1, start, stop, blocks=blocks, decodes=decodes),))
+        indices, block_ids = keeper.changes(step.columns)
+        return indices.tolist(), block_ids.tolist()
+
+    assert changes(0, 8, (7, 8), decodes=False) == ([WIDTH, WIDTH + 1], [7, 8])
+    assert changes(8, 9, (7, 8), decodes=True) == ([], [])
+    assert changes(8, 9, (7, 8, 3), decodes=True) == ([WIDTH + 2], [3])
+    assert changes(0, 4, (5,), decodes=False) == ([WIDTH], [5])
     keeper.forget()
-    assert keeper.changes(BatchPlan((row_plan(1, 0, 4, blocks=(5,), decodes=False),)).columns) == ([WIDTH], [5])
+    assert changes(0, 4, (5,), decodes=False) == ([WIDTH], [5])

@@ -34,6 +34,10 @@ from sidestream.offload.tickets import LoadJob
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import HOST, Key, LoadPlan
 
+# Most groups of layers in the last piece of a load. More groups let a step start little earlier, but have more and
+# smaller copies.
+_MOST_GROUPS = 4
+
 
 class Loads:
     """All load jobs that have not ended. A job executes one LoadPlan.
@@ -256,9 +260,10 @@ def _parts(copy: Copy, batches: Sequence[int]) -> Iterator[Part]:
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
-    """Number of layers of a block that a load copies as one segment: the smallest number with at least `segment_bytes`.
+    """Number of layers of a block that a load copies as one segment, of at least `segment_bytes`. There are at most
+    `_MOST_GROUPS` groups of layers.
 
     Small groups let a step start early, but small segments are copied slowly.
     """
-    num_groups = min(layout.num_layers, max(1, layout.block_bytes // segment_bytes))
+    num_groups = min(layout.num_layers, _MOST_GROUPS, max(1, layout.block_bytes // segment_bytes))
     return -(-layout.num_layers // num_groups)

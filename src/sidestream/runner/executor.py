@@ -32,6 +32,7 @@ from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.second_run import SecondRun
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import (
+    NO_CHANGES,
     BlockTableMirror,
     GraphKey,
     InputSizes,
@@ -49,8 +50,6 @@ MAX_STEPS = 3
 """Largest number of steps whose host memory is in use: one step runs, the next one is being launched, and the host
 reads the results of the one before.
 """
-
-_NO_CHANGES = TableChanges([], [])
 
 
 class PreparedStep(NamedTuple):
@@ -321,9 +320,9 @@ class Executor:
             captured = self._graphs.find(batch, demand_of(batch), gated=gated)
         entry = self._mailbox.take_entry()
         sizes = InputSizes.of(batch) if captured is None else captured.key.sizes
-        changes, left_over = self._tables.changes(batch.columns), _NO_CHANGES
+        changes, left_over = self._tables.changes(batch.columns), NO_CHANGES
         if len(changes.indices) > sizes.rows:
-            changes, left_over = _NO_CHANGES, changes
+            changes, left_over = NO_CHANGES, changes
         numbers = pack(
             batch,
             sizes,
@@ -349,8 +348,8 @@ class Executor:
             raise DeviceLost(f"an earlier step failed on this rank: {self._failed}")
         try:
             with torch.inference_mode():
-                if step.changes.indices:
-                    indices, block_ids = self._uploads.together([torch.tensor(part) for part in step.changes])
+                if len(step.changes.indices):
+                    indices, block_ids = self._uploads.together([torch.from_numpy(part) for part in step.changes])
                     self._ops.update_block_tables(indices, block_ids, self._state.block_tables)
                 if begins := batch.begins:
                     self._state.begin(begins)  # rule: slot-begins-on-the-device

@@ -51,7 +51,7 @@ class CudaDevice:
     kind = "cuda"
     # The last piece of a load is cut into copies of this size, so that a step can start before all layers have arrived.
     # With smaller copies, the link would not run at full speed.
-    segment_bytes = 9 << 16
+    segment_bytes = 128 << 10
 
     def __init__(
         self,

@@ -25,9 +25,8 @@ class CudaEvent:
 
     def record(self, stream: CudaStream) -> CudaFence:
         """See `GraphEvent.record`. Replays that are enqueued already also wait for this record."""
-        fence = stream.submit(lambda: self.event.record(stream.external), label=f"record {self.name}")
-        self.fence = fence
-        return fence
+        self.fence = stream.record_event(self)
+        return self.fence
 
 
 @dataclass(slots=True, eq=False)

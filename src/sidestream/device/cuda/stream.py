@@ -144,6 +144,12 @@ class CudaStream:
         if event.fence is not None:
             self.wait(event.fence)  # rule: gpu-stream-waits-for-an-event
 
+    def record_event(self, event: CudaEvent) -> CudaFence:
+        """Record `event` after all work submitted so far. Use `CudaEvent.record`. This needs no kernel, so torch's
+        current stream is not changed.
+        """
+        return self._submit(lambda: event.event.record(self.external), no_accesses, f"record {event.name}")
+
     def close(self) -> None:
         """Return the stream's handles to the driver. Submitted work still runs to its end. Idempotent."""
         with self._submitting:
