@@ -382,7 +382,7 @@ class LoadPlan:
     covers     number of tokens that this recurrent state must cover; a state of another number of tokens is a cache
                miss
     num_partial  number of blocks after these that the request reads only in layers without a sliding window; the other
-               layers are not copied
+               layers are not copied. The last block of a load is always whole
     """
 
     request_id: RequestId

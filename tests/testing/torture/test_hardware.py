@@ -5,6 +5,7 @@ is one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,8 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 BLOCKS = {"cpu": 5_000, "cuda": 60_000}
 
+KINDS = {"stored", "loaded", "partial", "hits", "aborted", "reused"}
+
 # What a copy waits for, when it counts, and what a reset forgets.
 KILLED = ["store-waits-for-step", "slice-counts-after-its-fence", "reset-begins-a-generation"]
 
@@ -39,10 +42,10 @@ def test_every_block_holds_what_its_key_stands_for_in_every_layout(device: str) 
         assert tally.findings == []
         assert tally.wrong == 0
         assert tally.blocks >= BLOCKS[device]
-        seen += Counter({name: getattr(tally, name) for name in ("stored", "loaded", "hits", "aborted", "reused")})
-        if len(seen) == 5:  # a counter keeps what is above 0
+        seen += Counter({name: getattr(tally, name) for name in KINDS})
+        if len(seen) == len(KINDS):  # a counter keeps what is above 0
             break
-    assert seen.keys() == {"stored", "loaded", "hits", "aborted", "reused"}
+    assert seen.keys() == KINDS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -74,6 +77,13 @@ def test_a_rule_that_is_missing_shows_in_the_bytes(device: str) -> None:
     assert all("expected" in row.said for row in rows), rows
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_load_that_leaves_out_too_much_is_noticed(device: str) -> None:
+    (row,) = hunt_device(device, ["load-is-whole-in-the-window"])
+
+    assert row.after is not None
+
+
 def test_every_rule_of_transfers_is_hunted_or_said_not_to_be() -> None:
     names = {mutation.name for mutation in MUTATIONS}
 
@@ -93,7 +103,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 # ---------------------------------------------------------------------- patterns
 
-LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_tokens=2, dtype="float32")
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_tokens=2, dtype="float32", windows=(4,))
 
 
 @pytest.fixture(params=[False, True], ids=["one tensor", "layer by layer"])
@@ -116,9 +126,11 @@ def spoil(memory: Memory, block: int, place: int) -> None:
     memory.parts[int(part[0])][int(offset[0])] ^= 1
 
 
-def looked_at(rig: Rig, patterns: Patterns, blocks: list[int], stamps: list[int]) -> list[tuple[int, Found]]:
+def looked_at(
+    rig: Rig, patterns: Patterns, blocks: list[int], stamps: list[int], partial: Sequence[bool] = ()
+) -> list[tuple[int, Found]]:
     stream = rig.device.stream("look")
-    patterns.look(stream, blocks, np.array(stamps, dtype=np.int64), delay_s=0)
+    patterns.look(stream, blocks, np.array(stamps, dtype=np.int64), partial=partial, delay_s=0)
     found: list[tuple[int, Found]] = []
     patterns.take_results(stream, lambda number, what: found.append((number, what)))
     return found
@@ -150,6 +162,20 @@ def test_one_wrong_bit_is_found_where_it_is(rig: Rig, place: int) -> None:
 
     assert (number, found.row, found.place, found.num_bad) == (0, 1, place // 8 * 8, 1)
     assert bin(found.word ^ patterns.expected(stamps[1], found.place)).count("1") == 1
+
+
+@pytest.mark.parametrize(("layer", "rows"), [(0, [1]), (1, [0, 1]), (2, [0, 1])])
+def test_a_layer_with_a_window_is_compared_in_whole_blocks_only(rig: Rig, layer: int, rows: list[int]) -> None:
+    patterns = Patterns(rig.device, rig.memory, max_blocks=4, max_looks=4)
+    stamps = [stamp_of(3, 0), stamp_of(4, 0), stamp_of(5, 0)]
+    fence = patterns.write(rig.device.stream("write"), [5, 1, 2], np.array(stamps), after=(), delay_s=0)
+    assert rig.device.wait_host(fence, reason="test")
+    for block in (5, 1):
+        spoil(rig.memory.memory, block, layer * LAYOUT.layer_bytes)
+
+    ((_, found),) = looked_at(rig, patterns, [5, 1, 2], stamps, (True, False, False))
+
+    assert (found.row, found.num_bad) == (rows[0], len(rows))
 
 
 def test_blocks_of_another_key_are_all_counted(rig: Rig) -> None:

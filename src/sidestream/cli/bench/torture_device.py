@@ -133,6 +133,7 @@ def _figures(report: DeviceReport, *, least: int, checked: bool) -> list[Figure]
         Figure("blocks_per_second", tally.blocks / max(report.seconds, 1e-9), "blocks/s"),
         Figure("blocks_stored", tally.stored, "blocks"),
         Figure("blocks_loaded", tally.loaded, "blocks"),
+        Figure("blocks_loaded_partially", tally.partial, "blocks"),
         Figure("blocks_missed", tally.missed, "blocks"),
         Figure("blocks_found_on_device", tally.hits, "blocks"),
         Figure("blocks_aborted", tally.aborted, "blocks"),

@@ -101,13 +101,15 @@ _NARROW_IN_FLIGHT = 4
 HUNT_BLOCKS = 100_000
 """A mutation counts as undetected after this many transferred blocks."""
 
-_SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_tokens=4, dtype="float32")  # 4 KiB, 2 KiB per layer
+_SMALL = KVLayout(
+    num_layers=2, num_kv_heads=1, head_dim=64, block_tokens=4, dtype="float32", windows=(8,)
+)  # 4 KiB, 2 KiB per layer; loads may leave out the first layer
 _MIDDLE = KVLayout(
     num_layers=4, num_kv_heads=4, head_dim=128, block_tokens=8, dtype="bfloat16"
 )  # 64 KiB, 16 KiB per layer
 _LARGE = KVLayout(
-    num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dtype="bfloat16"
-)  # 128 KiB, 32 KiB per layer
+    num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dtype="bfloat16", windows=(8, 8, 0, 8)
+)  # 128 KiB, 32 KiB per layer; loads may leave out all layers but the third
 
 # Copy methods on a GPU:
 #   4 KiB     kernels in both directions; copies of the longest requests are cut into slices

@@ -29,8 +29,10 @@ WORD_BYTES = 8
 # block in words.
 _PLACE_BITS = 20
 _NUMBER_BITS = 31
-# Limit of concurrent `write` and `look` calls. Each needs a row of pinned memory for block ids and key numbers.
+# Limit of concurrent `write` and `look` calls. Each needs a row of pinned memory for its inputs: by block, its id, the
+# number of its key, and whether it is partial.
 _STEPS = 32
+_INPUTS = 3
 # Slots that are compared together; limits the size of temporary arrays.
 _SLOTS_AT_ONCE = 64
 
@@ -82,11 +84,12 @@ class Patterns:
         self._device = device
         self._memory = memory
         self._layer_words = layout.layer_bytes // WORD_BYTES
+        self._windowed = [bool(layout.window_of(layer)) for layer in range(layout.num_layers)]
         self._layers = _layers(memory.memory, layout.num_layers, self._layer_words)
         self._places, self._results = _constants(device, layout, max_looks)
-        inputs = device.allocate_host("torture: inputs", _STEPS * 2 * max_blocks * WORD_BYTES)
+        inputs = device.allocate_host("torture: inputs", _STEPS * _INPUTS * max_blocks * WORD_BYTES)
         results = device.allocate_host("torture: results", self._results.numel() * WORD_BYTES)
-        self._inputs = inputs.data.view(torch.int64).view(_STEPS, 2, max_blocks)
+        self._inputs = inputs.data.view(torch.int64).view(_STEPS, _INPUTS, max_blocks)
         self._results_host = results.data.view(torch.int64).view(self._results.shape)
         self._free: deque[tuple[int, Fence | None]] = deque((row, None) for row in range(_STEPS))
         self._steps: list[Fence] = []
@@ -106,7 +109,7 @@ class Patterns:
 
         def work() -> None:
             busy(self._device, delay_s)
-            ids, words = self._read_inputs(row, count)
+            ids, words, _ = self._read_inputs(row, count)
             for layer, blocks in enumerate(self._layers):
                 blocks.index_copy_(0, ids, words[:, layer * size : (layer + 1) * size])
 
@@ -121,28 +124,34 @@ class Patterns:
         block_ids: Sequence[int],
         stamps: Words,
         *,
+        partial: Sequence[bool] = (),
         after: Sequence[Fence] = (),
         gates: Sequence[Sequence[Fence]] = (),
         delay_s: float,
     ) -> tuple[int, Fence]:
         """Compare the blocks with the patterns on `stream`. Returns the number of the look and its fence.
 
-        after   done before any access
-        gates   for each layer, the fences to wait for before the layer is read; empty: none
+        partial   for each block, whether to compare only its layers without a sliding window; empty: compare all layers
+        after     done before any access
+        gates     for each layer, the fences to wait for before the layer is read; empty: none
         """
-        row = self._upload(block_ids, stamps)
+        row = self._upload(block_ids, stamps, partial)
+        whole = [block for block, skips in zip(block_ids, partial, strict=True) if not skips] if partial else block_ids
         count, size = len(block_ids), self._layer_words
         number, self._num_looks = self._num_looks, self._num_looks + 1
 
         def work() -> None:
             busy(self._device, delay_s)
-            ids, words = self._read_inputs(row, count)
+            ids, words, skipped = self._read_inputs(row, count)
             for layer, blocks in enumerate(self._layers):
                 for gate in gates[layer] if gates else ():
                     stream.wait(gate)
-                stream.touch(lambda layer=layer: [_read(self._memory, block, layer) for block in block_ids])  # type: ignore[misc]
+                read = whole if self._windowed[layer] else block_ids
+                stream.touch(lambda layer=layer, read=read: [_read(self._memory, block, layer) for block in read])  # type: ignore[misc]
                 found = blocks.index_select(0, ids)
                 wrong = found != words[:, layer * size : (layer + 1) * size]
+                if self._windowed[layer]:
+                    wrong &= ~skipped
                 place = wrong.view(-1).to(torch.uint8).argmax().view(1)
                 word = found.view(-1).index_select(0, place)
                 torch.cat((wrong.any(dim=1).sum().view(1), place, word), out=self._results[number, layer])
@@ -182,7 +191,7 @@ class Patterns:
 
     # ------------------------------------------------------------------ private
 
-    def _upload(self, block_ids: Sequence[int], stamps: Words) -> int:
+    def _upload(self, block_ids: Sequence[int], stamps: Words, partial: Sequence[bool] = ()) -> int:
         """Copy the inputs of a `write` or `look` call to a free row of pinned memory."""
         row, fence = self._free.popleft()
         if fence is not None:
@@ -190,6 +199,7 @@ class Patterns:
         inputs = self._inputs[row].numpy()
         inputs[0, : len(block_ids)] = block_ids
         inputs[1, : len(block_ids)] = stamps
+        inputs[2, : len(block_ids)] = partial or 0
         return row
 
     def _sent(self, row: int, fence: Fence) -> Fence:
@@ -197,11 +207,14 @@ class Patterns:
         self._steps.append(fence)
         return fence
 
-    def _read_inputs(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the device: block ids `[count]` and expected words `[count, words]`. Called inside work of a stream."""
+    def _read_inputs(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """On the device: block ids `[count]`, expected words `[count, words]`, and whether each block is partial, bool
+        `[count, 1]`. Called inside work of a stream.
+        """
         # Sliced after the copy, because a copy of a contiguous row needs no staging buffer.
         inputs = self._inputs[row].to(self._device.torch_device, non_blocking=True)[:, :count]
-        return inputs[0], (inputs[1] << _PLACE_BITS).view(-1, 1) | self._places
+        words = (inputs[1] << _PLACE_BITS).view(-1, 1) | self._places
+        return inputs[0], words, inputs[2].bool().view(-1, 1)
 
 
 def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Found]]:

@@ -6,7 +6,8 @@ A request makes the same calls as the engine, in the same order:
     compute   take blocks → write after the fences of their last uses → store after the write → release after the write,
               or keep the blocks for a while
     load      take blocks → load after the fences of their last uses → when the load's fences are known: compare, each
-              layer after its fence → release
+              layer after its fence → release. If layers have sliding windows, some loads leave these layers out of
+              their first blocks (partial blocks)
     hit       share blocks that are findable on the device → compare → release
 
 A compare is work on a stream. Blocks may be released while a delayed compare is still pending. It then detects a next
@@ -72,6 +73,7 @@ class Tally:
     """Counts of a run, in blocks, except `wrong`, `resets` and `failed_slices`.
 
     blocks    blocks whose transfer succeeded and whose bytes were compared afterwards
+    partial   loaded blocks of which only the layers without a sliding window were loaded and compared
     reused    blocks that were taken for writing while their last use was still running
     wrong     wrong blocks, wrong keys, and leases that never ended
     findings  the first errors, as sentences
@@ -80,6 +82,7 @@ class Tally:
     blocks: int = 0
     stored: int = 0
     loaded: int = 0
+    partial: int = 0
     missed: int = 0
     hits: int = 0
     aborted: int = 0
@@ -98,14 +101,17 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request: blocks that hold, or will hold, the patterns of the keys `numbers`. `failed`: the load failed, so
-    the bytes are ignored.
+    """One request: blocks that hold, or will hold, the patterns of the keys `numbers`.
+
+    partial   for each block, whether only its layers without a sliding window have its pattern; empty: no block
+    failed    the load failed, so the bytes are ignored
     """
 
     what: str
     numbers: range
     generation: int
     lease: Lease
+    partial: tuple[bool, ...] = ()
     fence: Fence | None = None
     patience: int = 0
     counts: bool = False
@@ -146,6 +152,7 @@ class _Checks:
             if request.counts and not request.failed and number not in bad:
                 request.counts = False  # a second look at the request does not count
                 self._tally.loaded += len(request.numbers)
+                self._tally.partial += sum(request.partial)
                 self._prove(len(request.numbers), request.numbers if request.generation == generation else ())
         self._judge_host(where, runs, generation)
         self.judge_ledgers(where)
@@ -296,7 +303,8 @@ class Traffic:
         ids = self._rig.blocks.match(_keys(numbers))
         if not ids:
             return False
-        request = _Request("hit", numbers[: len(ids)], self._generation, self._rig.blocks.share(ids))
+        partial = tuple(map(self._rig.blocks.is_partial, ids))
+        request = _Request("hit", numbers[: len(ids)], self._generation, self._rig.blocks.share(ids), partial)
         self._tally.hits += len(ids)
         self._look(request)
         self._give_up(request)
@@ -315,11 +323,21 @@ class Traffic:
         if request is None:
             return False
         request.counts = True
+        num_partial = 0
+        if self._rig.layout.windows and len(numbers) > 1 and self._rng.random() < 0.5:
+            num_partial = self._rng.randrange(1, len(numbers))
+            request.partial = tuple(at < num_partial for at in range(len(numbers)))
         self._requests += 1
         self._loading[self._requests] = request
         prefetch = self._rng.random() < 0.3
         plan = LoadPlan(
-            self._requests, 0, tuple(_keys(numbers)), tuple(request.lease.ids), request.lease.after, prefetch=prefetch
+            self._requests,
+            0,
+            tuple(_keys(numbers)),
+            tuple(request.lease.ids),
+            request.lease.after,
+            prefetch=prefetch,
+            num_partial=num_partial,
         )
         self._rig.transfers.submit([plan])
         self._moved += len(numbers)
@@ -401,8 +419,9 @@ class Traffic:
             self._progress_s = time.monotonic()
             self._take_failures(self._rig.transfers.failed_loads())
             if not request.failed and request.generation == self._generation:
-                for number, block in zip(request.numbers, request.lease.ids, strict=True):
-                    self._rig.blocks.publish(block, _key(number))
+                partial = request.partial or (False,) * len(request.numbers)
+                for number, block, some in zip(request.numbers, request.lease.ids, partial, strict=True):
+                    self._rig.blocks.publish(block, _key(number), partial=some)
             self._look(request)
             self._give_up(request)
 
@@ -463,7 +482,13 @@ class Traffic:
 
     def _look(self, request: _Request, *, after: Sequence[Fence] = (), gates: Sequence[Sequence[Fence]] = ()) -> Fence:
         number, fence = self._patterns.look(
-            self._stream(), tuple(request.lease.ids), request.stamps, after=after, gates=gates, delay_s=self._delay()
+            self._stream(),
+            tuple(request.lease.ids),
+            request.stamps,
+            partial=request.partial,
+            after=after,
+            gates=gates,
+            delay_s=self._delay(),
         )
         self._checks.looks[number] = request
         request.fence = fence
