@@ -45,6 +45,11 @@ NOT_ON_HARDWARE: dict[str, str] = {
     "store-from-before-a-reset-publishes-nothing",
     "load-settles-after-its-pieces-ended": "blocks are released after all transfers submitted so far, and this traffic "
     "always submits more after a load",
+    "deferred-store-": "the engine submits deferred stores",
+    "host-tier-uses-only-pinned-memory": "all host memory is pinned before the traffic begins",
+    "failure-of-the-offload-worker-is-reported": "the worker fails only if the device is lost, and a lost GPU ends its "
+    "process",
+    "reset-that-failed-says-so": "it concerns the engine's reset on a lost device",
     "reset-waits-for-the-tiers": "the traffic does not wait for a reset: it submits loads at once, which must find "
     "nothing",
 }
@@ -97,6 +102,9 @@ _IMPATIENCE_S = 10.0
 _ROUNDS = 3
 # Several pieces of a load run at a time, so that some still run after one has failed.
 _NARROW_IN_FLIGHT = 4
+
+# Needs of mutations that concern copies that fail.
+_FAILING = frozenset({"failing_copy", "failing_load"})
 
 HUNT_BLOCKS = 100_000
 """A mutation counts as undetected after this many transferred blocks."""
@@ -238,7 +246,8 @@ def hunt_device(
 def _kill(kind: str, mutation: Mutation, *, blocks: int, seed: int) -> Missed:
     """Run with the mutation in one `World` after the other, until an error is detected."""
     tally = Tally()
-    worlds = [world for world in WORLDS if bool(world.habits.faults) == ("failing_copy" in mutation.needs)]
+    fails = not mutation.needs.isdisjoint(_FAILING)
+    worlds = [world for world in WORLDS if bool(world.habits.faults) == fails]
     resets, abrupt = 0.05 if "reset" in mutation.needs else 0.0, "close" in mutation.needs
     while tally.stored + tally.loaded < blocks:
         for world in worlds:
