@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,20 @@ def test_synchronous_steps_are_each_committed_before_the_next_is_planned() -> No
             in_flight.clear()
             rig.expect(rig.submit([3, 5, 8], 8), [3, 5, 8], 8)
             assert any(in_flight) == asynchronous
+
+
+def test_the_memory_of_an_earlier_engine_is_free_before_the_next_model_is_made() -> None:
+    """Two engines of a large model do not fit into a GPU together."""
+    held: list[weakref.ref[object]] = []
+    freed: list[bool] = []
+
+    def tell(text: str) -> None:
+        if text == "making the model":
+            freed.extend(ref() is None for ref in held)
+
+    for _ in range(2):
+        rig = engine.ModelRig("cpu", "tiny", engine._TINY, tell)
+        held.append(weakref.ref(rig.engine))
+        rig.close()
+        del rig
+    assert freed == [True]

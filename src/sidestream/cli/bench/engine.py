@@ -11,6 +11,7 @@ async     tokens per second of asynchronous execution divided by those of synchr
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -208,6 +209,7 @@ class ModelRig(Rig):
     ) -> None:
         """`windows` False: loads copy all layers, also where a layer's sliding window does not reach."""
         self.torch_device = torch_device(device)
+        gc.collect()  # models and engines are parts of reference cycles, so only this frees the memory of earlier ones
         on_progress("making the model")
         self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
         if not windows:
