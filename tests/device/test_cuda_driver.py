@@ -270,3 +270,12 @@ def test_the_room_is_importable_without_a_gpu_and_the_device_says_what_is_missin
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="finds no GPU it can use"):
         cuda.CudaDevice()
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(3, 3), (4, 8)])
+def test_memory_that_only_torch_caches_is_free(monkeypatch: pytest.MonkeyPatch, wanted: int, found: int) -> None:
+    """After an engine was closed, torch holds its memory: 20 GiB of KV seemed not to fit into an empty GPU."""
+    free = [3]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 9))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 8))
+    assert Driver(Library()).free_memory(wanted) == (found, 9)

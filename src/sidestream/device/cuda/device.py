@@ -141,7 +141,7 @@ class CudaDevice:
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Uninitialised memory. Raises ConfigError if too few bytes are free, OutOfDeviceMemory if the driver fails."""
         self._check_alive()
-        free, total = self.free_memory()
+        free, total = self.driver.free_memory(num_bytes)
         if num_bytes > free:
             raise ConfigError(
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
@@ -188,10 +188,6 @@ class CudaDevice:
         """Whether more bytes will be pinned."""
         slab = self._slabs.get(memory)
         return slab is not None and slab.growing
-
-    def free_memory(self) -> tuple[int, int]:
-        """Free and total bytes of device memory."""
-        return self.driver.free_memory()
 
     # ------------------------------------------------------------------ waits
 

@@ -299,10 +299,15 @@ class Driver:
 
     # ------------------------------------------------------------------ memory
 
-    def free_memory(self) -> tuple[int, int]:
-        """Free and total bytes of device memory."""
+    def free_memory(self, wanted: int) -> tuple[int, int]:
+        """Free and total bytes of device memory. If fewer than `wanted` bytes are free, first frees the memory that
+        torch caches, for example that of an engine which was closed.
+        """
         with naming():
             free, total = torch.cuda.mem_get_info(self.torch_device)
+            if free < wanted:
+                torch.cuda.empty_cache()
+                free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(free), int(total)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
