@@ -100,13 +100,17 @@ _LATE = (0.5, 1e-3, 5e-3)
 # transfers are faster.
 _IMPATIENCE_S = 10.0
 _ROUNDS = 3
+# Blocks of a round, at most. Most mutations are detected in one of the configurations only, often in one with small
+# blocks and few of them, so the others must not take most of the blocks: with this limit, all mutations together need
+# half as many blocks.
+_MOST_ROUND_BLOCKS = 4_000
 # Several pieces of a load run at a time, so that some still run after one has failed.
 _NARROW_IN_FLIGHT = 4
 
 # Needs of mutations that concern copies that fail.
 _FAILING = frozenset({"failing_copy", "failing_load"})
 
-HUNT_BLOCKS = 100_000
+HUNT_BLOCKS = 200_000
 """A mutation counts as undetected after this many transferred blocks."""
 
 _SMALL = KVLayout(
@@ -278,7 +282,7 @@ def _run_late(
     try:
         with _traffic(kind, replace(world, habits=habits), seed=seed, tally=tally) as traffic:
             for _ in range(rounds):
-                traffic.round(12 * habits.longest)
+                traffic.round(min(12 * habits.longest, _MOST_ROUND_BLOCKS))
                 if tally.wrong:
                     return tally.findings[0]
             if abrupt:

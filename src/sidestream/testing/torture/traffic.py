@@ -29,7 +29,7 @@ from sidestream.device.base import CopyBatch, Stream
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
 from sidestream.errors import DeviceError
-from sidestream.kv.pool import Lease, PoolExhausted
+from sidestream.kv.pool import FencedPool, Lease, PoolExhausted
 from sidestream.offload.connector import LoadFailed, LoadReady, TransferEvent
 from sidestream.testing.rig import Rig, busy
 from sidestream.testing.torture.patterns import Found, Patterns, Words, describe, stamp_of, wrong_slots
@@ -120,6 +120,24 @@ class _Request:
     @property
     def stamps(self) -> Words:
         return np.arange(self.numbers.start, self.numbers.stop, dtype=np.int64) + stamp_of(0, self.generation)
+
+    def load_plan(self, request_id: RequestId, *, prefetch: bool) -> LoadPlan:
+        """The plan of a load into the request's blocks; the partial ones are its first."""
+        return LoadPlan(
+            request_id,
+            0,
+            tuple(_keys(self.numbers)),
+            tuple(self.lease.ids),
+            self.lease.after,
+            prefetch=prefetch,
+            num_partial=sum(self.partial),
+        )
+
+    def publish(self, pool: FencedPool) -> None:
+        """Make the blocks findable on the device."""
+        partial = self.partial or (False,) * len(self.numbers)
+        for number, block, is_partial in zip(self.numbers, self.lease.ids, partial, strict=True):
+            pool.publish(block, _key(number), partial=is_partial)
 
 
 class _Checks:
@@ -323,23 +341,12 @@ class Traffic:
         if request is None:
             return False
         request.counts = True
-        num_partial = 0
         if self._rig.layout.windows and len(numbers) > 1 and self._rng.random() < 0.5:
             num_partial = self._rng.randrange(1, len(numbers))
             request.partial = tuple(at < num_partial for at in range(len(numbers)))
         self._requests += 1
         self._loading[self._requests] = request
-        prefetch = self._rng.random() < 0.3
-        plan = LoadPlan(
-            self._requests,
-            0,
-            tuple(_keys(numbers)),
-            tuple(request.lease.ids),
-            request.lease.after,
-            prefetch=prefetch,
-            num_partial=num_partial,
-        )
-        self._rig.transfers.submit([plan])
+        self._rig.transfers.submit([request.load_plan(self._requests, prefetch=self._rng.random() < 0.3)])
         self._moved += len(numbers)
         if self._rng.random() < self._habits.aborts:
             self._give_up(request)
@@ -419,9 +426,7 @@ class Traffic:
             self._progress_s = time.monotonic()
             self._take_failures(self._rig.transfers.failed_loads())
             if not request.failed and request.generation == self._generation:
-                partial = request.partial or (False,) * len(request.numbers)
-                for number, block, some in zip(request.numbers, request.lease.ids, partial, strict=True):
-                    self._rig.blocks.publish(block, _key(number), partial=some)
+                request.publish(self._rig.blocks)
             self._look(request)
             self._give_up(request)
 
