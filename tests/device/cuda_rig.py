@@ -72,7 +72,9 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """`broken` is raised by every call once it is set; after `pins` chunks no more can be pinned."""
+    """`broken` is raised by every call once it is set; after `pins` chunks no more can be pinned. `cached_bytes` of the
+    memory are free only for those who say that they want more than the rest.
+    """
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class FakeGpu:
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.has_batch, self.max_pitch, self.memory_bytes = has_batch, max_pitch, memory_bytes
+        self.cached_bytes = 0
         self.queues: dict[int, deque[Callable[[], None] | Mark | Wait]] = {}
         self.events: list[FakeEvent] = []
         self.made: list[tuple[int, bool]] = []
@@ -137,7 +140,9 @@ class FakeGpu:
 
     def free_memory(self, wanted: int) -> tuple[int, int]:
         self.check()
-        return self.memory_bytes, self.memory_bytes
+        if self.memory_bytes - self.cached_bytes < wanted:
+            self.cached_bytes = 0
+        return self.memory_bytes - self.cached_bytes, self.memory_bytes
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         self.check_named()

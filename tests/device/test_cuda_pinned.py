@@ -294,6 +294,14 @@ def test_device_memory_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.Mo
     device.close()
 
 
+def test_device_memory_fits_where_only_a_cache_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(memory_bytes=1 << 20)
+    gpu.cached_bytes = 1 << 19
+    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+    assert device.allocate("kv", 3 << 18).num_bytes == 3 << 18
+    device.close()
+
+
 def test_copies_respect_the_borders_of_pinned_chunks(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_with(monkeypatch, lambda: None)
     host = device.allocate_host("host", 10 * PAGE, item_bytes=PAGE)

@@ -201,6 +201,17 @@ def test_a_stream_waits_on_the_device_for_the_fence_of_another(gpu: FakeGpu, dev
     assert ran == ["write", "store"]
 
 
+def test_an_event_is_recorded_without_a_change_of_torchs_current_stream(gpu: FakeGpu, device: CudaDevice) -> None:
+    """Changing it takes several times as long, and a step behind a load records an event for each group of layers."""
+    stream, loaded = device.stream("gates"), device.event("loaded")
+    entered: list[GpuStream] = []
+    stream._current = contextlib.contextmanager(lambda: (yield entered.append(stream.external)))()
+    fence = loaded.record(stream)
+    assert entered == []
+    gpu.run()
+    assert fence.poll()
+
+
 def test_a_stream_waits_for_the_last_record_of_an_event(gpu: FakeGpu, device: CudaDevice) -> None:
     load, compute, ran = device.stream("load"), device.stream("compute"), []
     loaded = device.event("loaded")

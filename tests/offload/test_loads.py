@@ -15,7 +15,7 @@ from sidestream.kv.layout import KVLayout
 from sidestream.offload import pacing
 from sidestream.offload.connector import LoadFailed, LoadReady
 from sidestream.offload.costs import _HEALTHY_HOST
-from sidestream.offload.loads import piece_ends
+from sidestream.offload.loads import layers_per_group, piece_ends
 from sidestream.offload.pacing import Copy
 from sidestream.types import LoadPlan
 
@@ -240,3 +240,21 @@ def test_blocks_of_few_layers_are_loaded_in_pieces_of_as_many_bytes() -> None:
     numbers = tuple(keys(*range(3 * count + num_last)))
     plan = LoadPlan(1, 0, numbers, (), (), num_partial=3 * count)
     assert piece_ends(plan, layout) == [count, 2 * count, 3 * count, len(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "segment_bytes", "expected"),
+    [(8, 128 << 10, 2), (8, 512 << 10, 8), (8, 513 << 10, 8), (2, 128 << 10, 2), (36, 128 << 10, 9), (7, 64 << 10, 2)],
+)
+def test_a_group_of_layers_is_no_small_segment_and_there_are_few(
+    num_layers: int, segment_bytes: int, expected: int
+) -> None:
+    """A layer of these blocks has 64 KiB."""
+    layout = KVLayout(num_layers, 8, 128, 16, "bfloat16")
+    assert layers_per_group(layout, segment_bytes) == expected
+
+
+def test_there_are_at_most_four_groups_of_layers() -> None:
+    for num_layers in range(1, 81):
+        layers = layers_per_group(KVLayout(num_layers, 1, 8, 1, "float32"), 1)
+        assert min(num_layers, 3) <= -(-num_layers // layers) <= 4

@@ -337,7 +337,9 @@ class Device(Protocol):
 
     @property
     def segment_bytes(self) -> int:
-        """Size of the smallest segment that copies at full speed."""
+        """Least size of a segment in the last piece of a load, whose segments hold some layers of a block. Smaller
+        segments would be copied too slowly.
+        """
         ...
 
     @property

@@ -34,8 +34,8 @@ from sidestream.offload.tickets import LoadJob
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import HOST, Key, LoadPlan
 
-# Most groups of layers in the last piece of a load. More groups let a step start little earlier, but have more and
-# smaller copies.
+# Most groups of layers in the last piece of a load. With more groups, a step could start only a little earlier, and the
+# copies would be more and smaller.
 _MOST_GROUPS = 4
 
 
@@ -260,10 +260,11 @@ def _parts(copy: Copy, batches: Sequence[int]) -> Iterator[Part]:
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
-    """Number of layers of a block that a load copies as one segment, of at least `segment_bytes`. There are at most
-    `_MOST_GROUPS` groups of layers.
+    """Number of layers of a block that a load copies as one segment, in the last piece.
 
-    Small groups let a step start early, but small segments are copied slowly.
+    Small groups let a step start early, but small segments are copied slowly. So there are at most `_MOST_GROUPS`
+    groups, and the segments of whole blocks have at least `segment_bytes`, except those of the last group, which may
+    have fewer layers. A block smaller than `segment_bytes` is one segment.
     """
     num_groups = min(layout.num_layers, _MOST_GROUPS, max(1, layout.block_bytes // segment_bytes))
     return -(-layout.num_layers // num_groups)

@@ -311,8 +311,8 @@ class StepInputs:
 
 
 class TableChanges(NamedTuple):
-    """Entries of the device's block tables to overwrite: flat indices, and new block ids. Arrays, because torch takes
-    six times as long to read a list, and a long prompt from host memory has thousands of blocks.
+    """Entries of the device's block tables to overwrite: flat indices, and new block ids. Arrays, because a long prompt
+    from host memory has thousands of blocks: torch reads a list of 2,048 numbers in 0.29 ms, and an array in 0.04 ms.
     """
 
     indices: Numbers

@@ -82,6 +82,7 @@ def test_a_load_that_leaves_out_too_much_is_noticed(device: str) -> None:
     (row,) = hunt_device(device, ["load-is-whole-in-the-window"])
 
     assert row.after is not None
+    assert "expected" in row.said, row
 
 
 def test_every_rule_of_transfers_is_hunted_or_said_not_to_be() -> None:

@@ -209,7 +209,7 @@ class ModelRig(Rig):
     ) -> None:
         """`windows` False: loads copy all layers, also where a layer's sliding window does not reach."""
         self.torch_device = torch_device(device)
-        gc.collect()  # models and engines are parts of reference cycles, so only this frees the memory of earlier ones
+        gc.collect()  # models and engines are parts of reference cycles: this frees the memory of earlier ones
         on_progress("making the model")
         self.model: PagedModel = random_model(shape, device=self.torch_device, block_tokens=sizes.block_tokens)
         if not windows:

@@ -49,8 +49,7 @@ class CudaDevice:
     """
 
     kind = "cuda"
-    # The last piece of a load is cut into copies of this size, so that a step can start before all layers have arrived.
-    # With smaller copies, the link would not run at full speed.
+    # In batches of 512, copies of 64 to 512 KiB are equally fast, but twice as many take the host twice as long.
     segment_bytes = 128 << 10
 
     def __init__(

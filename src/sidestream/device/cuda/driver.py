@@ -9,6 +9,7 @@ launching a graph keep the GIL: they take less time than getting the GIL back fr
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -300,12 +301,13 @@ class Driver:
     # ------------------------------------------------------------------ memory
 
     def free_memory(self, wanted: int) -> tuple[int, int]:
-        """Free and total bytes of device memory. If fewer than `wanted` bytes are free, first frees the memory that
-        torch caches, for example that of an engine which was closed.
+        """Free and total bytes of device memory. If fewer than `wanted` bytes are free, first frees the memory of
+        objects that only reference cycles keep, such as engines that were closed, and the memory that torch caches.
         """
         with naming():
             free, total = torch.cuda.mem_get_info(self.torch_device)
             if free < wanted:
+                gc.collect()
                 torch.cuda.empty_cache()
                 free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(free), int(total)

@@ -146,7 +146,8 @@ class CudaStream:
 
     def record_event(self, event: CudaEvent) -> CudaFence:
         """Record `event` after all work submitted so far. Use `CudaEvent.record`. This needs no kernel, so torch's
-        current stream is not changed.
+        current stream is not changed. Do not call it inside a capture of another stream: torch would record the event
+        for that capture.
         """
         return self._submit(lambda: event.event.record(self.external), no_accesses, f"record {event.name}")
 
