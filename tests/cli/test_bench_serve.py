@@ -258,27 +258,29 @@ class FakeServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                if head.startswith(b"GET /v1/models"):
-                    self._whole(writer, {"data": [{"id": "fake"}]})
-                    continue
-                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                body = json.loads(await reader.readexactly(length))
-                assert not reader._buffer  # type: ignore[attr-defined] # a client waits for its answer before it sends again
-                self.bodies.append(body)
-                if self.status != 200:
-                    self._whole(writer, {"error": {"message": "busy"}})
-                    continue
-                tokens = body["max_tokens"]
-                writer.write(HEAD)
-                for part in [*[piece("x")] * tokens, usage(tokens), DONE]:
-                    writer.write(chunked(part)[: -len(b"0\r\n\r\n")])
-                    await writer.drain()
-                    await asyncio.sleep(0)
-                writer.write(b"0\r\n\r\n")
-        writer.close()
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    if head.startswith(b"GET /v1/models"):
+                        self._whole(writer, {"data": [{"id": "fake"}]})
+                        continue
+                    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                    body = json.loads(await reader.readexactly(length))
+                    assert not reader._buffer  # type: ignore[attr-defined] # a client waits for its answer before it sends again
+                    self.bodies.append(body)
+                    if self.status != 200:
+                        self._whole(writer, {"error": {"message": "busy"}})
+                        continue
+                    tokens = body["max_tokens"]
+                    writer.write(HEAD)
+                    for part in [*[piece("x")] * tokens, usage(tokens), DONE]:
+                        writer.write(chunked(part)[: -len(b"0\r\n\r\n")])
+                        await writer.drain()
+                        await asyncio.sleep(0)
+                    writer.write(b"0\r\n\r\n")
+        finally:
+            writer.transport.abort()
 
     def _whole(self, writer: asyncio.StreamWriter, value: object) -> None:
         body = json.dumps(value).encode()
@@ -295,13 +297,19 @@ def fake_server() -> Iterator[FakeServer]:
         ready.set()
         return server
 
+    async def end() -> None:
+        await asyncio.sleep(0)  # connections that were just accepted begin
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # and the sockets of those that ended are closed
+
     def run() -> None:
         server = loop.run_until_complete(start())
         loop.run_forever()
         server.close()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(end())
         loop.close()
 
     thread = threading.Thread(target=run)
