@@ -267,7 +267,8 @@ class FakeServer:
                         continue
                     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                     body = json.loads(await reader.readexactly(length))
-                    assert not reader._buffer  # type: ignore[attr-defined] # a client waits for its answer before it sends again
+                    # A client waits for its answer before it sends again.
+                    assert not reader._buffer  # type: ignore[attr-defined]
                     self.bodies.append(body)
                     if self.status != 200:
                         self._whole(writer, {"error": {"message": "busy"}})

@@ -5,6 +5,7 @@ engine thread. It waits for the device in two cases only: before pinned memory i
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Patterns:
                 for gate in gates[layer] if gates else ():
                     stream.wait(gate)
                 read = whole if self._windowed[layer] else block_ids
-                stream.touch(lambda layer=layer, read=read: [_read(self._memory, block, layer) for block in read])  # type: ignore[misc]
+                stream.touch(functools.partial(_reads, self._memory, read, layer))
                 found = blocks.index_select(0, ids)
                 wrong = found != words[:, layer * size : (layer + 1) * size]
                 if self._windowed[layer]:
@@ -269,5 +270,6 @@ def _layers(memory: Memory, num_layers: int, layer_words: int) -> list[torch.Ten
     return [part.view(torch.int64).view(-1, layer_words) for part in memory.parts]
 
 
-def _read(memory: BlockMemory, block: int, layer: int) -> Access:
-    return Access(memory.memory.name, *memory.layout.layer_span(block, layer, layer + 1), False)
+def _reads(memory: BlockMemory, block_ids: Sequence[int], layer: int) -> list[Access]:
+    name, layout = memory.memory.name, memory.layout
+    return [Access(name, *layout.layer_span(block_id, layer, layer + 1), False) for block_id in block_ids]
