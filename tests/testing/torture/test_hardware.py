@@ -62,7 +62,7 @@ def test_copies_that_fail_are_misses_and_no_wrong_byte(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_checker_has_nothing_to_say_against_the_traffic(device: str) -> None:
-    report = torture_device(device, blocks=1_000, seed=3, check_order=True)
+    report = torture_device(device, blocks=4_000, seed=3, check_order=True)
 
     assert report.objections == ()
     assert report.tally.findings == []
