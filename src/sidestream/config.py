@@ -241,6 +241,16 @@ def _check_endpoint(option: str, endpoint: str) -> None:
     )
 
 
+def default_block_tokens(kind: str, *, recurrent: bool) -> int:
+    """Tokens of a block if the config does not say. Models with recurrent states have few bytes of KV a token: on a GPU
+    they have larger blocks, because the host's work for each block of a load would take longer than its copy.
+
+    kind        kind of the device: "cpu" or "cuda"
+    recurrent   whether the model has recurrent states
+    """
+    return 64 if recurrent and kind == "cuda" else 16
+
+
 # Defaults on a CPU (False) and on a GPU (True).
 _CHUNK_TOKENS = {False: 256, True: 2048}
 _MAX_RUNNING = {False: 16, True: 256}
@@ -275,7 +285,8 @@ class EngineConfig:
                     bytes of one state checkpoint for each block if these are fewer
     state_interval  tokens between checkpoints of recurrent state inside a prompt, a multiple of block_tokens; 0:
                     checkpoints only at the ends of prompts and answers, and where earlier prompts diverged
-    block_tokens    number of tokens in a block; KV is stored, loaded and shared in whole blocks
+    block_tokens    number of tokens in a block; KV is stored, loaded and shared in whole blocks. None: 16, but 64 on a
+                    GPU for models with recurrent states (`default_block_tokens`)
     chunk_tokens    chunked prefill: every chunk ends at a multiple of this number or at the prompt's end (see also
                     `tail_apart`), so that equal prompts are computed in equal shapes; None: about 256 on a CPU, 2,048
                     on a GPU
@@ -305,7 +316,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     kv_memory: int | str | None = None
-    block_tokens: int = 16
+    block_tokens: int | None = None
     chunk_tokens: int | None = None
     token_budget: int | None = None
     max_running: int | None = None
@@ -338,20 +349,21 @@ class EngineConfig:
         if self.state_memory is not None:
             parse_bytes(self.state_memory, option="state_memory")
         _at_least("state_interval", self.state_interval, 0)
-        for name in ("block_tokens", "max_waiting", "tensor_parallel"):
+        for name in ("max_waiting", "tensor_parallel"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
+        for name in ("block_tokens", "max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if self.chunk_tokens is not None and self.chunk_tokens % self.block_tokens:
+        block_tokens = self._block_tokens
+        if self.chunk_tokens is not None and self.chunk_tokens % block_tokens:
             raise ConfigError(
-                f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), "
+                f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({block_tokens}), "
                 "so that chunks end at block borders"
             )
-        if self.state_interval % self.block_tokens:
+        if self.state_interval % block_tokens:
             raise ConfigError(
                 f"state_interval is {self.state_interval}: it must be a multiple of block_tokens "
-                f"({self.block_tokens}), so that checkpoints are taken at block borders"
+                f"({block_tokens}), so that checkpoints are taken at block borders"
             )
         share = self.self_check
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -366,14 +378,14 @@ class EngineConfig:
         """The sizes on a device of this kind: "cpu" or "cuda". Raises ConfigError when two sizes, or a size and the
         device, do not fit together.
         """
-        on_gpu = kind == "cuda"
-        if on_gpu and self.block_tokens % _GPU_BLOCK_MULTIPLE:
+        on_gpu, block_tokens = kind == "cuda", self._block_tokens
+        if on_gpu and block_tokens % _GPU_BLOCK_MULTIPLE:
             raise ConfigError(
-                f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; "
+                f"block_tokens is {block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; "
                 "give such a number, or device cpu"
             )
         running = self.max_running or _MAX_RUNNING[on_gpu]
-        chunk = self.chunk_tokens or max(1, _CHUNK_TOKENS[on_gpu] // self.block_tokens) * self.block_tokens
+        chunk = self.chunk_tokens or max(1, _CHUNK_TOKENS[on_gpu] // block_tokens) * block_tokens
         budget = self.token_budget or (1 if on_gpu else 2) * chunk + running
         if budget < chunk + running:
             raise ConfigError(
@@ -382,6 +394,11 @@ class EngineConfig:
             )
         given = None if self.kv_memory is None else parse_bytes(self.kv_memory, option="kv_memory")
         return EngineSizes(_CPU_KV_BYTES if given is None and not on_gpu else given, running, chunk, budget)
+
+    @property
+    def _block_tokens(self) -> int:
+        """`block_tokens`, or while the model is unknown the smallest default, which divides the other one."""
+        return self.block_tokens or default_block_tokens("cpu", recurrent=False)
 
 
 MOST_SALT_CHARS = 1024

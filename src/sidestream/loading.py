@@ -74,12 +74,20 @@ class LoadedEngine:
         on_stage: OnStage = ignore_stage,
     ) -> None:
         """Parameters and errors are those of `LLM`."""
-        self.config = config
         device = torch_device(config.device)  # checked before any weights are read
         config.sizes(device.type)
         check_ranks(config)
         check_endpoints(config.kv_events)
         self.path = resolve(str(model), progress=progress)
+        # Refuses a model that cannot be served or divided, and chunks of no whole blocks, before weights are read.
+        parts = cache_parts(
+            self.path,
+            dtype=config.dtype,
+            block_tokens=config.block_tokens,
+            device=device,
+            ranks=config.tensor_parallel,
+        )
+        self.config = config = dataclasses.replace(config, block_tokens=parts.kv.block_tokens)
         self.sampling_defaults = self._sampling_defaults()
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
@@ -93,13 +101,6 @@ class LoadedEngine:
         self._processes: RankProcesses | None = None
         if config.tensor_parallel > 1:
             self.config = config = dataclasses.replace(config, compute_threads=threads_of_rank(config))
-            cache_parts(
-                self.path,
-                dtype=config.dtype,
-                block_tokens=config.block_tokens,
-                device=device,
-                ranks=config.tensor_parallel,
-            )  # raises an error for a model that cannot be divided among the ranks, before any process is started
             on_stage("starting the ranks", 0, 0)
             self._processes = RankProcesses(self.path, config)
         try:

@@ -105,7 +105,12 @@ _TensorParallel = Annotated[
     int,
     _engine("--tensor-parallel", "Number of ranks that share the model: processes, each with a GPU.", "N", parse=whole),
 ]
-_BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens per KV block.", "N", parse=whole)]
+_BlockTokens = Annotated[
+    int | None,
+    _engine(
+        "--block-tokens", "Tokens per KV block.", "N", "16; 64 on a GPU for models with recurrent state", parse=whole
+    ),
+]
 _ChunkTokens = Annotated[
     int | None,
     _engine("--chunk-tokens", "Chunked prefill: tokens per chunk.", "N", "256 on a CPU, 2048 on a GPU", parse=whole),

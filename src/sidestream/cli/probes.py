@@ -361,7 +361,7 @@ def _model(model: str, device: str) -> Finding:
     if path is None:
         return Finding("model", Status.WARN, f"{model} is not prepared", f"sidestream models prepare {model}")
     try:
-        parts = cache_parts(str(path), block_tokens=EngineConfig().block_tokens, device=torch.device(device))
+        parts = cache_parts(str(path), block_tokens=None, device=torch.device(device))
     except (ConfigError, OSError) as error:
         remedy = "give a name that `sidestream models` lists, a directory or a hub id, of a supported model"
         return Finding("model", Status.WARN, str(error), remedy)

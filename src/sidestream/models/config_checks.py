@@ -59,7 +59,7 @@ class ModelParts:
 
 def parts_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> ModelParts:
     """Layouts of KV and recurrent state of a model that `check_servable` accepts. Raises ModelError."""
-    if not _keeps_state(config):
+    if not has_recurrent_states(config):
         return ModelParts(layout_of(config, dtype=dtype, block_tokens=block_tokens), None)
     module = skeleton(config, dtype)
     layers = attention_layers(module)
@@ -143,7 +143,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
         return "its weights are quantised: load the model in bfloat16, float16 or float32"
     if chunk := _of_any_layer(config, "attention_chunk_size"):
         return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
-    types, stateful = set(getattr(config, "layer_types", None) or ()), _keeps_state(config)
+    types, stateful = set(getattr(config, "layer_types", None) or ()), has_recurrent_states(config)
     served = _SERVED_LAYERS | _STATEFUL_LAYERS if stateful else _SERVED_LAYERS
     if others := sorted(types - served):
         return f"{kind} has layers of type {', '.join(others)}: only {', '.join(sorted(served))} are served"
@@ -181,7 +181,7 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
     for model_class in _classes(config):
         definition = vars(sys.modules[model_class.__module__])
         if "ALL_ATTENTION_FUNCTIONS" not in definition:
-            if _keeps_state(config):
+            if has_recurrent_states(config):
                 return f"{kind} keeps recurrent state and does not attend: only models with attention layers are served"
             return (
                 f"{kind} has attention code of its own in transformers, which cannot be replaced by paged attention: "
@@ -199,7 +199,7 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _keeps_state(config: PreTrainedConfig) -> bool:
+def has_recurrent_states(config: PreTrainedConfig) -> bool:
     """Whether layers of the model keep recurrent state in transformers' cache. In some models, the config decides."""
     types = getattr(config, "layer_types", None)
     if types is not None and _SERVED_LAYERS.issuperset(types):

@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from sidestream.config import unknown_name
+from sidestream.config import default_block_tokens, unknown_name
 from sidestream.device.group import Group
 from sidestream.device.kinds import CPU, on_gpu, on_host
 from sidestream.errors import ConfigError, ModelError, ProcessFailed
@@ -27,7 +27,14 @@ from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
 from sidestream.models.compile_cache import use_compile_cache
-from sidestream.models.config_checks import ModelParts, check_servable, max_positions, parts_of, takes_long_rope
+from sidestream.models.config_checks import (
+    ModelParts,
+    check_servable,
+    has_recurrent_states,
+    max_positions,
+    parts_of,
+    takes_long_rope,
+)
 from sidestream.models.directory import check_config, read_json
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
@@ -51,7 +58,7 @@ def load_model(
     path_or_hub_id: str,
     *,
     dtype: str = "auto",
-    block_tokens: int,
+    block_tokens: int | None,
     device: torch.device = _CPU,
     max_model_len: int | None = None,
     group: Group | None = None,
@@ -61,6 +68,7 @@ def load_model(
 
     dtype           `"auto"`: the checkpoint's dtype, or float32 on a CPU that computes much faster in float32
                     (`models/precision.py`)
+    block_tokens    tokens of a block; None: the default for this model and device (`config.default_block_tokens`)
     max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE, this number selects the
                     factors, and so affects the KV and the fingerprint
     group           the ranks of tensor parallelism, which call this together; the result has this rank's share of the
@@ -81,7 +89,7 @@ def load_model(
         check_servable(config)
         ranks = 1 if group is None else group.size
         with _ONE_BUILDS:
-            _parts_of_rank(config, dtype="float32", block_tokens=block_tokens, ranks=ranks)
+            _parts_of_rank(config, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
             stored = check_files(directory)
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
@@ -90,6 +98,7 @@ def load_model(
                 module.config,
                 dtype=str(module.dtype).removeprefix("torch."),
                 block_tokens=block_tokens,
+                device=device,
                 ranks=ranks,
             )
         long_rope = takes_long_rope(config, max_model_len=max_model_len)
@@ -134,11 +143,13 @@ def _shard(module: Any, group: Group, fingerprint: str, device: torch.device) ->
 
 
 def _parts_of_rank(
-    config: PreTrainedConfig, *, dtype: str, block_tokens: int, ranks: int
+    config: PreTrainedConfig, *, dtype: str, block_tokens: int | None, device: torch.device, ranks: int
 ) -> tuple[ModelParts, int | None]:
     """Layouts of one rank's KV and recurrent state, and its number of query heads (None: the number in the config).
     Raises ModelError.
     """
+    if block_tokens is None:
+        block_tokens = default_block_tokens(device.type, recurrent=has_recurrent_states(config))
     parts = parts_of(config, dtype=dtype, block_tokens=block_tokens)
     if ranks == 1:
         return parts, None
@@ -167,11 +178,12 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.de
 
 
 def cache_parts(
-    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU, ranks: int = 1
+    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int | None, device: torch.device = _CPU, ranks: int = 1
 ) -> ModelParts:
     """The layouts of a model's KV and recurrent states, in the dtype that `load_model` would choose; reads no weights.
 
-    ranks   number of ranks of tensor parallelism: with more than one, the layouts are those of each rank
+    block_tokens   as in `load_model`
+    ranks          number of ranks of tensor parallelism: with more than one, the layouts are those of each rank
 
     Raises ModelError, also for a model that the ranks cannot divide.
     """
@@ -182,7 +194,8 @@ def cache_parts(
         config = read_config(directory)
         check_servable(config)
         chosen = _precision(directory, config, dtype, device).dtype
-        return _parts_of_rank(config, dtype=chosen, block_tokens=block_tokens, ranks=ranks)[0]
+        with _ONE_BUILDS:
+            return _parts_of_rank(config, dtype=chosen, block_tokens=block_tokens, device=device, ranks=ranks)[0]
 
 
 def weights_digest(path_or_hub_id: str) -> str:

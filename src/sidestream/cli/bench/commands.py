@@ -351,7 +351,10 @@ def hybrid_engine(
     shape: Annotated[str, option("--shape", metavar="SHAPE", help="Model shape: qwen3.5-9b or tiny-hybrid.")] = (
         "qwen3.5-9b"
     ),
-    block_tokens: Annotated[int, option("--block-tokens", metavar="N", help="Tokens of a block.", parse=whole)] = 16,
+    block_tokens: Annotated[
+        int | None,
+        option("--block-tokens", metavar="N", help="Tokens of a block.", show_default="64, on a CPU 16", parse=whole),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Models with recurrent state and random weights: step time without and with drafts, and TTFT with KV in host

@@ -10,7 +10,7 @@ from statistics import median
 
 from sidestream.cli.bench.engine import ModelRig, Sizes, decode, ttft
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.config import SpeculativeConfig
+from sidestream.config import SpeculativeConfig, default_block_tokens
 from sidestream.device.kinds import CUDA
 
 _DRAFTS = 3
@@ -30,8 +30,12 @@ _FULL = Sizes(
 _TINY = Sizes("16MiB", "16MiB", 512, 8, ((1, 32, 1.5), (8, 16, 1.5)), (), ((128, 1.15, 1.0),), 32, 200, 12)
 
 
-def measure(*, device: str, shape: str, block_tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """The figures of an engine without drafts and of an engine with drafts. The bounds are for a GPU only."""
+def measure(*, device: str, shape: str, block_tokens: int | None, on_progress: Callable[[str], None]) -> list[Figure]:
+    """The figures of an engine without drafts and of an engine with drafts. The bounds are for a GPU only.
+
+    block_tokens   tokens of a block; None: the default of models with recurrent states
+    """
+    block_tokens = block_tokens or default_block_tokens(device, recurrent=True)
     sizes = replace(_FULL if device == CUDA else _TINY, block_tokens=block_tokens)
     figures, plain_s, waits = _without_drafts(device, shape, sizes, on_progress)
     on_progress("an engine with drafts")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidestream.config import EngineConfig
+from sidestream.config import default_block_tokens
 
 if TYPE_CHECKING:
     from sidestream.device.base import CopyBatch, Device
@@ -60,11 +60,16 @@ def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
     """Bytes per second of the disk tier: `write`, `write_synced` (written and synced to the disk) and `read` (without
     the page cache).
     """
+    from sidestream.device.kinds import CPU
     from sidestream.kv.layout import KVLayout
     from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 
     layout = KVLayout(
-        num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype
+        num_layers=30,
+        num_kv_heads=3,
+        head_dim=64,
+        block_tokens=default_block_tokens(CPU, recurrent=False),
+        dtype=dtype,
     )  # the demo model's layout
     num_blocks = DISK_BYTES // layout.block_bytes
     with tempfile.TemporaryDirectory(prefix=".sidestream-doctor-", dir=directory) as scratch:
