@@ -12,6 +12,7 @@ A table stands between its marker and `<!-- end -->`. NAME is a file of bench/re
     -->
     <!-- hazards -->                  the hazards, from the code (`hazards.py`)
     <!-- mutants: NAME -->            the automatic mutants of this file that nothing detected (`mutants.py`)
+    <!-- campaigns -->                campaigns of torture schedules, from bench/results/campaigns (`campaigns.py`)
     <!-- races -->                    other engines' races, from examples/races (`races.py`)
     <!-- sampling options -->         the sampling options, from the code (`sampling_options.py`)
 """
@@ -25,6 +26,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from campaigns import campaign_table
 from hazards import hazard_table
 from mutants import mutant_table
 from races import race_table
@@ -41,6 +43,7 @@ _SELECTED = re.compile(
 _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _MUTANTS = re.compile(r"(<!-- mutants: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_CAMPAIGNS = re.compile(r"(<!-- campaigns -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- (?:figures|bounds|selected|mutants)\b")
 _OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -92,6 +95,7 @@ def rewritten(text: str) -> str:
     text = _SELECTED.sub(lambda found: found[1] + selected_table(found["rows"]) + found["end"], text)
     text = _MUTANTS.sub(lambda found: found[1] + mutant_table(_report(found["name"])) + found["end"], text)
     text = _OPTIONS.sub(lambda found: found[1] + option_table() + found[3], text)
+    text = _CAMPAIGNS.sub(lambda found: found[1] + campaign_table(_campaigns()) + found["end"], text)
     text = _RACES.sub(lambda found: found[1] + race_table() + found["end"], text)
     return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found["end"], text)
 
@@ -99,6 +103,10 @@ def rewritten(text: str) -> str:
 def _report(name: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return report
+
+
+def _campaigns() -> list[dict[str, Any]]:
+    return [_report(f"campaigns/{path.stem}") for path in (RESULTS / "campaigns").glob("*.json")]
 
 
 def _value(figure: dict[str, Any]) -> str:

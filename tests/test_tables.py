@@ -47,6 +47,27 @@ def test_single_figures_are_selected_by_name_with_words_of_their_own(monkeypatch
         tables.rewritten(marker.format("decode_b33"))
 
 
+def test_campaigns_are_added_up_if_no_workload_ran_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    campaigns = importlib.import_module("campaigns")
+
+    def report(seed: int, schedules: int) -> dict[str, object]:
+        figures = {"schedules": schedules, "findings": 0, "schedules_per_minute": 750.4}
+        return {
+            "command": f"sidestream torture --seed {seed} --json",
+            "environment": {"cpu": "a CPU", "cores": 2, "date": "2026-11-27"},
+            "figures": [{"name": name, "value": value} for name, value in figures.items()],
+        }
+
+    assert campaigns.campaign_table([report(102, 8), report(100, 9)]).splitlines()[2:] == [
+        "| 100 | 9 | 0 | 750 | a CPU, 2 cores, 2026-11-27 |",
+        "| 102 | 8 | 0 | 750 | a CPU, 2 cores, 2026-11-27 |",
+        "| all | 17 | 0 | | |",
+    ]
+    with pytest.raises(ValueError, match="seed 101 ran workloads of the one before, which end at 102"):
+        campaigns.campaign_table([report(101, 8), report(100, 9)])
+
+
 def test_the_table_of_automatic_mutants_has_those_that_nothing_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     rows = [
