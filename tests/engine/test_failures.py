@@ -99,6 +99,27 @@ def test_request_that_was_preempted_after_the_launch_of_a_failed_step_is_compute
     assert [token for delta in received for token in delta.token_ids] == model.expected(prompt, 3)
 
 
+def test_request_that_ended_after_the_launch_of_a_failed_step_stays_ended() -> None:
+    model, device = PoisonedModel(explode), CpuDevice(compute_threads=1)
+    config = EngineConfig(kv_memory=8 * model.layout.block_bytes, block_tokens=4, chunk_tokens=8, max_running=2)
+    engine, received = build_engine(model, config, device=device, threaded=False), list[Delta]()
+    handle = engine.submit([POISON, 1, 2], SamplingParams(max_tokens=3, temperature=0.0), received.append)
+    engine.step()
+    step = engine.loop.in_flight
+    assert step is not None
+    assert device.wait_host(step.fence, reason="test", timeout_s=30.0)
+    assert step.fence.failure is not None
+    engine.abort(handle)
+    answer = list[Delta]()
+    engine.submit(PROMPT, SamplingParams(max_tokens=3, temperature=0.0), answer.append)
+    while engine.unfinished:
+        engine.step()
+    engine.close()
+    device.close()
+    assert [delta.finish_reason for delta in received] == ["abort"]
+    assert [token for delta in answer for token in delta.token_ids] == model.expected(PROMPT, 3)
+
+
 def test_blocks_of_a_step_that_raised_are_neither_found_nor_stored() -> None:
     model = PoisonedModel(explode)
     with serving(model=model, slots=16) as rig:
