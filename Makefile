@@ -82,6 +82,8 @@ bench: $(VENV)/.dev
 	mv bench/results/hybrid-qwen3-next-cpu.json.new bench/results/hybrid-qwen3-next-cpu.json
 	$(BIN)/sidestream bench hybrid lfm2 falcon_h1 --json > bench/results/hybrid-lfm2-falcon-h1-cpu.json.new
 	mv bench/results/hybrid-lfm2-falcon-h1-cpu.json.new bench/results/hybrid-lfm2-falcon-h1-cpu.json
+	$(BIN)/sidestream bench self-check --device cpu --shape tiny --json > bench/results/self-check-cpu.json.new
+	mv bench/results/self-check-cpu.json.new bench/results/self-check-cpu.json
 	$(BIN)/sidestream torture --json > bench/results/torture-cpu.json.new
 	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json
 	$(BIN)/sidestream torture --mutations --json > bench/results/torture-mutations.json.new
@@ -95,7 +97,7 @@ bench: $(VENV)/.dev
 # Every benchmark of the GPU, with a Python whose torch has CUDA: `make bench-gpu PYTHON=…`. Results are committed, by the card's name.
 GPU ?= h100
 bench-gpu:
-	for name in transfer mailbox forward-thread host-time identity interference engine throughput host-tier hybrid-engine windows; do \
+	for name in transfer mailbox forward-thread host-time identity interference engine throughput host-tier hybrid-engine windows self-check; do \
 		PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
 		mv bench/results/$$name-$(GPU).json.new bench/results/$$name-$(GPU).json; \
 	done

@@ -44,8 +44,11 @@ _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)"
 _RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _MUTANTS = re.compile(r"(<!-- mutants: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _CAMPAIGNS = re.compile(r"(<!-- campaigns -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_MARKER = re.compile(r"<!-- (?:figures|bounds|selected|mutants)\b")
+_MARKER = re.compile(r"<!-- (?:figures|bounds|selected|mutants|campaigns|hazards|races|sampling options)\b")
 _OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+
+
+_TABLES = (_FILES, _SELECTED, _MUTANTS, _CAMPAIGNS, _HAZARDS, _RACES, _OPTIONS)
 
 
 def table(names: list[str], *, bounded: bool = False) -> str:
@@ -82,7 +85,7 @@ def selected_table(rows: str) -> str:
 
 def rewritten(text: str) -> str:
     """The text with every marked table made anew. Raises ValueError if a marker matches no table."""
-    marked = sum(len(pattern.findall(text)) for pattern in (_FILES, _SELECTED, _MUTANTS))
+    marked = sum(len(pattern.findall(text)) for pattern in _TABLES)
     markers = len(_MARKER.findall(text))
     if marked != markers:
         raise ValueError(

@@ -15,7 +15,8 @@ from sidestream.cli.options import engine_config
 from sidestream.cli.probes import Status, findings
 from sidestream.device.choice import torch_device, why_no_gpu
 from sidestream.device.cuda import device as cuda_device
-from sidestream.models import cache_parts
+from sidestream.engine import build_engine
+from sidestream.models import cache_parts, load_model
 from sidestream.testing.tiny_models import tiny_model_dir
 
 
@@ -82,6 +83,8 @@ def test_blocks_are_larger_on_a_gpu_for_models_with_recurrent_states(tmp_path: P
     }
     assert tokens.pop(("qwen3_next", "cuda")) == 64
     assert set(tokens.values()) == {16}
+    asked = cache_parts(str(tmp_path / "qwen3_next"), block_tokens=16, device=torch.device("cuda"))
+    assert asked.kv.block_tokens == 16
 
 
 @pytest.mark.usefixtures("a_gpu")
@@ -97,9 +100,12 @@ def test_sizes_must_fit_the_default_of_the_model_before_weights_are_read(
         LLM(directory, state_interval=32)
 
 
-def test_the_config_of_an_engine_says_how_large_its_blocks_are(tmp_path: Path) -> None:
-    with LLM(tiny_model_dir("llama", tmp_path, 1), device="cpu", kv_memory="8MiB", compute_threads=1) as llm:
-        assert llm.config.block_tokens == llm.engine.parts.layout.block_tokens == 16
+def test_sizes_must_fit_the_blocks_of_a_model_that_was_loaded_apart(tmp_path: Path) -> None:
+    model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=64)
+    with pytest.raises(
+        ConfigError, match=r"chunk_tokens is 96: .* \(64\), .*; give a multiple, or a block_tokens that"
+    ):
+        build_engine(model, EngineConfig(device="cpu", kv_memory="8MiB", chunk_tokens=96))
 
 
 @pytest.mark.usefixtures("a_gpu")

@@ -73,7 +73,9 @@ def test_two_ranks_answer_like_one_from_every_tier(model: Path, tmp_path: Path, 
         options["speculative"] = SpeculativeConfig("ngram", max_drafts=drafts)
     with LLM(model, kv_memory="16MiB", **options) as llm:
         expected, block_bytes = llm.generate(PROMPTS, PARAMS), llm.engine.parts.layout.block_bytes
-    few = 2 * (-(-len(PROMPTS[0]) // llm.config.block_tokens) + 1)  # two requests run until one has to leave
+    few = 2 * (
+        -(-len(PROMPTS[0]) // llm.engine.parts.layout.block_tokens) + 1
+    )  # two requests run until one has to leave
     offload = OffloadConfig(host="16MiB", disk=tmp_path / "kv")
     sizes = {"kv_memory": few * block_bytes // 2, "tensor_parallel": 2, "offload": offload}  # of half of the heads
     with always_load(LLM(model, **options, **sizes)) as llm:

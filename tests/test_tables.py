@@ -25,6 +25,8 @@ def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
         "<!-- bounds:engine-h200 -->\n<!-- end -->",
         "<!-- selected\nengine-h200\n-->\n<!-- end -->",
         "<!-- mutants: auto-mutants -->\n",
+        "<!-- campaigns -->\n",
+        "<!-- races -->\nwords\n",
     ],
 )
 def test_a_marker_that_matches_no_table_is_reported(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,15 +56,15 @@ def test_campaigns_are_added_up_if_no_workload_ran_twice(monkeypatch: pytest.Mon
     def report(seed: int, schedules: int) -> dict[str, object]:
         figures = {"schedules": schedules, "findings": 0, "schedules_per_minute": 750.4}
         return {
-            "command": f"sidestream torture --seed {seed} --json",
+            "command": f"sidestream torture --minutes 8.2 --seed {seed} --workers 2 --json",
             "environment": {"cpu": "a CPU", "cores": 2, "date": "2026-11-27"},
             "figures": [{"name": name, "value": value} for name, value in figures.items()],
         }
 
     assert campaigns.campaign_table([report(102, 8), report(100, 9)]).splitlines()[2:] == [
-        "| 100 | 9 | 0 | 750 | a CPU, 2 cores, 2026-11-27 |",
-        "| 102 | 8 | 0 | 750 | a CPU, 2 cores, 2026-11-27 |",
-        "| all | 17 | 0 | | |",
+        "| 100 | 8.2 | 2 | 9 | 0 | 750 | a CPU, 2 cores, 2026-11-27 |",
+        "| 102 | 8.2 | 2 | 8 | 0 | 750 | a CPU, 2 cores, 2026-11-27 |",
+        "| all | | | 17 | 0 | | |",
     ]
     with pytest.raises(ValueError, match="seed 101 ran workloads of the one before, which end at 102"):
         campaigns.campaign_table([report(101, 8), report(100, 9)])

@@ -242,8 +242,8 @@ def _check_endpoint(option: str, endpoint: str) -> None:
 
 
 def default_block_tokens(kind: str, *, recurrent: bool) -> int:
-    """Tokens of a block if the config does not say. Models with recurrent states have few bytes of KV a token: on a GPU
-    they have larger blocks, because the host's work for each block of a load would take longer than its copy.
+    """Tokens of a block if the config does not say. Most models with recurrent states have few bytes of KV a token. On
+    a GPU they have larger blocks, because the host's work for each block of a load would take longer than its copy.
 
     kind        kind of the device: "cpu" or "cuda"
     recurrent   whether the model has recurrent states
@@ -354,17 +354,7 @@ class EngineConfig:
         for name in ("block_tokens", "max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        block_tokens = self._block_tokens
-        if self.chunk_tokens is not None and self.chunk_tokens % block_tokens:
-            raise ConfigError(
-                f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({block_tokens}), "
-                "so that chunks end at block borders"
-            )
-        if self.state_interval % block_tokens:
-            raise ConfigError(
-                f"state_interval is {self.state_interval}: it must be a multiple of block_tokens "
-                f"({block_tokens}), so that checkpoints are taken at block borders"
-            )
+        self.check_multiples(self._block_tokens)
         share = self.self_check
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(
@@ -373,6 +363,18 @@ class EngineConfig:
         if self.kv_events is not None and not self.prefix_cache:
             raise ConfigError("KV events report on the prefix cache: leave prefix_cache on, or leave kv_events out")
         self.sizes("cuda" if self.device == "cuda" else "cpu")
+
+    def check_multiples(self, block_tokens: int) -> None:
+        """Raise ConfigError for a size that must be a multiple of the tokens of a block and is not."""
+        for name, value, reason in (
+            ("chunk_tokens", self.chunk_tokens or 0, "chunks end"),
+            ("state_interval", self.state_interval, "checkpoints are taken"),
+        ):
+            if value % block_tokens:
+                raise ConfigError(
+                    f"{name} is {value}: it must be a multiple of block_tokens ({block_tokens}), so that {reason} at "
+                    f"block borders; give a multiple, or a block_tokens that divides {value}"
+                )
 
     def sizes(self, kind: str) -> EngineSizes:
         """The sizes on a device of this kind: "cpu" or "cuda". Raises ConfigError when two sizes, or a size and the

@@ -93,12 +93,11 @@ class LLM:
 
         Raises ConfigError; its subclass ModelError if the model cannot be read or served.
         """
+        self.config = chosen_config(config, options)
         self._closed = False
-        chosen = chosen_config(config, options)
         self._loaded = LoadedEngine(
-            model, chosen, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
+            model, self.config, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
         )
-        self.config = self._loaded.config
         self.model_name = name_of(model)
         self.engine = self._loaded.engine
         self.tokenizer = self._loaded.tokenizer

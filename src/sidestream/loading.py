@@ -24,7 +24,7 @@ from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
-from sidestream.models.loader import cache_parts, config_directory
+from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of
 from sidestream.models.mtp import attach_head
 from sidestream.rank_processes import RankProcesses, check_ranks, threads_of_rank
 from sidestream.speculate import Proposer
@@ -79,15 +79,9 @@ class LoadedEngine:
         check_ranks(config)
         check_endpoints(config.kv_events)
         self.path = resolve(str(model), progress=progress)
-        # Refuses a model that cannot be served or divided, and chunks of no whole blocks, before weights are read.
-        parts = cache_parts(
-            self.path,
-            dtype=config.dtype,
-            block_tokens=config.block_tokens,
-            device=device,
-            ranks=config.tensor_parallel,
-        )
-        self.config = config = dataclasses.replace(config, block_tokens=parts.kv.block_tokens)
+        if config.block_tokens is None:  # checked together with the other sizes, before weights are read
+            config = dataclasses.replace(config, block_tokens=default_block_tokens_of(self.path, device=device))
+        self.config = config
         self.sampling_defaults = self._sampling_defaults()
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
@@ -101,6 +95,13 @@ class LoadedEngine:
         self._processes: RankProcesses | None = None
         if config.tensor_parallel > 1:
             self.config = config = dataclasses.replace(config, compute_threads=threads_of_rank(config))
+            cache_parts(
+                self.path,
+                dtype=config.dtype,
+                block_tokens=config.block_tokens,
+                device=device,
+                ranks=config.tensor_parallel,
+            )  # raises an error for a model that cannot be divided among the ranks, before any process is started
             on_stage("starting the ranks", 0, 0)
             self._processes = RankProcesses(self.path, config)
         try:

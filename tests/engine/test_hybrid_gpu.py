@@ -93,6 +93,7 @@ def test_answers_with_drafts_are_those_of_the_cpu_eager_and_captured(family: str
             found = llm.generate(turns, params)
             assert_near(found, expected)
             size = llm.engine.parts.layout.block_tokens
+            assert size == 64
             assert all(
                 output.cached.device >= (len(prompt) + 119) // size * size
                 for prompt, output in zip(prompts, found, strict=True)

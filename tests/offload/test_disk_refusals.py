@@ -35,7 +35,11 @@ def made(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_tokens": 32}, r"block_tokens 16 \(here 32\): give another directory, or delete it"),
+        (
+            {"block_tokens": 32},
+            r"block_tokens 16 \(here 32\): give another directory, or delete it, "
+            r"or load the model with block_tokens 16",
+        ),
         (
             {"dtype": "float16"},
             r"dtype 'bfloat16' \(here 'float16'\): give another directory, or delete it, "

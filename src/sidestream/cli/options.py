@@ -99,7 +99,12 @@ _StateMemory = Annotated[
 ]
 _StateInterval = Annotated[
     int,
-    _engine("--state-interval", "Tokens between checkpoints of recurrent state in a prompt.", "N", parse=whole),
+    _engine(
+        "--state-interval",
+        "Tokens between checkpoints of recurrent state in a prompt, a multiple of --block-tokens; 0: none.",
+        "N",
+        parse=whole,
+    ),
 ]
 _TensorParallel = Annotated[
     int,

@@ -134,6 +134,7 @@ def sizes_for(model: ServableModel, config: EngineConfig, *, on_gpu: bool) -> En
     """The config's sizes for this kind of device. Raises ConfigError if the sizes do not fit the model. Needs no open
     device, so that wrong sizes are refused before a device is opened.
     """
+    config.check_multiples(model.layout.block_tokens)
     sizes = config.sizes(CUDA if on_gpu else CPU)
     if sizes.kv_bytes is not None:
         _check_pool(sizes.kv_bytes, model.layout)

@@ -198,6 +198,16 @@ def cache_parts(
             return _parts_of_rank(config, dtype=chosen, block_tokens=block_tokens, device=device, ranks=ranks)[0]
 
 
+def default_block_tokens_of(path_or_hub_id: str, *, device: torch.device = _CPU) -> int:
+    """Tokens of a block that `load_model` would choose; reads only the model's config. Raises ModelError."""
+    with naming_model(Path(path_or_hub_id).name):
+        directory = _directory(path_or_hub_id, _CONFIGS)
+        check_config(directory)
+        config = read_config(directory)
+        check_servable(config)
+        return default_block_tokens(device.type, recurrent=has_recurrent_states(config))
+
+
 def weights_digest(path_or_hub_id: str) -> str:
     """`digest_of_files` of a servable model; downloads a hub id first. Raises ModelError."""
     with naming_model(Path(path_or_hub_id).name):

@@ -10,7 +10,7 @@ from statistics import median
 
 from sidestream.cli.bench.engine import ModelRig, Sizes, decode, ttft
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.config import SpeculativeConfig, default_block_tokens
+from sidestream.config import EngineConfig, SpeculativeConfig, default_block_tokens
 from sidestream.device.kinds import CUDA
 
 _DRAFTS = 3
@@ -35,7 +35,9 @@ def measure(*, device: str, shape: str, block_tokens: int | None, on_progress: C
 
     block_tokens   tokens of a block; None: the default of models with recurrent states
     """
-    block_tokens = block_tokens or default_block_tokens(device, recurrent=True)
+    if block_tokens is None:
+        block_tokens = default_block_tokens(device, recurrent=True)
+    EngineConfig(device=device, block_tokens=block_tokens)  # raises ConfigError for a size that cannot be used
     sizes = replace(_FULL if device == CUDA else _TINY, block_tokens=block_tokens)
     figures, plain_s, waits = _without_drafts(device, shape, sizes, on_progress)
     on_progress("an engine with drafts")

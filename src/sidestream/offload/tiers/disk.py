@@ -402,12 +402,14 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
         f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value
     ]
     if differing:
-        in_its_dtype = (
-            "" if found.get("dtype") == wanted["dtype"] else f", or load the model with dtype {found.get('dtype')}"
+        as_before = "".join(
+            f", or load the model with {name} {found.get(name)}"
+            for name in ("dtype", "block_tokens")
+            if found.get(name) != wanted[name]
         )
         raise ConfigError(
             f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: "
-            f"give another directory, or delete it{in_its_dtype}"
+            f"give another directory, or delete it{as_before}"
         )
 
 

@@ -59,8 +59,19 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("engine.build", ("engine/test_build.py", "engine/test_capacity.py")),
     ("engine.failures", ("engine/test_failures.py", "engine/test_device_lost.py", "engine/test_close.py")),
     ("engine.listening", ("engine/test_listening.py", "engine/test_idle.py")),
-    ("engine.loop", ("engine/test_idle.py", "engine/test_failures.py", "engine/test_requests.py")),
-    ("engine.output_stream", ("engine/test_output_stream.py", "engine/test_outputs.py", "engine/test_stops.py")),
+    (
+        "engine.loop",
+        ("engine/test_idle.py", "engine/test_failures.py", "engine/test_requests.py", "engine/test_front_door.py"),
+    ),
+    (
+        "engine.output_stream",
+        (
+            "engine/test_output_stream.py",
+            "engine/test_outputs.py",
+            "engine/test_stops.py",
+            "engine/test_failures.py",
+        ),
+    ),
     ("engine.self_check", ("engine/test_second_runs.py",)),
     ("engine.weights", ("engine/test_weights.py", "engine/test_reset.py")),
     ("ranks", ("ranks",)),
@@ -178,6 +189,26 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "auto:runner.executor:Executor._states_hook:constant:0",
         "for fence in gates.by_layer[0]: → for fence in gates.by_layer[1]:",
         "the KV of later layers is loaded behind that of the first layer, so its fences are done later",
+    ),
+    EquivalentMutant(
+        "auto:runner.graphs:Graphs._capture:constant:0",
+        "self._stream.wait_external(self._events[0]) → self._stream.wait_external(self._events[1])",
+        "the gate of a later group is recorded behind that of the first one on the same stream, so it opens later",
+    ),
+    EquivalentMutant(
+        "auto:runner.mailbox:Mailbox.read:argument:0",
+        "entry.lease.release(after=(fence,)) → entry.lease.release()",
+        "the fence is done: the same function has checked it",
+    ),
+    EquivalentMutant(
+        "auto:runner.mailbox:Mailbox.read:element:1",
+        "entry.lease.release(after=(fence,)) → entry.lease.release(after=())",
+        "the fence is done: the same function has checked it",
+    ),
+    EquivalentMutant(
+        "auto:engine.weights:WeightUpdates.apply:operand:0",
+        "if not self._announced or self._scheduler.num_begun: → if self._scheduler.num_begun:",
+        "without an announced update, no admission is paused, and the rest changes nothing",
     ),
 )
 
