@@ -1,4 +1,4 @@
-"""A entry holds what its own step drew, whatever padding is drawn behind it."""
+"""An entry holds what its own step drew, whatever padding is drawn behind it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sidestream.device.cpu import CpuDevice
+from sidestream.errors import InvariantError
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Mailbox, MailboxEntry
 from sidestream.runner.sampler import SamplerOutput
@@ -64,5 +65,17 @@ def test_entry_of_a_dropped_step_is_taken_again_behind_the_step() -> None:
             fence = compute.submit(lambda: None)
             LaunchedStep(BatchPlan(()), fence, box.take_entry(), False, (), 0.0, box).drop()
             assert box.take_entry().lease.after == (fence,)
+    finally:
+        device.close()
+
+
+def test_results_are_not_read_before_their_step() -> None:
+    device = CpuDevice()
+    try:
+        box, compute = Mailbox(1, ROWS, 50, device), device.stream("compute")
+        with Hold(compute):
+            fence = compute.submit(lambda: None)
+            with pytest.raises(InvariantError, match="the mailbox was read before"):
+                box.read(box.take_entry(), [0], (), fence)
     finally:
         device.close()
