@@ -82,7 +82,7 @@ bench: $(VENV)/.dev
 	mv bench/results/hybrid-qwen3-next-cpu.json.new bench/results/hybrid-qwen3-next-cpu.json
 	$(BIN)/sidestream bench hybrid lfm2 falcon_h1 --json > bench/results/hybrid-lfm2-falcon-h1-cpu.json.new
 	mv bench/results/hybrid-lfm2-falcon-h1-cpu.json.new bench/results/hybrid-lfm2-falcon-h1-cpu.json
-	$(BIN)/sidestream bench self-check --device cpu --shape tiny --json > bench/results/self-check-cpu.json.new
+	$(BIN)/sidestream bench self-check --device cpu --rounds 30 --json > bench/results/self-check-cpu.json.new
 	mv bench/results/self-check-cpu.json.new bench/results/self-check-cpu.json
 	$(BIN)/sidestream torture --json > bench/results/torture-cpu.json.new
 	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json

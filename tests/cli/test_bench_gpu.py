@@ -27,7 +27,7 @@ COMMANDS = {
     "hybrid-engine": ["--shape", "tiny-hybrid"],
     "windows": ["--shape", "tiny-windows"],
     "throughput": ["--shape", "tiny"],
-    "self-check": ["--shape", "tiny", "--rounds", "1"],
+    "self-check": ["--rounds", "1"],
     "ranks": ["--shape", "tiny-two-heads"],
     "host-tier": ["--shape", "tiny", "--host", "16MiB", "--rounds", "1"],
 }

@@ -101,7 +101,8 @@ _StateInterval = Annotated[
     int,
     _engine(
         "--state-interval",
-        "Tokens between checkpoints of recurrent state in a prompt, a multiple of --block-tokens; 0: none.",
+        "Tokens between checkpoints of recurrent state in a prompt, a multiple of --block-tokens; 0: only at its end "
+        "and at branches.",
         "N",
         parse=whole,
     ),

@@ -167,7 +167,15 @@ def overhead(
 
 def self_check(
     device: GpuDevice = CUDA,
-    shape: Shape = "qwen3-8b",
+    shape: Annotated[
+        str | None,
+        option(
+            "--shape",
+            metavar="SHAPE",
+            help="Model shape, with random weights: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
+            show_default="qwen3-8b, on a CPU tiny",
+        ),
+    ] = None,
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Repetitions; engines with several shares alternate.", parse=whole)
     ] = 5,
@@ -177,11 +185,12 @@ def self_check(
     from sidestream.cli.bench.self_check import measure
 
     check_at_least({"rounds": (rounds, 1)})
+    chosen = shape or ("qwen3-8b" if device == CUDA else "tiny")
     _report(
         "self-check",
-        f"{shape}, random weights",
+        f"{chosen}, random weights",
         as_json,
-        lambda on_progress: measure(device=device, shape=shape, rounds=rounds, on_progress=on_progress),
+        lambda on_progress: measure(device=device, shape=chosen, rounds=rounds, on_progress=on_progress),
         bounded=device == CUDA,
     )
 
