@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SCHEDULES_PER_WORKLOAD = 8
+from sidestream.testing.torture.campaign import SCHEDULES_PER_WORKLOAD
 
 
 def campaign_table(reports: Sequence[Mapping[str, Any]]) -> str:
@@ -25,7 +25,7 @@ def campaign_table(reports: Sequence[Mapping[str, Any]]) -> str:
         figures = {figure["name"]: figure["value"] for figure in report["figures"]}
         environment = report["environment"]
         schedules, findings = schedules + figures["schedules"], findings + figures["findings"]
-        next_free = int(seed) + -(-figures["schedules"] // _SCHEDULES_PER_WORKLOAD)
+        next_free = int(seed) + -(-figures["schedules"] // SCHEDULES_PER_WORKLOAD)
         rate = f"{figures['schedules_per_minute']:.0f}"
         machine = f"{environment['cpu']}, {environment['cores']} cores, {environment['date']}"
         lines.append(

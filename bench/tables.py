@@ -44,11 +44,9 @@ _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)"
 _RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _MUTANTS = re.compile(r"(<!-- mutants: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _CAMPAIGNS = re.compile(r"(<!-- campaigns -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_MARKER = re.compile(r"<!-- (?:figures|bounds|selected|mutants|campaigns|hazards|races|sampling options)\b")
 _OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
-
-
 _TABLES = (_FILES, _SELECTED, _MUTANTS, _CAMPAIGNS, _HAZARDS, _RACES, _OPTIONS)
+_MARKER = re.compile(r"<!-- (?:figures|bounds|selected|mutants|campaigns|hazards|races|sampling options)\b")
 
 
 def table(names: list[str], *, bounded: bool = False) -> str:

@@ -72,12 +72,11 @@ def test_two_ranks_answer_like_one_from_every_tier(model: Path, tmp_path: Path, 
     if drafts:
         options["speculative"] = SpeculativeConfig("ngram", max_drafts=drafts)
     with LLM(model, kv_memory="16MiB", **options) as llm:
-        expected, block_bytes = llm.generate(PROMPTS, PARAMS), llm.engine.parts.layout.block_bytes
-    few = 2 * (
-        -(-len(PROMPTS[0]) // llm.engine.parts.layout.block_tokens) + 1
-    )  # two requests run until one has to leave
+        expected, layout = llm.generate(PROMPTS, PARAMS), llm.engine.parts.layout
+    few = 2 * (layout.num_blocks_for(len(PROMPTS[0])) + 1)  # two requests run until one has to leave
     offload = OffloadConfig(host="16MiB", disk=tmp_path / "kv")
-    sizes = {"kv_memory": few * block_bytes // 2, "tensor_parallel": 2, "offload": offload}  # of half of the heads
+    kv_memory = few * layout.block_bytes // 2  # a rank has half of the heads
+    sizes = {"kv_memory": kv_memory, "tensor_parallel": 2, "offload": offload}
     with always_load(LLM(model, **options, **sizes)) as llm:
         check(llm.generate(PROMPTS, PARAMS), expected)
         assert llm.metrics.value("preemptions_total") > 0

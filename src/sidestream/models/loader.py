@@ -189,10 +189,7 @@ def cache_parts(
     """
     _check_dtype(dtype)
     with naming_model(Path(path_or_hub_id).name):
-        directory = _directory(path_or_hub_id, _CONFIGS)
-        check_config(directory)
-        config = read_config(directory)
-        check_servable(config)
+        directory, config = _servable_config(path_or_hub_id)
         chosen = _precision(directory, config, dtype, device).dtype
         with _ONE_BUILDS:
             return _parts_of_rank(config, dtype=chosen, block_tokens=block_tokens, device=device, ranks=ranks)[0]
@@ -201,11 +198,17 @@ def cache_parts(
 def default_block_tokens_of(path_or_hub_id: str, *, device: torch.device = _CPU) -> int:
     """Tokens of a block that `load_model` would choose; reads only the model's config. Raises ModelError."""
     with naming_model(Path(path_or_hub_id).name):
-        directory = _directory(path_or_hub_id, _CONFIGS)
-        check_config(directory)
-        config = read_config(directory)
-        check_servable(config)
+        _, config = _servable_config(path_or_hub_id)
         return default_block_tokens(device.type, recurrent=has_recurrent_states(config))
+
+
+def _servable_config(path_or_hub_id: str) -> tuple[Path, PreTrainedConfig]:
+    """A servable model's directory, without weights if it had to be downloaded, and its config. Raises ModelError."""
+    directory = _directory(path_or_hub_id, _CONFIGS)
+    check_config(directory)
+    config = read_config(directory)
+    check_servable(config)
+    return directory, config
 
 
 def weights_digest(path_or_hub_id: str) -> str:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from sidestream.cli.bench.options import (
+    SHAPE_HELP,
     EitherDevice,
     GpuDevice,
     OutputTokens,
@@ -169,12 +170,7 @@ def self_check(
     device: GpuDevice = CUDA,
     shape: Annotated[
         str | None,
-        option(
-            "--shape",
-            metavar="SHAPE",
-            help="Model shape, with random weights: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
-            show_default="qwen3-8b, on a CPU tiny",
-        ),
+        option("--shape", metavar="SHAPE", help=SHAPE_HELP, show_default="qwen3-8b, on a CPU tiny"),
     ] = None,
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Repetitions; engines with several shares alternate.", parse=whole)

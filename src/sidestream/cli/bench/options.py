@@ -11,14 +11,8 @@ from sidestream.errors import ConfigError
 
 GpuDevice = Annotated[str, option("--device", metavar="DEVICE", help="`cuda`, or `cpu` to test the benchmark itself.")]
 EitherDevice = Annotated[str, option("--device", metavar="DEVICE", help="`cpu` or `cuda`.")]
-Shape = Annotated[
-    str,
-    option(
-        "--shape",
-        metavar="SHAPE",
-        help="Model shape, with random weights: qwen3-8b, qwen3-32b, llama-3.2-1b, qwen3-0.6b or tiny.",
-    ),
-]
+SHAPE_HELP = "Model shape, with random weights: qwen3-8b, qwen3-32b, llama-3.2-1b, qwen3-0.6b or tiny."
+Shape = Annotated[str, option("--shape", metavar="SHAPE", help=SHAPE_HELP)]
 Requests = Annotated[int, option("--requests", metavar="N", help="Concurrent requests.", parse=whole)]
 PromptTokens = Annotated[int, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", parse=whole)]
 OutputTokens = Annotated[

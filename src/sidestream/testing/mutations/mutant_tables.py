@@ -191,11 +191,6 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "the KV of later layers is loaded behind that of the first layer, so its fences are done later",
     ),
     EquivalentMutant(
-        "auto:runner.graphs:Graphs._capture:constant:0",
-        "self._stream.wait_external(self._events[0]) → self._stream.wait_external(self._events[1])",
-        "the gate of a later group is recorded behind that of the first one on the same stream, so it opens later",
-    ),
-    EquivalentMutant(
         "auto:runner.mailbox:Mailbox.read:argument:0",
         "entry.lease.release(after=(fence,)) → entry.lease.release()",
         "the fence is done: the same function has checked it",
