@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from sidestream.cli.bench.torture_failures import FailingSchedules
 from sidestream.engine import Engine
+from sidestream.errors import ConfigError
+from sidestream.testing import torture
 from sidestream.testing.mutations import Equivalent, applied, find
-from sidestream.testing.torture import draw_workload, excuses
+from sidestream.testing.torture import Failure, draw_workload, excuses, load_replay, run_one
 from sidestream.testing.torture.replay import Replay
+from sidestream.testing.torture.shrink import Shrunk
 
 from .conftest import Run
 
@@ -120,9 +125,12 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
         )
     assert result.exit_code == 1
     assert figures(result.stdout)["findings"] > 0
-    (saved,) = tmp_path.glob("*.json")
-    for part in (" A  ", " B  ", "checker: race: ", f"sidestream torture --replay {saved}"):
+    for part in (" A  ", " B  ", "checker: race: "):
         assert part in result.stderr
+    assert len(list(tmp_path.iterdir())) == figures(result.stdout)["findings"]
+    shown = re.search(r"sidestream torture --replay (\S+)", result.stderr)
+    assert shown is not None
+    saved = Path(shown[1])
     missing = re.search(r"missing: compute:\d+ ──▶ load-\d+:", result.stderr)
     assert missing is not None
 
@@ -133,6 +141,69 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     fixed = run("torture", "--replay", saved)
     assert fixed.exit_code == 0
     assert "the schedule no longer fails; it failed with: checker: race: " in fixed.stdout
+
+
+def test_an_interrupt_while_a_failure_is_shrunk_loses_neither_the_schedule_nor_the_figures(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> Shrunk:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torture, "shrink", interrupted)
+    options = ("--schedules", "16", "--seed", "53", "--policy", "starve:compute", "--json")
+    with applied(find(RACE)):
+        result = run("torture", *options, "--save", tmp_path)
+        assert result.exit_code == 1
+        count = figures(result.stdout)["findings"]
+        saved = sorted(tmp_path.iterdir())
+        assert len(saved) == count > 1
+        assert "policy starve:compute, seed 424: not shrunk" in result.stderr
+        assert f"sidestream torture --replay {saved[0]}" in result.stderr
+        assert run("torture", "--replay", saved[0]).exit_code == 1
+    assert run("torture", "--replay", saved[0]).exit_code == 0
+
+
+def test_a_failure_that_does_not_fail_again_is_shown_with_the_figures(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_once(*_: object, **__: object) -> Shrunk:
+        raise ConfigError("does not fail again")
+
+    monkeypatch.setattr(torture, "shrink", fails_once)
+    with applied(find(RACE)):
+        result = run("torture", "--schedules", "8", "--seed", "53", "--policy", "starve:compute", "--save", tmp_path)
+    assert result.exit_code == 1
+    for part in ("does not fail again", "not shrunk", "checker: race: ", "sidestream torture --replay "):
+        assert part in result.stderr
+    assert "findings" in result.stdout
+
+
+def test_a_failure_is_on_disk_before_the_campaign_ends(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise SystemExit(137)
+
+    monkeypatch.setattr(FailingSchedules, "show", killed)
+    options = ("--schedules", "16", "--seed", "53", "--policy", "starve:compute")
+    with applied(find(RACE)):
+        assert run("torture", *options, "--save", tmp_path).exit_code == 137
+    assert list(tmp_path.glob("*.json"))
+
+
+def test_a_failure_that_cannot_be_written_is_shown_and_ends_no_campaign(run: Run, tmp_path: Path) -> None:
+    workload, policy = draw_workload(53), "starve:compute"
+    with applied(find(RACE)):
+        failure = Failure(workload, policy, 424, run_one(workload, policy, 424))
+    assert failure.outcome.findings
+    directory = tmp_path / "gone"
+    failing = FailingSchedules(directory)
+    failing.keep([failure])  # says why, and does not raise
+    directory.mkdir()
+    for one in (failure, dataclasses.replace(failure, policy="starve:rank1/compute")):
+        failing.keep([one])
+    assert {load_replay(path).workload for path in directory.iterdir()} == {workload}
+    assert len(list(directory.iterdir())) == 2
 
 
 def test_an_unknown_rule_is_refused_with_a_few_of_the_known_ones(run: Run) -> None:

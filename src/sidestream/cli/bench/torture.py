@@ -9,7 +9,6 @@ small model of a published bug. The command also replays saved schedules.
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +21,7 @@ from sidestream.cli.bench.options import was_given
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.bench.torture_device import show_campaign, show_hunt, show_service
 from sidestream.cli.bench.torture_excuses import show_excuses
+from sidestream.cli.bench.torture_failures import FailingSchedules, say, show_outcome
 from sidestream.cli.bench.torture_mutants import show_mutants
 from sidestream.cli.bench.torture_ranks import BLOCKS, show_ranks
 from sidestream.cli.declare import flag, number, option, whole
@@ -31,13 +31,11 @@ from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sidestream.testing.torture import Failure, Hunt, Outcome, Report, Row
+    from sidestream.testing.torture import Hunt, Report, Row
 
 _SCHEDULES = 2000
 _INTERRUPTED = 130
-_MAX_FAILURES = 3  # failures that are shrunk and shown; more than one cause is rare
 _OF_DEVICE = ("device", "blocks", "requests", "tensor_parallel", "check_order")
-_MAX_FINDINGS = 3  # findings shown for a failure; one missing wait often breaks several rules
 
 ShowProgress = Callable[[float, str], None]
 """Moves the progress bar to a value, and shows a text beside the bar."""
@@ -197,10 +195,11 @@ def torture(
     details: dict[str, object] = {}
     good, interrupted = True, False
     if not mutations or schedules is not None or minutes is not None:
-        report = _campaign(_SCHEDULES if schedules is None else schedules, minutes, seed, policy, workers)
+        failing = FailingSchedules(save)
+        report = _campaign(_SCHEDULES if schedules is None else schedules, minutes, seed, policy, workers, failing)
         figures += _campaign_figures(report)
         good, interrupted = not report.num_failures, report.interrupted
-        _show_failures(report, save)
+        failing.show(report.failures, report.num_failures)
     if mutations and not interrupted:
         found = _hunt(names or [], seed, workers)
         figures += _hunt_figures(found)
@@ -280,12 +279,20 @@ def _check_device_options(context: typer.Context, given: Sequence[str], names: S
         raise ConfigError("--check-order does not work with --mutations, which compares bytes: leave one of them out")
 
 
-def _campaign(schedules: int, minutes: float | None, seed: int, policies: list[str] | None, workers: int) -> Report:
+def _campaign(
+    schedules: int,
+    minutes: float | None,
+    seed: int,
+    policies: list[str] | None,
+    workers: int,
+    failing: FailingSchedules,
+) -> Report:
     from sidestream.testing.torture import POLICIES, torture
 
     with _bar("torture", schedules if minutes is None else minutes * 60) as show:
 
         def on_progress(report: Report) -> None:
+            failing.keep(report.failures)
             findings = f"{report.num_failures} findings, " if report.num_failures else ""
             done = report.schedules if minutes is None else report.seconds
             show(
@@ -324,13 +331,13 @@ def _replay(path: Path, *, as_json: bool) -> None:
     )
     console = Console(stderr=as_json)
     without = f", without {schedule.mutation}" if schedule.mutation else ""
-    _print(
+    say(
         console,
         f"{path}: workload {schedule.workload.seed}{without}, {len(schedule.turns)} forced context switches",
     )
-    _show_outcome(console, outcome, schedule.oracle)
+    show_outcome(console, outcome, schedule.oracle)
     if not outcome.findings:
-        _print(console, f"the schedule no longer fails; it failed with: {schedule.oracle}: {schedule.said}")
+        say(console, f"the schedule no longer fails; it failed with: {schedule.oracle}: {schedule.said}")
     if as_json:
         publish(
             "torture",
@@ -396,65 +403,7 @@ def _show_rows(found: Hunt, save: Path) -> None:
     console = Console(stderr=True)
     console.print(table)
     if len(found.rows) == 1 and (killed := found.rows[0].killed) is not None and killed.failure is not None:
-        _show_failure(console, killed.failure, save, found.rows[0].name)
-
-
-def _show_failures(report: Report, save: Path) -> None:
-    """Shrink and print the first failure of each oracle, with the command that replays it."""
-    console = Console(stderr=True)
-    first = {failure.outcome.oracles[0]: failure for failure in reversed(report.failures)}
-    shown = list(first.values())[:_MAX_FAILURES]
-    for failure in shown:
-        _show_failure(console, failure, save, None)
-    if report.num_failures > len(shown):
-        _print(
-            console,
-            f"\n{report.num_failures} schedules failed; above is the first failure of each oracle, "
-            f"at most {_MAX_FAILURES}",
-        )
-
-
-def _show_failure(console: Console, failure: Failure, save: Path, mutation: str | None) -> None:
-    from sidestream.testing.mutations import find
-    from sidestream.testing.torture import Replay, shrink
-
-    with Steps() as steps:
-        steps.update("shrinking the failure")
-        shrunk = shrink(failure, mutation=None if mutation is None else find(mutation))
-    oracle = failure.outcome.oracles[0]
-    name = mutation or f"{failure.workload.seed}-{failure.policy.replace(':', '-')}-{failure.seed}"
-    path = save / f"{name}.json"
-    message = next(finding.text for finding in shrunk.outcome.findings if finding.oracle == oracle)
-    Replay(shrunk.workload, shrunk.turns, mutation, oracle, message).save(path)
-    _print(
-        console,
-        f"\nworkload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}: "
-        f"shrunk in {shrunk.runs} runs",
-    )
-    _show_outcome(console, shrunk.outcome, oracle)
-    _print(console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
-
-
-def _show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
-    """Print the order of events and the findings of the check `oracle`; if it has none, those of all other checks."""
-    from sidestream.testing.torture import explain, render
-
-    found = [finding for finding in outcome.findings if finding.oracle == oracle] or list(outcome.findings)
-    objection = outcome.objections[0] if outcome.objections and found[0].oracle == "checker" else None
-    console.print(
-        render(outcome.lines, objection, width=console.width), markup=False, highlight=False, no_wrap=True, crop=False
-    )
-    console.print()
-    for finding in found[:_MAX_FINDINGS]:
-        _print(console, f"{finding.oracle}: {finding.text}")
-    if len(found) > _MAX_FINDINGS:
-        _print(console, f"… and {len(found) - _MAX_FINDINGS} more like it")
-    if objection is not None and (story := explain(objection)):
-        _print(console, story)
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        FailingSchedules(save, found.rows[0].name).show([killed.failure], 1)
 
 
 def _make_directory(directory: Path) -> None:
