@@ -350,6 +350,21 @@ def test_failed_load_under_a_step_is_recomputed_and_never_seen(failing_loads: Fa
         assert rig.ask(PROMPT).cached.host == REUSABLE
 
 
+def test_failed_load_of_a_state_harms_no_other_request_of_its_step(failing_loads: FailingLoads) -> None:
+    with serving(blocks=64, slots=64, model=StatefulToyModel()) as rig:
+        cold(rig)
+        assert rig.engine.parts.states is not None
+        rig.engine.call(rig.engine.parts.states.forget_all)
+        bystander, steps = rig.submit([3] * 10, 120), rig.engine.num_steps
+        rig.turn_until(lambda: rig.engine.num_steps > steps)
+        with rig.hold("load"):
+            reply = rig.submit(PROMPT)
+            rig.turn_until(lambda: 2 in {step.batch.num_rows for step in (rig.engine.loop.in_flight,) if step})
+        rig.expect(reply, PROMPT)
+        rig.expect(bystander, [3] * 10, 120)
+        assert rig.counted("load_fallbacks_total", "load_failed") == 1
+
+
 def test_step_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_loads: FailingLoads) -> None:
     choked: list[int] = []
 

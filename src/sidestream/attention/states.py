@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.device.kinds import on_host
-from sidestream.errors import InvariantError
 from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateTensor
 
 Part = tuple[str, int]
@@ -41,6 +40,10 @@ Kernels = Callable[[torch.Tensor, "StateBatch"], torch.Tensor]
 """Computes a layer's outputs from the packed inputs of a whole batch, both `[T, input_size]`. Reads and writes the
 rows' states in the pool. The host reads no results, so the launch may be captured in a CUDA graph.
 """
+
+
+# Recorded for a state that is computed from a wrong one: no later row, with any number of kept inputs, may begin there.
+_NO_TOKENS = -(1 << 40)
 
 
 class DraftInputs:
@@ -134,8 +137,8 @@ class StatePool:
                          layers have `Kernels`, because then the host need not know these numbers
 
         The state that a row reads, together with the kept inputs of drafts, must cover exactly the tokens before the
-        row. Otherwise, this method raises InvariantError if the states are in host memory. On a GPU the host does not
-        read the result of the check; instead, `StateBatch.finish` sets the row's logits to NaN.
+        row. Otherwise, `StateBatch.finish` sets the row's logits to NaN, so that its request ends with an error. Other
+        rows are right: a state whose load fails must not harm the requests that share a step with it.
         """
         reads = torch.where(reads < 0, self.zero, reads)
         writes = torch.where(writes < 0, self.scratch, writes)
@@ -146,17 +149,14 @@ class StatePool:
             first, count = self.drafts.first[slots], self.drafts.count[slots]
             kept[:num_decode] = torch.where(first == covered, count, 0)[:num_decode]
         wrong = (behind < 0) | (behind > kept)  # rule: state-covers-what-is-before-its-row
-        if on_host(self.device) and bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise InvariantError(
-                f"row {row} begins at token {int(starts[row])}, its state {int(reads[row])} covers "
-                f"{int(covered[row])} tokens, and the inputs of {int(kept[row])} later tokens are kept"
-            )
         covers = kv_lens.clone()
         covers[:num_decode] = starts[:num_decode] + 1  # rule: state-covers-no-draft
         border = covers // self._block_tokens * self._block_tokens
         # rule: checkpoint-is-written-if-its-border-is-reached
         checkpoints = torch.where((checkpoints >= 0) & (border > covered), checkpoints, self.scratch)
+        tokens_to_border = border - covered
+        # rule: state-after-a-wrong-one-is-wrong
+        covers, border = covers.masked_fill(wrong, _NO_TOKENS), border.masked_fill(wrong, _NO_TOKENS)
         number = torch.arange(decode_queries, device=self.device)[:, None]
         own, packed = number < lengths[:num_decode], cu_seqlens_q[:num_decode] + number
         return StateBatch(
@@ -174,7 +174,7 @@ class StatePool:
             behind=behind.masked_fill(wrong, 0),  # with a wrong count, replay would read inputs that were never written
             covers=covers,
             border=border,
-            tokens_to_border=border - covered,
+            tokens_to_border=tokens_to_border,
             wrong=wrong,
         )
 
@@ -206,9 +206,9 @@ class StateBatch:
     lengths            number of tokens of each row in this step
     behind             number of tokens to replay: accepted drafts of the last step. The state that the row reads does
                        not cover these drafts
-    covers             number of tokens that the row's new state covers
+    covers             number of tokens that the row's new state covers; `_NO_TOKENS` if it is computed from a wrong one
     border             `covers`, rounded down to the end of a block
-    tokens_to_border   `border` minus the number of tokens that the read state covers
+    tokens_to_border   `border` minus the number of tokens that the read state covers; of no meaning for a wrong state
     wrong              bool: the state that the row reads, plus the replay, does not cover all tokens before the row
     """
 
@@ -263,7 +263,7 @@ class StateBatch:
 
     def finish(self, logits: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """After the last layer, record the number of tokens that each written state covers. Returns the logits `[N,
-        vocab_size]`, with NaN in rows whose state was wrong. `logits_indices` int64 [N]: packed position of each row of
+        vocab_size]`, with NaN for rows with a wrong state. `logits_indices` int64 [N]: packed position of each row of
         the logits.
         """
         pool = self.pool
@@ -275,8 +275,6 @@ class StateBatch:
             counts[self.num_decode :] = 0
             pool.drafts.first.index_copy_(0, self.slots, self.covers)
             pool.drafts.count.index_copy_(0, self.slots, counts)
-        if on_host(pool.device):
-            return logits
         rows = torch.searchsorted(self.cu_seqlens_q, logits_indices, right=True) - 1
         rows = rows.clamp(max=len(self.wrong) - 1)  # positions of padding are after the last row
         return logits.masked_fill(self.wrong[rows].unsqueeze(1), float("nan"))

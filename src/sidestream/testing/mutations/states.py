@@ -221,6 +221,17 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="state-after-a-wrong-one-is-wrong",
+            hazard="H15",
+            change=Delete(),
+            consequence="a chunk without logits reads a wrong state, and the text of later chunks is wrong",
+            needs=frozenset({"states"}),
+        ),
+        "the scheduler plans no such read, and a failed load computes its request again: a second line of defence",
+        noticed_by="models/test_hybrid.py::test_what_is_computed_from_a_wrong_state_is_wrong",
+    ),
+    Equivalent(
+        Mutation(
             name="fresh-state-waits-for-its-last-use",
             hazard="H3",
             change=Value("(loaded, fresh.after)"),
