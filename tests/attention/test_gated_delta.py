@@ -94,6 +94,7 @@ class Both:
                 decode_queries=int(counts[:num_decode].max()) if num_decode else 1,
                 chunks=chunks,
             )
+            assert not batch.wrong.any()
             with torch.inference_mode():
                 if number == 0:
                     outputs.append(self._layers.run(batch, lambda: self._part(hidden[None])[0]))

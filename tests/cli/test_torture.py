@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -17,9 +19,8 @@ from sidestream.engine import Engine
 from sidestream.errors import ConfigError
 from sidestream.testing import torture
 from sidestream.testing.mutations import Equivalent, applied, find
-from sidestream.testing.torture import Failure, draw_workload, excuses, load_replay, run_one
+from sidestream.testing.torture import Failure, campaign, draw_workload, excuses, load_replay, run_one
 from sidestream.testing.torture.replay import Replay
-from sidestream.testing.torture.shrink import Shrunk
 
 from .conftest import Run
 
@@ -127,7 +128,7 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     assert figures(result.stdout)["findings"] > 0
     for part in (" A  ", " B  ", "checker: race: "):
         assert part in result.stderr
-    assert len(list(tmp_path.iterdir())) == figures(result.stdout)["findings"]
+    assert len(list(tmp_path.iterdir())) == figures(result.stdout)["findings"]  # the shown one is no longer there twice
     shown = re.search(r"sidestream torture --replay (\S+)", result.stderr)
     assert shown is not None
     saved = Path(shown[1])
@@ -143,16 +144,20 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     assert "the schedule no longer fails; it failed with: checker: race: " in fixed.stdout
 
 
+FAILS = ("torture", "--schedules", "16", "--seed", "53", "--policy", "starve:compute")
+
+
+def interrupted(*_: object, **__: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def test_an_interrupt_while_a_failure_is_shrunk_loses_neither_the_schedule_nor_the_figures(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object, **__: object) -> Shrunk:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(torture, "shrink", interrupted)
-    options = ("--schedules", "16", "--seed", "53", "--policy", "starve:compute", "--json")
+    monkeypatch.setattr(torture, "hunt", lambda *_, **__: pytest.fail("the hunt began after the interrupt"))
     with applied(find(RACE)):
-        result = run("torture", *options, "--save", tmp_path)
+        result = run(*FAILS, "--mutations", "--json", "--save", tmp_path)
         assert result.exit_code == 1
         count = figures(result.stdout)["findings"]
         saved = sorted(tmp_path.iterdir())
@@ -163,15 +168,25 @@ def test_an_interrupt_while_a_failure_is_shrunk_loses_neither_the_schedule_nor_t
     assert run("torture", "--replay", saved[0]).exit_code == 0
 
 
+def test_an_interrupt_while_the_schedule_of_a_mutation_is_shrunk_ends_with_130(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torture, "shrink", interrupted)
+    result = run("torture", "--mutations", RULE, "--json", "--save", tmp_path)
+    assert result.exit_code == 130
+    assert figures(result.stdout)["mutations_killed"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [f"{RULE}-as-it-ran.json"]
+
+
 def test_a_failure_that_does_not_fail_again_is_shown_with_the_figures(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails_once(*_: object, **__: object) -> Shrunk:
+    def fails_once(*_: object, **__: object) -> NoReturn:
         raise ConfigError("does not fail again")
 
     monkeypatch.setattr(torture, "shrink", fails_once)
     with applied(find(RACE)):
-        result = run("torture", "--schedules", "8", "--seed", "53", "--policy", "starve:compute", "--save", tmp_path)
+        result = run(*FAILS, "--save", tmp_path)
     assert result.exit_code == 1
     for part in ("does not fail again", "not shrunk", "checker: race: ", "sidestream torture --replay "):
         assert part in result.stderr
@@ -181,29 +196,50 @@ def test_a_failure_that_does_not_fail_again_is_shown_with_the_figures(
 def test_a_failure_is_on_disk_before_the_campaign_ends(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*_: object) -> None:
+    def killed(*_: object) -> NoReturn:
         raise SystemExit(137)
 
     monkeypatch.setattr(FailingSchedules, "show", killed)
-    options = ("--schedules", "16", "--seed", "53", "--policy", "starve:compute")
+    monkeypatch.setattr(campaign, "_REPORT_EVERY_S", math.inf)
     with applied(find(RACE)):
-        assert run("torture", *options, "--save", tmp_path).exit_code == 137
-    assert list(tmp_path.glob("*.json"))
+        assert run(*FAILS, "--save", tmp_path).exit_code == 137
+    assert list(tmp_path.glob("*-as-it-ran.json"))
 
 
-def test_a_failure_that_cannot_be_written_is_shown_and_ends_no_campaign(run: Run, tmp_path: Path) -> None:
+def failure_without(rule: str) -> Failure:
     workload, policy = draw_workload(53), "starve:compute"
-    with applied(find(RACE)):
+    with applied(find(rule)):
         failure = Failure(workload, policy, 424, run_one(workload, policy, 424))
     assert failure.outcome.findings
-    directory = tmp_path / "gone"
+    return failure
+
+
+def test_a_failure_that_cannot_be_written_is_shown_and_ends_no_campaign(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure, directory = failure_without(RACE), tmp_path / "gone"
     failing = FailingSchedules(directory)
-    failing.keep([failure])  # says why, and does not raise
+    failing.keep([failure])
+    assert "cannot be written: No such file or directory" in " ".join(capsys.readouterr().err.split())
+    failing.keep([failure])
+    assert capsys.readouterr().err == ""  # said once
     directory.mkdir()
-    for one in (failure, dataclasses.replace(failure, policy="starve:rank1/compute")):
-        failing.keep([one])
-    assert {load_replay(path).workload for path in directory.iterdir()} == {workload}
-    assert len(list(directory.iterdir())) == 2
+    for policy in ("starve:compute", "starve:rank1/compute"):
+        failing.keep([dataclasses.replace(failure, policy=policy)])
+    assert [load_replay(path).workload for path in directory.iterdir()] == [failure.workload] * 2
+
+
+def test_a_shrunk_schedule_that_cannot_be_written_is_shown_and_the_long_one_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = failure_without(RACE)
+    name = f"{failure.workload.seed}-starve-compute-424"
+    (tmp_path / f"{name}.json").mkdir()
+    with applied(find(RACE)):
+        assert not FailingSchedules(tmp_path).show([failure], 1)
+    said = capsys.readouterr().err
+    for part in ("cannot be written", "shrunk in", f"--replay {tmp_path / name}-as-it-ran.json"):
+        assert part in said
 
 
 def test_an_unknown_rule_is_refused_with_a_few_of_the_known_ones(run: Run) -> None:

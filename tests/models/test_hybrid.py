@@ -336,6 +336,9 @@ def test_what_is_computed_from_a_wrong_state_is_wrong(tmp_path: Path, drafts: in
     assert step(none, [16, 1], [1]) == [False]  # the first row begins at token 15 with a state of zeros: no logits
     assert step(starts, [17, 2], [0, 1]) == [True, False]
     assert step(torch.tensor([2, 1]), [17, 3], [0, 1]) == [True, False]  # nor does it leave a checkpoint
+    if kept is not None:
+        kept.count[0] = drafts  # behind the wrong state: with them, no row may begin there either
+        assert step(torch.tensor([0, 1]), [1 + drafts, 4], [0, 1]) == [True, False]
 
 
 def test_a_layer_that_forgets_what_came_before_its_chunk_is_refused(

@@ -429,6 +429,17 @@ def test_checkpoints_of_a_broken_request_are_not_found_again() -> None:
     assert turns.states.num_keys == 0
 
 
+def test_the_checkpoint_from_which_a_broken_request_began_is_not_found_again() -> None:
+    turns = Turns()
+    turns.answer(list(range(10)))
+    key = turns.key(list(range(8)))
+    assert turns.states.get(key) is not None
+    request = turns.submit([*range(8), 20, 21, 22])
+    turns.commit(turns.plan(), finite=False)
+    assert request.finish_reason == "error"
+    assert turns.states.get(key) is None
+
+
 @pytest.mark.parametrize("end", ["length", "abort", "preempt"])
 def test_every_state_comes_back(end: str) -> None:
     turns = Turns()

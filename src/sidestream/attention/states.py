@@ -43,7 +43,7 @@ rows' states in the pool. The host reads no results, so the launch may be captur
 
 
 # Recorded for a state that is computed from a wrong one: no later row, with any number of kept inputs, may begin there.
-_NO_TOKENS = -(1 << 40)
+_INVALID = -(1 << 40)
 
 
 class DraftInputs:
@@ -137,8 +137,8 @@ class StatePool:
                          layers have `Kernels`, because then the host need not know these numbers
 
         The state that a row reads, together with the kept inputs of drafts, must cover exactly the tokens before the
-        row. Otherwise, `StateBatch.finish` sets the row's logits to NaN, so that its request ends with an error. Other
-        rows are right: a state whose load fails must not harm the requests that share a step with it.
+        row. Otherwise, `StateBatch.finish` sets the row's logits to NaN; other rows are not affected. Then the row's
+        request ends with an error, or is computed again if the load of its state failed.
         """
         reads = torch.where(reads < 0, self.zero, reads)
         writes = torch.where(writes < 0, self.scratch, writes)
@@ -156,7 +156,7 @@ class StatePool:
         checkpoints = torch.where((checkpoints >= 0) & (border > covered), checkpoints, self.scratch)
         tokens_to_border = border - covered
         # rule: state-after-a-wrong-one-is-wrong
-        covers, border = covers.masked_fill(wrong, _NO_TOKENS), border.masked_fill(wrong, _NO_TOKENS)
+        covers, border = covers.masked_fill(wrong, _INVALID), border.masked_fill(wrong, _INVALID)
         number = torch.arange(decode_queries, device=self.device)[:, None]
         own, packed = number < lengths[:num_decode], cu_seqlens_q[:num_decode] + number
         return StateBatch(
@@ -206,7 +206,7 @@ class StateBatch:
     lengths            number of tokens of each row in this step
     behind             number of tokens to replay: accepted drafts of the last step. The state that the row reads does
                        not cover these drafts
-    covers             number of tokens that the row's new state covers; `_NO_TOKENS` if it is computed from a wrong one
+    covers             number of tokens that the row's new state covers; `_INVALID` if it is computed from a wrong one
     border             `covers`, rounded down to the end of a block
     tokens_to_border   `border` minus the number of tokens that the read state covers; of no meaning for a wrong state
     wrong              bool: the state that the row reads, plus the replay, does not cover all tokens before the row

@@ -238,7 +238,7 @@ def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor],
             kept = None if states is None else _state_batch(states, len(logits), start, end)
             logits.append(model.forward(tokens[start:end], rows + start, batch, rows, states=kept))
             if kept is not None:
-                kept.finish(logits[-1], rows)
+                logits[-1] = kept.finish(logits[-1], rows)
         _check_reached(reached, num_layers)
     outputs = {layer: torch.cat(parts) for layer, parts in stateful.items()}
     return [torch.cat(layer) for layer in attended], outputs, torch.cat(logits).float()

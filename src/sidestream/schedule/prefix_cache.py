@@ -160,7 +160,7 @@ class PrefixCache:
 
     def invalidate(self, request: Request) -> Sequence[Key]:
         """Make all blocks that the request computed itself unfindable, because its logits are not finite: KV of earlier
-        chunks may be broken as well. Returns their keys.
+        chunks may be broken as well. Of recurrent states, also the checkpoint from which it started. Returns the keys.
         """
         assert request.own_blocks is not None and request.blocks is not None
         own = slice(request.own_blocks, max(request.published_blocks, request.found_blocks))
@@ -170,8 +170,9 @@ class PrefixCache:
             [block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block]
         )
         if self._states is not None:
-            self._states.forget(keys)  # rule: broken-request-invalidates-its-states
-            keys = [*keys, *(part for key in keys for part in self._states.part_keys(key))]
+            of_states = [*request.keys[: own.start][-1:], *keys]  # rule: broken-request-invalidates-its-first-state
+            self._states.forget(of_states)  # rule: broken-request-invalidates-its-states
+            keys = [*keys, *(part for key in of_states for part in self._states.part_keys(key))]
         return keys
 
     def forget_all(self, running: Iterable[Request]) -> None:

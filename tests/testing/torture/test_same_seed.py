@@ -13,7 +13,17 @@ import pytest
 import torch
 
 from sidestream.device.sim import make_policy
-from sidestream.testing.torture import POLICIES, Report, draw_workload, run_schedule, torture
+from sidestream.testing.torture import (
+    POLICIES,
+    Outcome,
+    Reference,
+    Report,
+    Workload,
+    campaign,
+    draw_workload,
+    run_schedule,
+    torture,
+)
 
 SCHEDULES = 18  # each policy twice
 FORGETS = 47  # a schedule that forgets several blocks at once: their slots are freed in one order in every process
@@ -51,6 +61,21 @@ def test_inputs_that_were_never_kept_do_not_fail_a_schedule() -> None:
     """
     policy = make_policy("starve:store", random.Random(64_002_554))
     assert run_schedule(draw_workload(64_002_553), policy).findings == ()
+
+
+def test_an_interrupt_leaves_the_schedules_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight schedules share a workload."""
+    run, started = campaign.run_one, list[int]()
+
+    def interrupted(workload: Workload, policy: str, seed: int, reference: Reference | None = None) -> Outcome:
+        started.append(seed)
+        if len(started) == 15:
+            raise KeyboardInterrupt
+        return run(workload, policy, seed, reference)
+
+    monkeypatch.setattr(campaign, "run_one", interrupted)
+    report = torture(schedules=24, seed=3)
+    assert (report.schedules, report.interrupted) == (14, True)
 
 
 def said(report: Report) -> tuple[object, ...]:

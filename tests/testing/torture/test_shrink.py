@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
+from typing import Any
 
 import pytest
 
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, find
 from sidestream.testing.steering import minimise
-from sidestream.testing.torture import Failure, kill, render, rerun, shrink
+from sidestream.testing.torture import Failure, Outcome, kill, render, rerun, shrink
 from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.shrink import simpler_workloads
 from sidestream.testing.torture.workload import blocks_for
+
+# The package's `shrink` is the function.
+shrinking = importlib.import_module("sidestream.testing.torture.shrink")
 
 RULES = ("release-waits-for-the-last-step", "settled-blocks-are-released", "store-waits-for-step")
 """Missed by the checker, by the loop, and by the checker again, in bytes that nobody has written yet."""
@@ -45,6 +50,19 @@ def test_a_shrunk_failure_is_shorter_and_the_same_oracle_objects(name: str) -> N
     again = rerun(short.workload, short.turns, mutation=mutation)
     assert (again.findings, again.lines) == (short.outcome.findings, short.outcome.lines)
     assert rerun(short.workload, short.turns).findings == ()  # with the rule in place, nothing is wrong
+
+
+def test_a_shrunk_schedule_that_does_not_fail_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation, run = find(RULES[0]), shrinking.run_schedule
+    failure = failure_of(mutation)
+
+    def passes_when_traced(*arguments: Any, trace: bool = False, **options: Any) -> Outcome:
+        outcome = run(*arguments, trace=trace, **options)
+        return dataclasses.replace(outcome, findings=()) if trace else outcome
+
+    monkeypatch.setattr(shrinking, "run_schedule", passes_when_traced)
+    with pytest.raises(ConfigError, match="does not fail again"):
+        shrink(failure, mutation=mutation, max_runs=20)
 
 
 def test_shrinking_twice_gives_the_same_schedule() -> None:

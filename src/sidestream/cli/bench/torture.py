@@ -198,14 +198,14 @@ def torture(
         failing = FailingSchedules(save)
         report = _campaign(_SCHEDULES if schedules is None else schedules, minutes, seed, policy, workers, failing)
         figures += _campaign_figures(report)
-        good, interrupted = not report.num_failures, report.interrupted
-        failing.show(report.failures, report.num_failures)
+        good = not report.num_failures
+        interrupted = failing.show(report.failures, report.num_failures) or report.interrupted
     if mutations and not interrupted:
         found = _hunt(names or [], seed, workers)
         figures += _hunt_figures(found)
         details["mutations"] = [_as_json(row) for row in found.rows]
-        good, interrupted = good and not found.survivors, found.interrupted
-        _show_rows(found, save)
+        good = good and not found.survivors
+        interrupted = _show_rows(found, save) or found.interrupted
     publish("torture", "toy", figures, as_json=as_json, console=Console(), details=details)
     _exit(good=good, interrupted=interrupted)
 
@@ -391,8 +391,10 @@ def _as_json(row: Row) -> dict[str, object]:
     return {"name": row.name, "hazard": row.hazard, "miniature": row.miniature, "killed_after": after, "oracle": oracle}
 
 
-def _show_rows(found: Hunt, save: Path) -> None:
-    """Print the mutations on standard error. If there is only one, also save the schedule that detected it."""
+def _show_rows(found: Hunt, save: Path) -> bool:
+    """Print the mutations on standard error. If there is only one, also save the schedule that detected it. Returns
+    whether an interrupt has ended its shrinking.
+    """
     table = Table(title="mutations")
     for heading in ("mutation", "hazard", "killed after", "by"):
         table.add_column(heading, justify="right" if heading == "killed after" else "left")
@@ -403,7 +405,8 @@ def _show_rows(found: Hunt, save: Path) -> None:
     console = Console(stderr=True)
     console.print(table)
     if len(found.rows) == 1 and (killed := found.rows[0].killed) is not None and killed.failure is not None:
-        FailingSchedules(save, found.rows[0].name).show([killed.failure], 1)
+        return FailingSchedules(save, found.rows[0].name).show([killed.failure], 1)
+    return False
 
 
 def _make_directory(directory: Path) -> None:

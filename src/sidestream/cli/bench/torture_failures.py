@@ -1,7 +1,7 @@
 """Saves and shows the failing schedules of `sidestream torture`.
 
-A failing schedule is saved as it ran when it is found, and replaced by a shorter one later: shrinking takes a minute,
-and an interrupt or the end of the process must not lose what a campaign of hours has found.
+A campaign saves a failing schedule as it ran when it hears of it: shrinking takes a minute, and an interrupt or the end
+of the process must not lose what a campaign of hours has found. A shrunk schedule replaces the long one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sidestream.cli.progress import Steps
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sidestream.testing.torture import Failure, Finding, Outcome
+    from sidestream.testing.torture import Failure, Finding, Outcome, Shrunk, Workload
 
 _MAX_SHRUNK = 3  # failures that are shrunk and shown; more than one cause is rare
 _MAX_FINDINGS = 3  # findings shown for a failure; one missing wait often breaks several rules
@@ -38,77 +38,82 @@ class FailingSchedules:
         self._refused: set[Path] = set()  # could not be written, for example because the disk was full
 
     def keep(self, failures: Iterable[Failure]) -> None:
-        """Save the failures that are not saved yet, as they ran. A file that cannot be written is tried again at the
-        next call; only the first error of each is printed, so that a campaign goes on.
+        """Save the failures that are not saved yet, as they ran. If a file cannot be written, print the error once, and
+        try again at the next call, so that a campaign goes on.
         """
-        from sidestream.testing.torture import Replay
-
         for failure in failures:
-            path = self._path(failure)
-            if path in self._kept:
-                continue
-            finding, turns = failure.outcome.findings[0], failure.outcome.deviations
-            try:
-                Replay(failure.workload, turns, self._mutation, finding.oracle, finding.text).save(path)
-            except ConfigError as error:
-                if path not in self._refused:
-                    say(self._console, str(error))
-                self._refused.add(path)
-            else:
-                self._kept.add(path)
+            path = self._path(failure, "-as-it-ran")
+            if path not in self._kept:
+                self._write(path, failure.workload, failure.outcome.deviations, failure.outcome.findings[0])
 
-    def show(self, failures: Iterable[Failure], count: int) -> None:
+    def show(self, failures: Iterable[Failure], count: int) -> bool:
         """Shrink and print the first failure of each oracle, with the command that replays it; `count` is the number of
-        all failures. After an interrupt, the failures are printed as they ran.
+        all failures. Returns whether an interrupt has ended the shrinking; then the remaining failures are printed
+        without it.
         """
-        failures = list(failures)
+        failures, interrupted = list(failures), False
         self.keep(failures)
         first = {failure.outcome.oracles[0]: failure for failure in reversed(failures)}
         shown = list(first.values())[:_MAX_SHRUNK]
-        interrupted = False
         for failure in shown:
-            if not interrupted:
-                try:
-                    self._shrink(failure)
-                    continue
-                except KeyboardInterrupt:
-                    interrupted = True
-                except ConfigError as error:  # it does not fail again, or cannot be written
-                    say(self._console, f"\n{error}")
-            self._say_as_it_ran(failure)
+            shrunk = None
+            try:
+                shrunk = None if interrupted else self._shrink(failure)
+            except KeyboardInterrupt:
+                interrupted = True
+            except ConfigError as error:  # it does not fail again
+                say(self._console, f"\n{error}")
+            self._show_failure(failure, shrunk)
         if count > len(shown):
             say(
                 self._console,
-                f"\n{count} schedules failed; above is the first failure of each oracle, at most {_MAX_SHRUNK}; "
-                f"{self._save} has {len(self._kept)}",
+                f"\n{count} schedules failed; above is the first failure of each oracle, at most {_MAX_SHRUNK}. "
+                f"The first {len(failures)} are saved in {self._save}",
             )
+        return interrupted
 
-    def _shrink(self, failure: Failure) -> None:
+    def _shrink(self, failure: Failure) -> Shrunk:
         from sidestream.testing.mutations import find
-        from sidestream.testing.torture import Replay, shrink
+        from sidestream.testing.torture import shrink
 
         with Steps() as steps:
             steps.update("shrinking the failure")
-            shrunk = shrink(failure, mutation=None if self._mutation is None else find(self._mutation))
-        oracle, path = failure.outcome.oracles[0], self._path(failure)
-        message = next(finding.text for finding in shrunk.outcome.findings if finding.oracle == oracle)
-        Replay(shrunk.workload, shrunk.turns, self._mutation, oracle, message).save(path)
-        say(self._console, f"\n{_title(failure)}: shrunk in {shrunk.runs} runs")
-        show_outcome(self._console, shrunk.outcome, oracle)
-        self._say_how_to_replay(path)
+            return shrink(failure, mutation=None if self._mutation is None else find(self._mutation))
 
-    def _say_as_it_ran(self, failure: Failure) -> None:
-        say(self._console, f"\n{_title(failure)}: not shrunk")
-        _say_findings(self._console, failure.outcome, failure.outcome.oracles[0])
-        self._say_how_to_replay(self._path(failure))
-
-    def _say_how_to_replay(self, path: Path) -> None:
+    def _show_failure(self, failure: Failure, shrunk: Shrunk | None) -> None:
+        """Print a failure, and save its shrunk schedule instead of the long one."""
+        title = f"workload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}"
+        oracle, path = failure.outcome.oracles[0], self._path(failure, "-as-it-ran")
+        if shrunk is None:
+            say(self._console, f"\n{title}: not shrunk")
+            _say_findings(self._console, failure.outcome, oracle)
+        else:
+            short, finding = self._path(failure), _of(shrunk.outcome, oracle)[0]
+            if self._write(short, shrunk.workload, shrunk.turns, finding):
+                path.unlink(missing_ok=True)
+                path = short
+            say(self._console, f"\n{title}: shrunk in {shrunk.runs} runs")
+            show_outcome(self._console, shrunk.outcome, oracle)
         if path in self._kept:
             say(self._console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
 
-    def _path(self, failure: Failure) -> Path:
+    def _write(self, path: Path, workload: Workload, turns: dict[int, str], finding: Finding) -> bool:
+        """Write a schedule to a file. Returns whether it is there; prints an error once."""
+        from sidestream.testing.torture import Replay
+
+        try:
+            Replay(workload, turns, self._mutation, finding.oracle, finding.text).save(path)
+        except ConfigError as error:
+            if path not in self._refused:
+                say(self._console, f"\n{error}")
+            self._refused.add(path)
+            return False
+        self._kept.add(path)
+        return True
+
+    def _path(self, failure: Failure, suffix: str = "") -> Path:
         policy = failure.policy.replace(":", "-").replace("/", "-")
-        return self._save / f"{self._mutation or f'{failure.workload.seed}-{policy}-{failure.seed}'}.json"
+        return self._save / f"{self._mutation or f'{failure.workload.seed}-{policy}-{failure.seed}'}{suffix}.json"
 
 
 def show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
@@ -127,10 +132,6 @@ def show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
 def say(console: Console, text: str) -> None:
     """Print a text as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _title(failure: Failure) -> str:
-    return f"workload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}"
 
 
 def _of(outcome: Outcome, oracle: str) -> list[Finding]:

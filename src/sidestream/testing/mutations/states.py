@@ -221,6 +221,17 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="broken-request-invalidates-its-first-state",
+            hazard="H9",
+            change=Become("of_states = keys"),
+            consequence="a checkpoint that is broken fails every request that starts from it",
+            needs=frozenset({"states", "bad_logits"}),
+        ),
+        "no checkpoint of a schedule is broken when it is published",
+        noticed_by="schedule/test_states.py::test_the_checkpoint_from_which_a_broken_request_began_is_not_found_again",
+    ),
+    Equivalent(
+        Mutation(
             name="state-after-a-wrong-one-is-wrong",
             hazard="H15",
             change=Delete(),

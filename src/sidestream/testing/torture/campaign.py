@@ -91,8 +91,9 @@ def torture(
 ) -> Report:
     """Run `schedules` schedules; if `minutes` is given, run as many as fit into this time. Blocks.
 
-    The policies take turns. An interrupt (KeyboardInterrupt) ends the campaign early and returns the results so far.
-    Raises ConfigError for an unknown policy or a number out of range.
+    The policies take turns. `on_progress` is called at each failure, and otherwise at most five times a second. An
+    interrupt (KeyboardInterrupt) ends the campaign early and returns the results so far. Raises ConfigError for an
+    unknown policy or a number out of range.
     """
     _check(schedules, policies, minutes, workers)
     report, start = Report(workers=workers), time.monotonic()
@@ -102,7 +103,8 @@ def torture(
     reported_s = start
     try:
         for results in spread(jobs, workers=workers):
-            for failure, steps, decisions in results:
+            known = report.num_failures
+            for failure, steps, decisions in results.schedules:
                 report.schedules += 1
                 report.steps += steps
                 report.decisions += decisions
@@ -114,10 +116,11 @@ def torture(
             ]
             now = time.monotonic()
             report.seconds, report.pairs_missing = now - start, coverage.missing
-            if on_progress is not None and now - reported_s >= _REPORT_EVERY_S:
+            if on_progress is not None and (now - reported_s >= _REPORT_EVERY_S or report.num_failures > known):
                 reported_s = now
                 on_progress(report)
-            if until is not None and now >= until:
+            report.interrupted = results.interrupted
+            if report.interrupted or (until is not None and now >= until):
                 break
     except KeyboardInterrupt:
         report.interrupted = True
@@ -139,8 +142,16 @@ def deal(number: int, policies: Sequence[str]) -> str:
     return f"{policy}/compute" if policy == "starve:rank1" and turn % 2 else policy
 
 
-_Result = tuple[Failure | None, int, int]
-"""The results of one workload: failures, number of steps, number of decisions."""
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """The results of one workload.
+
+    schedules    of each schedule: the failure, the number of steps, the number of decisions
+    interrupted  an interrupt has ended it early
+    """
+
+    schedules: tuple[tuple[Failure | None, int, int], ...]
+    interrupted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +161,18 @@ class _Job:
     workload_seed: int
     runs: tuple[tuple[str, int], ...]
 
-    def run(self) -> list[_Result]:
-        workload = draw_workload(self.workload_seed)
-        reference = reference_of(workload)
-        results: list[_Result] = []
-        for policy, seed in self.runs:
-            outcome = run_one(workload, policy, seed, reference)
-            failure = Failure(workload, policy, seed, outcome) if outcome.findings else None
-            results.append((failure, outcome.steps, outcome.decisions))
-        return results
+    def run(self) -> _Results:
+        results: list[tuple[Failure | None, int, int]] = []
+        try:
+            workload = draw_workload(self.workload_seed)
+            reference = reference_of(workload)
+            for policy, seed in self.runs:
+                outcome = run_one(workload, policy, seed, reference)
+                failure = Failure(workload, policy, seed, outcome) if outcome.findings else None
+                results.append((failure, outcome.steps, outcome.decisions))
+        except KeyboardInterrupt:
+            return _Results(tuple(results), interrupted=True)
+        return _Results(tuple(results), interrupted=False)
 
 
 def _jobs(seed: int, policies: Sequence[str], schedules: int | None, coverage: Coverage) -> Iterator[_Job]:

@@ -43,10 +43,8 @@ class Replay:
             "workload": plain(self.workload),
             "turns": [[at, name] for at, name in sorted(self.turns.items())],
         }
-        partial = path.with_name(f"{path.name}.partial")
         try:
-            partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)  # so that an existing file stays whole
+            path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"schedule {path} cannot be written: {error.strerror or error}: give a file that you may write"

@@ -67,10 +67,7 @@ class _Shrinking:
         workload = failure.workload
         outcome = self._try(workload, lambda: make_policy(failure.policy, random.Random(failure.seed)))
         if outcome is None:
-            raise ConfigError(
-                f"workload {workload.seed} under policy {failure.policy} with seed {failure.seed} does not fail again: "
-                "it depends on something else"
-            )
+            raise self._is_lost()
         turns = outcome.deviations
         # Half of the runs go to the workload: a smaller workload makes the other half faster.
         floor = self._left // 2
@@ -87,7 +84,16 @@ class _Shrinking:
                 at, refused = at + 1, refused + 1
         kept = minimise(sorted(turns.items()), lambda items: self._steered(workload, dict(items)) is not None)
         last = self._once(workload, lambda: Steered(dict(kept)), trace=True)
+        if self._oracle not in last.oracles:
+            raise self._is_lost()
         return Shrunk(workload, dict(kept), last, self._max_runs - self._left)
+
+    def _is_lost(self) -> ConfigError:
+        failure = self._failure
+        return ConfigError(
+            f"workload {failure.workload.seed} under policy {failure.policy} with seed {failure.seed} does not fail "
+            "again: it depends on something else"
+        )
 
     def _fails_somehow(self, workload: Workload, turns: dict[int, str]) -> Outcome | None:
         """Find decisions under which the changed workload still fails: try the original policy, then the recorded
