@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from engine_rig import Rig, serving
+
+from sidestream.errors import EngineStopped
+from sidestream.offload.tiers.stack import TierStack
 
 PROMPT = list(range(1, 24))
 
@@ -43,6 +47,22 @@ def test_blocks_that_a_request_completes_after_a_reset_are_found_in_no_tier(tmp_
         rig.ask(PROMPT, 40)
         rig.settle()
         assert min(keys_by_tier(rig)) > 0
+
+
+def test_a_reset_that_does_not_reach_the_tiers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(slots=24)
+    try:
+        rig.ask(PROMPT)
+        rig.settle()
+
+        def fail(_: TierStack) -> None:
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(TierStack, "forget_all", fail)
+        with pytest.raises(EngineStopped, match="the tiers were not reset, because transfers failed"):
+            rig.engine.reset_cache()
+    finally:
+        rig.close()
 
 
 def keys_by_tier(rig: Rig) -> tuple[int, int, int]:

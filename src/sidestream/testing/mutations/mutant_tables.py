@@ -49,6 +49,7 @@ _SCHEDULE = (
 TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kv", ("kv/test_pool.py", "kv/test_keys.py", "kv/test_pool_machine.py")),
     ("schedule", _SCHEDULE),
+    ("schedule.prefix_cache", ("schedule/test_prefix_cache.py", "schedule/test_states.py", "engine/test_windows.py")),
     ("offload", _TRANSFERS),
     ("offload.checksums", ("offload/test_checksums.py",)),
     ("offload.tiers", _TIERS),
@@ -57,6 +58,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("engine/test_requests.py", "engine/test_close.py", "engine/test_failures.py", "engine/test_offload.py"),
     ),
     ("engine.build", ("engine/test_build.py", "engine/test_capacity.py")),
+    ("engine.engine", ("engine/test_reset.py", "engine/test_close.py", "engine/test_requests.py")),
     ("engine.failures", ("engine/test_failures.py", "engine/test_device_lost.py", "engine/test_close.py")),
     ("engine.listening", ("engine/test_listening.py", "engine/test_idle.py")),
     (
