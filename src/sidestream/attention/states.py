@@ -275,6 +275,8 @@ class StateBatch:
             counts[self.num_decode :] = 0
             pool.drafts.first.index_copy_(0, self.slots, self.covers)
             pool.drafts.count.index_copy_(0, self.slots, counts)
+        if on_host(pool.device) and not self.wrong.any():
+            return logits  # without a copy
         rows = torch.searchsorted(self.cu_seqlens_q, logits_indices, right=True) - 1
         rows = rows.clamp(max=len(self.wrong) - 1)  # positions of padding are after the last row
         return logits.masked_fill(self.wrong[rows].unsqueeze(1), float("nan"))
