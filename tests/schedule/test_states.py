@@ -431,13 +431,14 @@ def test_checkpoints_of_a_broken_request_are_not_found_again() -> None:
 
 def test_the_checkpoint_from_which_a_broken_request_began_is_not_found_again() -> None:
     turns = Turns()
-    turns.answer(list(range(10)))
-    key = turns.key(list(range(8)))
-    assert turns.states.get(key) is not None
+    keys = [turns.key(list(range(4))), turns.key(list(range(8)))]
+    for length in (5, 10):
+        turns.answer(list(range(length)))
+    assert None not in [turns.states.get(key) for key in keys]
     request = turns.submit([*range(8), 20, 21, 22])
     turns.commit(turns.plan(), finite=False)
     assert request.finish_reason == "error"
-    assert turns.states.get(key) is None
+    assert [turns.states.get(key) is None for key in keys] == [False, True]
 
 
 @pytest.mark.parametrize("end", ["length", "abort", "preempt"])

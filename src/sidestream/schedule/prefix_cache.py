@@ -170,7 +170,8 @@ class PrefixCache:
             [block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block]
         )
         if self._states is not None:
-            of_states = [*request.keys[: own.start][-1:], *keys]  # rule: broken-request-invalidates-its-first-state
+            # rule: broken-request-invalidates-its-first-state
+            of_states = request.keys[max(0, own.start - 1) : own.stop]
             self._states.forget(of_states)  # rule: broken-request-invalidates-its-states
             keys = [*keys, *(part for key in of_states for part in self._states.part_keys(key))]
         return keys
