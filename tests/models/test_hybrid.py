@@ -338,7 +338,24 @@ def test_what_is_computed_from_a_wrong_state_is_wrong(tmp_path: Path, drafts: in
     assert step(torch.tensor([2, 1]), [17, 3], [0, 1]) == [True, False]  # nor does it leave a checkpoint
     if kept is not None:
         kept.count[0] = drafts  # behind the wrong state: with them, no row may begin there either
-        assert step(torch.tensor([0, 1]), [1 + drafts, 4], [0, 1]) == [True, False]
+        for start in range(drafts):
+            assert step(starts, [start + 1, 4 + start], [0, 1]) == [True, False]
+            kept.count[0] = drafts
+
+
+def test_the_check_of_a_load_refuses_states_that_cover_other_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = StateBatch.finish
+
+    def miscounted(self: StateBatch, logits: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        logits = finish(self, logits, logits_indices)
+        self.pool.covered[self.writes] += 1
+        return logits
+
+    monkeypatch.setattr(StateBatch, "finish", miscounted)
+    with pytest.raises(ModelError, match="the paged path computes the logits differently"):
+        load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
 
 
 def test_a_layer_that_forgets_what_came_before_its_chunk_is_refused(
