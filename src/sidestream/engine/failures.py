@@ -56,6 +56,6 @@ class Failures:
         try:
             yield
         except DeviceLost as error:
-            if self._serving.health.status != "failed":
+            if self._serving.health.status != "failed":  # rule: close-survives-a-lost-device
                 logger.critical("the device was lost while the engine closed", exc_info=error)
-                self.end_engine(error)
+                self.end_engine(error)  # rule: device-lost-in-the-close-ends-the-requests

@@ -22,6 +22,8 @@ QUICK = {
     "sampled-token-stays-on-the-device": "tokens",
     "request-ends-before-its-client-is-notified": "answered",
     "requests-end-with-the-engine": "balance",
+    "close-survives-a-lost-device": "error",
+    "failure-of-the-engine-is-delivered": "answered",
     "stream-numbers-are-not-reused": "tokens",
     "end-is-sent-to-the-engine": "answered",
     "engine-side-drops-finished-streams": "balance",

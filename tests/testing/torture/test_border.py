@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
 from sidestream.client.messages import Failure as Said
 from sidestream.client.messages import Rejected, decoder_of_outputs
+from sidestream.engine import Engine, Handle
+from sidestream.errors import InvariantError
 from sidestream.frames import FrameEncoder
+from sidestream.schedule.validation import CheckedRequest
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.torture import POLICIES, Workload, draw_workload, run_one
+from sidestream.testing.torture.border import Border
 from sidestream.testing.torture.shrink import simpler_workloads
 from sidestream.testing.wire import wire_pair
+from sidestream.types import Delta
 
 BEHIND_FRONT_ENDS = [workload for workload in map(draw_workload, range(240)) if workload.front_ends]
 
@@ -29,6 +36,34 @@ def test_answers_through_the_border_are_the_reference_s_and_nothing_is_left(work
     first, second = (run_one(workload, POLICIES[workload.seed % len(POLICIES)], workload.seed) for _ in range(2))
     assert first.findings == ()
     assert first == second
+
+
+def test_devices_and_ranks_are_lost_behind_front_ends_too() -> None:
+    behind = [workload.features for workload in map(draw_workload, range(2000)) if workload.front_ends]
+    for loss, other in itertools.product(("device_loss", "rank_loss"), ("full_queue", "hang_up", "close")):
+        assert any({loss, other} <= features for features in behind), (loss, other)
+
+
+def test_an_error_of_a_step_inside_the_call_of_a_front_end_is_no_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = []
+    enqueue, step = Border._enqueue, Engine.step
+
+    def enqueued(border: Border, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
+        inside.append(border)
+        try:
+            return enqueue(border, request, sink)
+        finally:
+            inside.pop()
+
+    def stepped(engine: Engine) -> bool:
+        if inside:
+            raise InvariantError("injected: a step inside a call")
+        return step(engine)
+
+    monkeypatch.setattr(Border, "_enqueue", enqueued)
+    monkeypatch.setattr(Engine, "step", stepped)
+    findings = [finding for seed in range(8) for finding in run_one(BEHIND_FRONT_ENDS[seed], "random", 0).findings]
+    assert any(finding.oracle == "error" and "injected" in finding.text for finding in findings)
 
 
 def test_workloads_become_simpler_without_their_front_ends() -> None:

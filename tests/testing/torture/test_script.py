@@ -164,6 +164,29 @@ def test_an_engine_that_loses_a_rank_ends_its_requests_and_the_next_one_answers_
     assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(texts)
 
 
+@pytest.mark.parametrize("kind", ["device_lost", "copies_lost"])
+def test_clients_behind_front_ends_learn_that_the_device_is_lost_and_repeat_their_requests(kind: EventKind) -> None:
+    lost = dataclasses.replace(workload(), front_ends=2, waiting=64, events=(Event(14, kind),))
+    assert {"device_loss", "border"} <= lost.features
+    outcome = run(lost)
+    assert outcome.findings == ()
+    ends = [line.text for line in outcome.lines if " ends: " in line.text]
+    assert ends.count("request 1 ends: error") == 1
+    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(ends)
+
+
+@pytest.mark.parametrize("front_ends", [0, 2])
+def test_a_close_right_after_the_loss_of_the_device_ends_the_running_request(front_ends: int) -> None:
+    lost = dataclasses.replace(
+        workload(), front_ends=front_ends, waiting=64, events=(Event(22, "device_lost"),), closes_at=22
+    )
+    assert {"device_loss", "close"} <= lost.features
+    outcome = run(lost)
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    assert [text for text in texts if text.startswith("request 1 ends: ")] == ["request 1 ends: abort"]
+
+
 def test_a_request_that_does_not_end_with_its_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = dataclasses.replace(workload(), events=(Event(22, "device_lost"),))
     monkeypatch.setattr(Failures, "end_engine", lambda self, error: None)

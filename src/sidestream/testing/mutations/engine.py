@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from sidestream.testing.mutations.operators import (
     Append,
+    Become,
     Delete,
     DropArgument,
     DropOperand,
@@ -223,6 +224,19 @@ MUTATIONS = (
         hazard="H10",
         consequence="the streams end during a step that is never committed",
         needs=frozenset({"close"}),
+    ),
+    Mutation(
+        name="close-survives-a-lost-device",
+        hazard="H26",
+        change=Become("raise"),
+        consequence="a close raises when the device is lost, and clients wait forever",
+        needs=frozenset({"close", "device_loss"}),
+    ),
+    Mutation(
+        name="device-lost-in-the-close-ends-the-requests",
+        hazard="H26",
+        consequence="clients of an engine whose device is lost while it closes wait forever",
+        needs=frozenset({"close", "device_loss"}),
     ),
 )
 

@@ -109,7 +109,10 @@ class _Seat:
 
 
 class Border:
-    """The front ends of one engine, on the thread that runs it."""
+    """The front ends of one engine, on the thread that runs it.
+
+    failed  the error of an engine step that ran inside the call of a front end; None: there was none
+    """
 
     def __init__(self, engine: Engine, *, front_ends: int, seed: int, tell: Tell, fail: Fail) -> None:
         self._rng = rng = random.Random(f"sidestream border {seed}")
@@ -133,6 +136,7 @@ class Border:
         )
         self._runs_ahead = False
         self._turning = False
+        self.failed: SidestreamError | None = None
         engine.enqueue = self._enqueue  # type: ignore[method-assign]
         self._seats = [self._sit() for _ in range(front_ends)]
         self._seat_of: dict[int, _Seat] = {}
@@ -222,12 +226,15 @@ class Border:
 
     def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
         """Replaces `Engine.enqueue`: sometimes runs many steps before the server learns the request's id, as the engine
-        thread could.
+        thread could. An error of a step is kept in `failed`, because the server would take it for a rejection.
         """
         handle = Engine.enqueue(self._engine, request, sink)
-        if self._runs_ahead and self._rng.random() < 0.1:
-            for _ in range(self._rng.randint(1, 20)):
-                self._engine.step()
+        if self._runs_ahead and self.failed is None and self._rng.random() < 0.1:
+            try:
+                for _ in range(self._rng.randint(1, 20)):
+                    self._engine.step()
+            except SidestreamError as error:
+                self.failed = error
         return handle
 
     # ------------------------------------------------------------------ checks

@@ -58,7 +58,7 @@ class Report:
     steps          total number of engine steps
     decisions      total number of decisions of the policies about which actor runs next
     seconds        seconds of wall time
-    pairs_missing  number of pairs of features (`FEATURES`) that no workload had
+    pairs_missing  number of pairs of features that could meet and that no workload had (`Coverage.missing`)
     """
 
     schedules: int = 0

@@ -58,6 +58,7 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_damage(random.Random(f"sidestream damage {seed}"), workload)
     workload = _draw_loss(random.Random(f"sidestream loss {seed}"), workload)
     workload = _draw_self_check(random.Random(f"sidestream self-check {seed}"), workload)
+    workload = _draw_second_failure(random.Random(f"sidestream second failure {seed}"), workload)
     workload = _draw_lost_rank(random.Random(f"sidestream lost rank {seed}"), workload)
     workload = _draw_failing_rank(random.Random(f"sidestream failing rank {seed}"), workload)
     return _draw_window(random.Random(f"sidestream window {seed}"), workload)
@@ -95,6 +96,13 @@ def _draw_self_check(rng: random.Random, workload: Workload) -> Workload:
     return dataclasses.replace(workload, self_check=rng.choice((0.5, 1.0, 1.0)))
 
 
+def _draw_second_failure(rng: random.Random, workload: Workload) -> Workload:
+    """Let a step raise, too, in half of the workloads with logits that are not finite. Several ranks: `_draw_ranks`."""
+    if "bad_logits" not in workload.features or workload.ranks > 1 or rng.random() < 0.5:
+        return workload
+    return dataclasses.replace(workload, faults=(*workload.faults, Fault("forward", "lost", rng.randrange(30), 0)))
+
+
 def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
     """Let blocks with equal tokens have different keys. In one workload of eight, some requests have a cache salt. In
     another one of eight, a prompt differs from an earlier prompt only in the first block.
@@ -113,28 +121,26 @@ def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
 
 def _draw_loss(rng: random.Random, workload: Workload) -> Workload:
     """Lose the device in one workload of twelve. Workloads with several ranks are left out, because their engine ends
-    in another way. Workloads with front ends are left out, because engine steps run inside calls of front ends, which
-    would catch the error.
+    in another way.
     """
-    if rng.random() >= 1 / 12 or workload.ranks > 1 or workload.front_ends or workload.closes_at is not None:
+    if rng.random() >= 1 / 12 or workload.ranks > 1:
         return workload
     kind: EventKind = rng.choice(("device_lost", "copies_lost")) if workload.slots else "device_lost"
     return _with_loss(rng, workload, kind)
 
 
 def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Lose a rank in one of three workloads with ranks. For front ends see `_draw_loss`."""
-    if workload.ranks == 1 or rng.random() >= 1 / 3 or workload.front_ends or workload.closes_at is not None:
+    """Lose a rank in one of three workloads with ranks."""
+    if workload.ranks == 1 or rng.random() >= 1 / 3:
         return workload
     return _with_loss(rng, workload, "rank_lost")
 
 
 def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Let a step fail on one rank, in one of three workloads whose ranks all live. For front ends see `_draw_loss`.
-    Such a workload has no logits that are not finite: the toy model does not tell the other ranks of them.
+    """Let a step fail on one rank, in one of three workloads whose ranks all live. Such a workload has no logits that
+    are not finite: the toy model does not tell the other ranks of them.
     """
-    left_out = workload.front_ends or workload.closes_at is not None or "rank_loss" in workload.features
-    if workload.ranks == 1 or rng.random() >= 1 / 3 or left_out:
+    if workload.ranks == 1 or rng.random() >= 1 / 3 or "rank_loss" in workload.features:
         return workload
     failing = Fault("forward", "lost", rng.randrange(8 * workload.ranks), 0)
     events = tuple(event for event in workload.events if event.kind not in ("crash", "restart"))
@@ -143,7 +149,13 @@ def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _with_loss(rng: random.Random, workload: Workload, kind: EventKind) -> Workload:
-    lost = Event(rng.randint(1, max(asked.at for asked in workload.requests) + 6), kind)
+    """The workload with the loss of a device or rank. If the engine closes with requests running, the loss is often
+    just before, so that the close discovers it.
+    """
+    at = rng.randint(1, max(asked.at for asked in workload.requests) + 6)
+    if workload.closes_at is not None and rng.random() < 0.7:
+        at = workload.closes_at
+    lost = Event(at, kind)
     events = (event for event in workload.events if event.kind not in ("crash", "restart"))
     return dataclasses.replace(workload, events=tuple(sorted((*events, lost), key=lambda event: event.at)))
 
@@ -166,10 +178,9 @@ def _draw_damage(rng: random.Random, workload: Workload) -> Workload:
 def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
     """Use several ranks in one workload of eight.
 
-    Such a workload has no weight updates and no failing steps, because a failed step ends an engine with ranks. On a
-    CPU a step also fails if the load of its recurrent state has failed. If the host tier grows, it may do so in many
-    small steps while steps are in flight: a deferred block is then stored at once, and other ranks may not have filled
-    it yet.
+    Such a workload has no weight updates and no failing steps, because a failed step ends an engine with ranks. If the
+    host tier grows, it may do so in many small steps while steps are in flight: a deferred block is then stored at
+    once, and other ranks may not have filled it yet.
     """
     if rng.random() >= 1 / 8:
         return workload
@@ -182,12 +193,7 @@ def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
         workload,
         ranks=ranks,
         events=tuple(event for event in workload.events if event.kind != "weights"),
-        faults=tuple(
-            fault
-            for fault in workload.faults
-            if (fault.operation, fault.kind) != ("forward", "lost")
-            and not (workload.states and fault.operation == "load" and fault.kind in ("lost", "torn"))
-        ),
+        faults=tuple(fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "lost")),
     )
 
 

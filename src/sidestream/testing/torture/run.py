@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.device.sim import Deadlock, Policy
-from sidestream.errors import DeviceLost, EngineStopped
+from sidestream.errors import DeviceLost, EngineStopped, SidestreamError
 from sidestream.offload import tier_io
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.commit import Committed
@@ -218,8 +218,6 @@ class _Schedule:
             try:
                 idle = 0 if self._step() else idle + 1
             except DeviceLost as error:
-                if not self._life.is_lost:
-                    raise
                 self._end_lost_engine(error)
                 idle = 0
             before, num_done = num_done, self._life.device.num_done
@@ -229,6 +227,8 @@ class _Schedule:
             self._run_clients()  # if no launch let the clients act
             if self._clients.border is not None:
                 self._clients.border.turn(between_steps=True)
+                if (error_ahead := self._clients.border.failed) is not None:
+                    self._end_lost_engine(error_ahead)
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
             if step >= last and not self._life.engine.unfinished and not self._busy() and self._clients.is_quiet():
@@ -269,11 +269,14 @@ class _Schedule:
     def _close(self) -> None:
         """Close the engine, and deliver its last messages."""
         self._life.engine.close(flush_s=self._workload.flush_s)
+        self._settle("the engine is closed")
+        if not self._life.is_lost:  # what a lost device held cannot be released
+            self._verdict.judge_balance(self._life, self._clients, "closed")
+
+    def _settle(self, why: str) -> None:
+        """Deliver all messages between the engine and its front ends. `why` is named in the finding if some stay."""
         if self._clients.border is not None and not self._clients.border.settle():
-            self._verdict.find(
-                "no progress", "the engine is closed, but messages between it and its front ends do not arrive"
-            )
-        self._verdict.judge_balance(self._life, self._clients, "closed")
+            self._verdict.find("no progress", f"{why}, but messages between it and its front ends do not arrive")
 
     def _happen(self, event: Event) -> None:
         life = self._life
@@ -306,10 +309,15 @@ class _Schedule:
             case "hang_up":
                 self._clients.hang_up()
 
-    def _end_lost_engine(self, error: DeviceLost) -> None:
-        """End the engine as the engine thread does after an error, and start another engine."""
+    def _end_lost_engine(self, error: SidestreamError) -> None:
+        """End the engine as the engine thread does after an error, and start another engine. Raises the error if no
+        device or rank was lost.
+        """
+        if not self._life.is_lost:
+            raise error
         self._clients.cut_off()
         self._life.engine.loop._failures.end_engine(error)
+        self._settle("the engine has failed")
         if waiting := self._clients.waiting():
             self._verdict.find("answered", f"the device was lost, and requests {sorted(waiting)} did not end (H22)")
         self._begin_again()
