@@ -72,7 +72,7 @@ class StepLoop:
         self._rested = False
 
     def run(self) -> None:
-        """The main function of the engine thread: run steps until `stop`. An error ends the engine."""
+        """The main function of the engine thread: run steps until `stop`. An error ends the engine (`fail`)."""
         try:
             while not self._stopping:
                 if not self.step() and not self._stopping:
@@ -80,10 +80,14 @@ class StepLoop:
                 self._gauges.update()
             self.drain()
         except BaseException as error:
-            logger.critical("the engine failed and stops serving", exc_info=error)
-            if self._parts.ranks is not None:
-                self._parts.ranks.lose(DeviceLost(f"rank 0 has failed: {error}"))
-            self._failures.end_engine(error)
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine because of an error of the loop: the other ranks learn of it, and every request ends."""
+        logger.critical("the engine failed and stops serving", exc_info=error)
+        if self._parts.ranks is not None:
+            self._parts.ranks.lose(DeviceLost(f"rank 0 has failed: {error}"))
+        self._failures.end_engine(error)
 
     def stop(self) -> None:
         """Let `run` return after this step."""

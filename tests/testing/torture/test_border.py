@@ -44,7 +44,12 @@ def test_devices_and_ranks_are_lost_behind_front_ends_too() -> None:
         assert any({loss, other} <= features for features in behind), (loss, other)
 
 
-def test_an_error_of_a_step_inside_the_call_of_a_front_end_is_no_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after_a_loss", [False, True])
+@pytest.mark.parametrize("error", [InvariantError("injected: a step"), KeyError("injected: a step")], ids=repr)
+def test_an_error_of_a_step_inside_the_call_of_a_front_end_is_found(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, after_a_loss: bool
+) -> None:
+    """The server would take it for a rejection or for the end of a front end. A lost device does not excuse it."""
     inside = []
     enqueue, step = Border._enqueue, Engine.step
 
@@ -56,13 +61,15 @@ def test_an_error_of_a_step_inside_the_call_of_a_front_end_is_no_rejection(monke
             inside.pop()
 
     def stepped(engine: Engine) -> bool:
-        if inside:
-            raise InvariantError("injected: a step inside a call")
+        if inside and (not after_a_loss or engine.parts.device.is_lost):
+            raise error
         return step(engine)
 
     monkeypatch.setattr(Border, "_enqueue", enqueued)
     monkeypatch.setattr(Engine, "step", stepped)
-    findings = [finding for seed in range(8) for finding in run_one(BEHIND_FRONT_ENDS[seed], "random", 0).findings]
+    workloads = [w for w in map(draw_workload, range(2000)) if w.front_ends and "device_loss" in w.features]
+    workloads = workloads[:8] if after_a_loss else BEHIND_FRONT_ENDS[:8]
+    findings = [finding for workload in workloads for finding in run_one(workload, "random", 0).findings]
     assert any(finding.oracle == "error" and "injected" in finding.text for finding in findings)
 
 

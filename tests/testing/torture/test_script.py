@@ -176,15 +176,28 @@ def test_clients_behind_front_ends_learn_that_the_device_is_lost_and_repeat_thei
 
 
 @pytest.mark.parametrize("front_ends", [0, 2])
-def test_a_close_right_after_the_loss_of_the_device_ends_the_running_request(front_ends: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kind", "end"), [(1, "device_lost", "abort"), (2, "device_lost", "abort"), (2, "rank_lost", "error")]
+)
+def test_a_close_right_after_a_loss_ends_the_running_request(
+    front_ends: int, ranks: int, kind: EventKind, end: str
+) -> None:
     lost = dataclasses.replace(
-        workload(), front_ends=front_ends, waiting=64, events=(Event(22, "device_lost"),), closes_at=22
+        workload(), front_ends=front_ends, ranks=ranks, waiting=64, events=(Event(22, kind),), closes_at=22
     )
-    assert {"device_loss", "close"} <= lost.features
     outcome = run(lost)
     assert outcome.findings == ()
     texts = [line.text for line in outcome.lines]
-    assert [text for text in texts if text.startswith("request 1 ends: ")] == ["request 1 ends: abort"]
+    assert [text for text in texts if text.startswith("request 1 ends: ")] == [f"request 1 ends: {end}"]
+
+
+@pytest.mark.parametrize("at", [14, 102, 104])
+def test_after_a_loss_clients_repeat_every_request_also_if_the_last_one_was_running(at: int) -> None:
+    outcome = run(dataclasses.replace(workload(), events=(Event(at, "device_lost"),)))
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    repeated = texts[texts.index("loses its device") :]
+    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(repeated)
 
 
 def test_a_request_that_does_not_end_with_its_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

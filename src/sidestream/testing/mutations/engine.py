@@ -236,7 +236,7 @@ MUTATIONS = (
         name="device-lost-in-the-close-ends-the-requests",
         hazard="H26",
         consequence="clients of an engine whose device is lost while it closes wait forever",
-        needs=frozenset({"close", "device_loss"}),
+        needs=frozenset({"close", "rank_loss"}),
     ),
 )
 

@@ -111,7 +111,7 @@ class _Seat:
 class Border:
     """The front ends of one engine, on the thread that runs it.
 
-    failed  the error of an engine step that ran inside the call of a front end; None: there was none
+    step_error  the first error of an engine step that ran inside the call of a front end; None: there was none
     """
 
     def __init__(self, engine: Engine, *, front_ends: int, seed: int, tell: Tell, fail: Fail) -> None:
@@ -136,7 +136,7 @@ class Border:
         )
         self._runs_ahead = False
         self._turning = False
-        self.failed: SidestreamError | None = None
+        self.step_error: Exception | None = None
         engine.enqueue = self._enqueue  # type: ignore[method-assign]
         self._seats = [self._sit() for _ in range(front_ends)]
         self._seat_of: dict[int, _Seat] = {}
@@ -226,15 +226,16 @@ class Border:
 
     def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
         """Replaces `Engine.enqueue`: sometimes runs many steps before the server learns the request's id, as the engine
-        thread could. An error of a step is kept in `failed`, because the server would take it for a rejection.
+        thread could. An error of a step is kept in `step_error`: the server would take it for a rejection, or for the
+        end of a front end.
         """
         handle = Engine.enqueue(self._engine, request, sink)
-        if self._runs_ahead and self.failed is None and self._rng.random() < 0.1:
+        if self._runs_ahead and self.step_error is None and self._rng.random() < 0.1:
             try:
                 for _ in range(self._rng.randint(1, 20)):
                     self._engine.step()
-            except SidestreamError as error:
-                self.failed = error
+            except Exception as error:
+                self.step_error = error
         return handle
 
     # ------------------------------------------------------------------ checks

@@ -97,7 +97,9 @@ def _draw_self_check(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_second_failure(rng: random.Random, workload: Workload) -> Workload:
-    """Let a step raise, too, in half of the workloads with logits that are not finite. Several ranks: `_draw_ranks`."""
+    """Let a step raise, too, in half of the workloads with logits that are not finite. Workloads with several ranks are
+    left out: see `_draw_failing_rank`.
+    """
     if "bad_logits" not in workload.features or workload.ranks > 1 or rng.random() < 0.5:
         return workload
     return dataclasses.replace(workload, faults=(*workload.faults, Fault("forward", "lost", rng.randrange(30), 0)))
@@ -120,27 +122,25 @@ def _draw_identities(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_loss(rng: random.Random, workload: Workload) -> Workload:
-    """Lose the device in one workload of twelve. Workloads with several ranks are left out, because their engine ends
-    in another way.
-    """
-    if rng.random() >= 1 / 12 or workload.ranks > 1:
+    """Lose the device in one workload of twelve; with several ranks, that of rank 0."""
+    if rng.random() >= 1 / 12:
         return workload
     kind: EventKind = rng.choice(("device_lost", "copies_lost")) if workload.slots else "device_lost"
     return _with_loss(rng, workload, kind)
 
 
 def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Lose a rank in one of three workloads with ranks."""
-    if workload.ranks == 1 or rng.random() >= 1 / 3:
+    """Lose a rank in one of three workloads with ranks whose device is not lost."""
+    if workload.ranks == 1 or rng.random() >= 1 / 3 or "device_loss" in workload.features:
         return workload
     return _with_loss(rng, workload, "rank_lost")
 
 
 def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Let a step fail on one rank, in one of three workloads whose ranks all live. Such a workload has no logits that
-    are not finite: the toy model does not tell the other ranks of them.
+    """Let a step fail on one rank, in one of three workloads with ranks that lose no rank and no device. Such a
+    workload has no logits that are not finite: the toy model does not tell the other ranks of them.
     """
-    if workload.ranks == 1 or rng.random() >= 1 / 3 or "rank_loss" in workload.features:
+    if workload.ranks == 1 or rng.random() >= 1 / 3 or workload.features & {"rank_loss", "device_loss"}:
         return workload
     failing = Fault("forward", "lost", rng.randrange(8 * workload.ranks), 0)
     events = tuple(event for event in workload.events if event.kind not in ("crash", "restart"))
@@ -155,7 +155,7 @@ def _with_loss(rng: random.Random, workload: Workload, kind: EventKind) -> Workl
     at = rng.randint(1, max(asked.at for asked in workload.requests) + 6)
     if workload.closes_at is not None and rng.random() < 0.7:
         at = workload.closes_at
-    lost = Event(at, kind)
+    lost = Event(at if workload.closes_at is None else min(at, workload.closes_at), kind)
     events = (event for event in workload.events if event.kind not in ("crash", "restart"))
     return dataclasses.replace(workload, events=tuple(sorted((*events, lost), key=lambda event: event.at)))
 

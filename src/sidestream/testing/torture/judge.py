@@ -24,11 +24,17 @@ from sidestream.types import BatchPlan, Key, RowResult
 _TOLERANCE = 1e-4
 
 
-def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
-    """Resources that an idle engine still holds, and counters that are not back at 0."""
-    parts = engine.parts
+def unended(engine: Engine) -> Iterator[str]:
+    """Requests that an engine still counts as unfinished, or keeps a stream for."""
     if engine.unfinished:
         yield f"{engine.unfinished} requests are counted as unfinished"
+    if engine.streams:
+        yield f"{len(engine.streams)} output streams are kept"
+
+
+def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
+    """Resources that an idle engine still holds besides those of `unended`."""
+    parts = engine.parts
     for name, things in _kept(engine).items():
         if things:
             yield f"{things} {name} are kept"
@@ -233,6 +239,6 @@ def _findable(pool: FencedPool) -> list[tuple[Key, int]]:
 
 
 def _kept(engine: Engine) -> dict[str, int]:
-    """Number of objects that the engine keeps for requests, transfers and steps, by name."""
-    kept = {"output streams": len(engine.streams), **engine.parts.scheduler.sizes()}
+    """Number of objects that the engine keeps for requests, transfers and steps, by name, without output streams."""
+    kept: dict[str, int] = {**engine.parts.scheduler.sizes()}
     return kept if engine.parts.transfers is None else kept | engine.parts.transfers.sizes()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.device.sim import Deadlock, Policy
-from sidestream.errors import DeviceLost, EngineStopped, SidestreamError
+from sidestream.errors import DeviceLost, EngineStopped
 from sidestream.offload import tier_io
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.commit import Committed
@@ -227,11 +227,12 @@ class _Schedule:
             self._run_clients()  # if no launch let the clients act
             if self._clients.border is not None:
                 self._clients.border.turn(between_steps=True)
-                if (error_ahead := self._clients.border.failed) is not None:
-                    self._end_lost_engine(error_ahead)
+                if (step_error := self._clients.border.step_error) is not None:
+                    self._end_lost_engine(step_error)
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
-            if step >= last and not self._life.engine.unfinished and not self._busy() and self._clients.is_quiet():
+            waits = self._life.engine.unfinished or self._busy() or self._again or not self._clients.is_quiet()
+            if step >= last and not waits:
                 if not self._life.is_lost:
                     return True
                 self._end_lost_engine(
@@ -270,7 +271,9 @@ class _Schedule:
         """Close the engine, and deliver its last messages."""
         self._life.engine.close(flush_s=self._workload.flush_s)
         self._settle("the engine is closed")
-        if not self._life.is_lost:  # what a lost device held cannot be released
+        if self._life.is_lost:  # what a lost device held cannot be released
+            self._verdict.judge_ended(self._life, self._clients, "closed")
+        else:
             self._verdict.judge_balance(self._life, self._clients, "closed")
 
     def _settle(self, why: str) -> None:
@@ -300,7 +303,8 @@ class _Schedule:
             case "crash":
                 self._begin_again()
             case "device_lost":
-                life.device.lose("")  # all streams: every name begins with ""
+                # Every name begins with "". With several ranks, only rank 0 loses its device.
+                life.device.lose(*([""] if life.others is None else ["compute", "store", "load"]))
             case "copies_lost":
                 life.device.lose("store", "load")
             case "rank_lost":
@@ -309,15 +313,16 @@ class _Schedule:
             case "hang_up":
                 self._clients.hang_up()
 
-    def _end_lost_engine(self, error: SidestreamError) -> None:
-        """End the engine as the engine thread does after an error, and start another engine. Raises the error if no
-        device or rank was lost.
+    def _end_lost_engine(self, error: Exception) -> None:
+        """End the engine as the engine thread does after an error, and start another engine. Raises the error if it is
+        not that of a lost device or rank.
         """
-        if not self._life.is_lost:
+        if not (self._life.is_lost and isinstance(error, DeviceLost)):
             raise error
         self._clients.cut_off()
-        self._life.engine.loop._failures.end_engine(error)
+        self._life.engine.loop.fail(error)
         self._settle("the engine has failed")
+        self._verdict.judge_ended(self._life, self._clients, "failed")
         if waiting := self._clients.waiting():
             self._verdict.find("answered", f"the device was lost, and requests {sorted(waiting)} did not end (H22)")
         self._begin_again()

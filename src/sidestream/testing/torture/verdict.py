@@ -13,6 +13,7 @@ from sidestream.testing.torture.judge import (
     disagreements,
     still_findable,
     unbalanced,
+    unended,
     wrong_answer,
     wrong_blocks,
     wrong_entries,
@@ -100,6 +101,14 @@ class Verdict:
     def judge_balance(self, life: Life, clients: Clients, when: str) -> None:
         """Check that no block, slot or request object is still in use. `when` is named in the findings."""
         for text in unbalanced(life.engine, life.disk):
+            self.find("balance", f"{when}: {text}")
+        self.judge_ended(life, clients, when)
+
+    def judge_ended(self, life: Life, clients: Clients, when: str) -> None:
+        """Check that no request is left in the engine's counts and streams, nor at the front ends. This also holds for
+        an engine whose device is lost. `when` is named in the findings.
+        """
+        for text in unended(life.engine):
             self.find("balance", f"{when}: {text}")
         for name, count in (clients.border.left() if clients.border is not None else {}).items():
             self.find("balance", f"{when}: {count} {name} are kept")
