@@ -39,7 +39,7 @@ def test_answers_through_the_border_are_the_reference_s_and_nothing_is_left(work
 
 
 def test_devices_and_ranks_are_lost_behind_front_ends_too() -> None:
-    behind = [workload.features for workload in map(draw_workload, range(2000)) if workload.front_ends]
+    behind = [workload.features for workload in map(draw_workload, range(6000)) if workload.front_ends]
     for loss, other in itertools.product(("device_loss", "rank_loss"), ("full_queue", "hang_up", "close")):
         assert any({loss, other} <= features for features in behind), (loss, other)
 

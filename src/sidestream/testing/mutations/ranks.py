@@ -138,7 +138,7 @@ MUTATIONS = (
         name="other-ranks-end-before-the-device",
         hazard="H22",
         consequence="the engine closes while other ranks have work in flight",
-        needs=_RANKS,
+        needs=_RANKS | {"close"},
     ),
 )
 

@@ -130,17 +130,17 @@ def _draw_loss(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Lose a rank in one of three workloads with ranks whose device is not lost."""
-    if workload.ranks == 1 or rng.random() >= 1 / 3 or "device_loss" in workload.features:
+    """Lose a rank in one of five workloads with ranks whose device is not lost."""
+    if workload.ranks == 1 or rng.random() >= 1 / 5 or "device_loss" in workload.features:
         return workload
     return _with_loss(rng, workload, "rank_lost")
 
 
 def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Let a step fail on one rank, in one of three workloads with ranks that lose no rank and no device. Such a
+    """Let a step fail on one rank, in one of five workloads with ranks that lose no rank and no device. Such a
     workload has no logits that are not finite: the toy model does not tell the other ranks of them.
     """
-    if workload.ranks == 1 or rng.random() >= 1 / 3 or workload.features & {"rank_loss", "device_loss"}:
+    if workload.ranks == 1 or rng.random() >= 1 / 5 or workload.features & {"rank_loss", "device_loss"}:
         return workload
     failing = Fault("forward", "lost", rng.randrange(8 * workload.ranks), 0)
     events = tuple(event for event in workload.events if event.kind not in ("crash", "restart"))
