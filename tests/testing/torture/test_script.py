@@ -141,9 +141,12 @@ def test_workloads_damage_headers_blocks_and_several_files() -> None:
     assert any(fault.entries > 1 for fault in faults)
 
 
+@pytest.mark.parametrize("front_ends", [0, 2])
 @pytest.mark.parametrize("kind", ["device_lost", "copies_lost"])
-def test_an_engine_whose_device_is_lost_ends_its_requests_and_the_next_one_answers_them(kind: EventKind) -> None:
-    lost = dataclasses.replace(workload(), events=(Event(14, kind),))
+def test_an_engine_whose_device_is_lost_ends_its_requests_and_the_next_one_answers_them(
+    kind: EventKind, front_ends: int
+) -> None:
+    lost = dataclasses.replace(workload(), front_ends=front_ends, waiting=64, events=(Event(14, kind),))
     assert "device_loss" in lost.features
     outcome = run(lost)
     assert outcome.findings == ()
@@ -162,17 +165,6 @@ def test_an_engine_that_loses_a_rank_ends_its_requests_and_the_next_one_answers_
     assert texts.count("loses a rank") == 1
     assert texts.count("request 1 ends: error") == 1
     assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(texts)
-
-
-@pytest.mark.parametrize("kind", ["device_lost", "copies_lost"])
-def test_clients_behind_front_ends_learn_that_the_device_is_lost_and_repeat_their_requests(kind: EventKind) -> None:
-    lost = dataclasses.replace(workload(), front_ends=2, waiting=64, events=(Event(14, kind),))
-    assert {"device_loss", "border"} <= lost.features
-    outcome = run(lost)
-    assert outcome.findings == ()
-    ends = [line.text for line in outcome.lines if " ends: " in line.text]
-    assert ends.count("request 1 ends: error") == 1
-    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(ends)
 
 
 @pytest.mark.parametrize("front_ends", [0, 2])

@@ -60,7 +60,7 @@ cache_salts     requests have different cache salts
 captured        forward passes are captured and replayed
 close           the engine closes while requests or transfers are unfinished
 corrupt_tier    files of the disk tier are cut short, have a bit flipped, or exchange their names
-device_loss     the device accepts no work any more, or no copies, and the engine fails
+device_loss     the device (of rank 0) accepts no work any more, or no copies, and the engine fails
 disk            there is a disk tier
 failing_copy    stores and loads raise; a load may raise after a part of it was copied
 failing_load    the failing copies include loads, not only stores
