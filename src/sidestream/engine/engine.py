@@ -288,7 +288,11 @@ class Engine:
 
     def _end_loop(self) -> None:
         if self._thread is None:
-            self.loop.drain()
+            try:
+                self.loop.drain()
+            except BaseException as error:
+                self.loop.fail(error)  # rule: error-of-the-last-step-ends-the-engine
+                raise
             return
         self.parts.inbox.put(self.loop.stop, anytime=True)
         self._thread.join()

@@ -50,12 +50,12 @@ class Failures:
 
     @contextlib.contextmanager
     def surviving_device_loss(self) -> Iterator[None]:
-        """If the body of the `with` statement raises DeviceLost, end the engine, unless it has failed already. By then
-        the body must have ended everything else.
+        """If the body of the `with` statement raises DeviceLost, the engine counts as failed. By then the body must
+        have ended everything else, all requests included.
         """
         try:
             yield
         except DeviceLost as error:
             if self._serving.health.status != "failed":  # rule: close-survives-a-lost-device
                 logger.critical("the device was lost while the engine closed", exc_info=error)
-                self.end_engine(error)  # rule: device-lost-in-the-close-ends-the-requests
+                self._serving.fail(error)

@@ -23,7 +23,7 @@ QUICK = {
     "request-ends-before-its-client-is-notified": "answered",
     "requests-end-with-the-engine": "balance",
     "close-survives-a-lost-device": "error",
-    "device-lost-in-the-close-ends-the-requests": "balance",
+    "error-of-the-last-step-ends-the-engine": "balance",
     "failure-of-the-engine-is-delivered": "balance",
     "stream-numbers-are-not-reused": "tokens",
     "end-is-sent-to-the-engine": "answered",

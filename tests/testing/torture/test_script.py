@@ -183,6 +183,16 @@ def test_a_close_right_after_a_loss_ends_the_running_request(
     assert [text for text in texts if text.startswith("request 1 ends: ")] == [f"request 1 ends: {end}"]
 
 
+@pytest.mark.parametrize("first", [12, 13])
+def test_a_close_ends_though_the_step_in_flight_fails_on_one_rank(first: int) -> None:
+    failing = dataclasses.replace(workload(Fault("forward", "lost", first, 0)), ranks=2, closes_at=23)
+    outcome = run(failing)
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    assert "it failed" in "".join(texts)
+    assert [text for text in texts if text.startswith("request 1 ends: ")] == ["request 1 ends: error"]
+
+
 @pytest.mark.parametrize("at", [14, 102, 104])
 def test_after_a_loss_clients_repeat_every_request_also_if_the_last_one_was_running(at: int) -> None:
     outcome = run(dataclasses.replace(workload(), events=(Event(at, "device_lost"),)))

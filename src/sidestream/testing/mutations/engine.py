@@ -226,17 +226,17 @@ MUTATIONS = (
         needs=frozenset({"close"}),
     ),
     Mutation(
+        name="error-of-the-last-step-ends-the-engine",
+        hazard="H22",
+        consequence="a close after a failed step waits forever for other ranks, or never ends its requests",
+        needs=frozenset({"close", "rank_loss"}),
+    ),
+    Mutation(
         name="close-survives-a-lost-device",
         hazard="H26",
         change=Become("raise"),
         consequence="a close raises when the device is lost, and clients wait forever",
         needs=frozenset({"close", "device_loss"}),
-    ),
-    Mutation(
-        name="device-lost-in-the-close-ends-the-requests",
-        hazard="H26",
-        consequence="clients of an engine whose device is lost while it closes wait forever",
-        needs=frozenset({"close", "rank_loss"}),
     ),
 )
 

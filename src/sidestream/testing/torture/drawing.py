@@ -39,6 +39,8 @@ _HARSH = (10.0, 2.0, 2.0)
 # The toy model gives one token a logit of 100, and all others 0. Another token with this bias has the same logit. If
 # its id is lower, it is sampled until a penalty lowers its logit.
 _TIE = 100.0
+# Virtual seconds after which another slot is ready, if a host tier grows while steps of several ranks run.
+_SLOT_S = (8e-6, 12e-6)
 
 
 def draw_workload(seed: int) -> Workload:
@@ -142,10 +144,16 @@ def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
     """
     if workload.ranks == 1 or rng.random() >= 1 / 5 or workload.features & {"rank_loss", "device_loss"}:
         return workload
-    failing = Fault("forward", "lost", rng.randrange(8 * workload.ranks), 0)
+    first, closes_at = rng.randrange(8 * workload.ranks), workload.closes_at
+    if closes_at is None and rng.random() < 1 / 5:
+        closes_at = rng.randint(1, max(asked.at for asked in workload.requests) + 3)
+    if closes_at is not None and rng.random() < 0.7:  # the close discovers it, because the step is in flight by then
+        first = rng.randrange(max(0, closes_at - 2) * workload.ranks, max(1, closes_at) * workload.ranks)
     events = tuple(event for event in workload.events if event.kind not in ("crash", "restart"))
     faults = (fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "nan"))
-    return dataclasses.replace(workload, faults=(*faults, failing), events=events)
+    return dataclasses.replace(
+        workload, faults=(*faults, Fault("forward", "lost", first, 0)), events=events, closes_at=closes_at
+    )
 
 
 def _with_loss(rng: random.Random, workload: Workload, kind: EventKind) -> Workload:
@@ -179,15 +187,22 @@ def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
     """Use several ranks in one workload of eight.
 
     Such a workload has no weight updates and no failing steps, because a failed step ends an engine with ranks. If the
-    host tier grows, it may do so in many small steps while steps are in flight: a deferred block is then stored at
-    once, and other ranks may not have filled it yet.
+    host tier grows, it mostly does so slot by slot, about as fast as steps complete blocks. Most of these steps are
+    eager and complete a block each, and none is in flight behind them: so a deferred block is stored right after its
+    step, which other ranks may not have ended.
     """
     if rng.random() >= 1 / 8:
         return workload
     ranks = rng.choice((2, 2, 4))
-    if workload.pin_s and rng.random() < 2 / 3:
+    if workload.pin_s and rng.random() < 0.8:
+        slots = max(workload.slots, 64)
         workload = dataclasses.replace(
-            workload, pin_s=rng.choice((5e-4, 1.5e-3)), slots=max(workload.slots, rng.choice((16, 24, 32)))
+            workload,
+            pin_s=slots * rng.choice(_SLOT_S),
+            slots=slots,
+            captured=False,
+            chunk_tokens=max(workload.chunk_tokens, 2 * BLOCK_TOKENS),
+            asynchronous=workload.asynchronous and rng.random() < 0.25,
         )
     return dataclasses.replace(
         workload,
