@@ -139,15 +139,16 @@ def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Let a step fail on one rank, in one of five workloads with ranks that lose no rank and no device. Such a
-    workload has no logits that are not finite: the toy model does not tell the other ranks of them.
+    """Let a step fail on one rank, in one of five workloads with ranks that lose no rank and no device. In more of
+    these workloads than in others, the engine closes with requests running, often just after the launch of that step.
+    They have no logits that are not finite: the toy model does not tell the other ranks of them.
     """
     if workload.ranks == 1 or rng.random() >= 1 / 5 or workload.features & {"rank_loss", "device_loss"}:
         return workload
     first, closes_at = rng.randrange(8 * workload.ranks), workload.closes_at
     if closes_at is None and rng.random() < 1 / 5:
         closes_at = rng.randint(1, max(asked.at for asked in workload.requests) + 3)
-    if closes_at is not None and rng.random() < 0.7:  # the close discovers it, because the step is in flight by then
+    if closes_at is not None and rng.random() < 0.7:
         first = rng.randrange(max(0, closes_at - 2) * workload.ranks, max(1, closes_at) * workload.ranks)
     events = tuple(event for event in workload.events if event.kind not in ("crash", "restart"))
     faults = (fault for fault in workload.faults if (fault.operation, fault.kind) != ("forward", "nan"))
@@ -187,9 +188,9 @@ def _draw_ranks(rng: random.Random, workload: Workload) -> Workload:
     """Use several ranks in one workload of eight.
 
     Such a workload has no weight updates and no failing steps, because a failed step ends an engine with ranks. If the
-    host tier grows, it mostly does so slot by slot, about as fast as steps complete blocks. Most of these steps are
-    eager and complete a block each, and none is in flight behind them: so a deferred block is stored right after its
-    step, which other ranks may not have ended.
+    host tier grows, it mostly does so slot by slot, about as fast as steps complete blocks: so a deferred block is
+    stored right after its step, which other ranks may not have ended. These steps are eager and may complete two blocks
+    or more, and most of them have no other step in flight.
     """
     if rng.random() >= 1 / 8:
         return workload
