@@ -23,7 +23,7 @@ from sidestream.engine.loop import StepLoop
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
 from sidestream.engine.serving_state import ServingState
-from sidestream.errors import ConfigError, EngineStopped
+from sidestream.errors import ConfigError, DeviceLost, EngineStopped
 from sidestream.schedule.request import Request
 from sidestream.schedule.validation import CheckedRequest, RequestChecker
 from sidestream.types import Health, Key
@@ -290,7 +290,7 @@ class Engine:
         if self._thread is None:
             try:
                 self.loop.drain()
-            except BaseException as error:
+            except DeviceLost as error:  # any other error leaves the ranks able to end, and the caller gets it
                 self.loop.fail(error)  # rule: error-of-the-last-step-ends-the-engine
                 raise
             return

@@ -11,6 +11,8 @@ import pytest
 
 from sidestream.device.sim import make_policy
 from sidestream.engine.failures import Failures
+from sidestream.engine.loop import StepLoop
+from sidestream.errors import InvariantError
 from sidestream.testing.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
 from sidestream.testing.torture.script import Script, ScriptedDevice, _damage
 from sidestream.testing.torture.workload import DAMAGE, FAULTS_OF, EventKind, Operation
@@ -191,6 +193,19 @@ def test_a_close_ends_though_the_step_in_flight_fails_on_one_rank(first: int) ->
     texts = [line.text for line in outcome.lines]
     assert "it failed" in "".join(texts)
     assert [text for text in texts if text.startswith("request 1 ends: ")] == ["request 1 ends: error"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_the_last_commit_of_a_close_is_noticed(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = StepLoop.drain
+
+    def broken(self: StepLoop) -> None:
+        drain(self)
+        raise InvariantError("injected: a bug")
+
+    monkeypatch.setattr(StepLoop, "drain", broken)
+    outcome = run(dataclasses.replace(workload(), ranks=ranks, closes_at=23))
+    assert any(finding.oracle == "error" and "injected: a bug" in finding.text for finding in outcome.findings)
 
 
 @pytest.mark.parametrize("at", [14, 102, 104])

@@ -235,7 +235,7 @@ MUTATIONS = (
         name="close-survives-a-lost-device",
         hazard="H26",
         change=Become("raise"),
-        consequence="a close raises when the device is lost, and clients wait forever",
+        consequence="a close raises when the device is lost",
         needs=frozenset({"close", "device_loss"}),
     ),
 )

@@ -139,9 +139,9 @@ def _draw_lost_rank(rng: random.Random, workload: Workload) -> Workload:
 
 
 def _draw_failing_rank(rng: random.Random, workload: Workload) -> Workload:
-    """Let a step fail on one rank, in one of five workloads with ranks that lose no rank and no device. In more of
-    these workloads than in others, the engine closes with requests running, often just after the launch of that step.
-    They have no logits that are not finite: the toy model does not tell the other ranks of them.
+    """Let a step fail on one rank, in one of five workloads with ranks that lose no rank and no device. In a quarter of
+    these workloads, the engine closes with requests running, and the step may be in flight by then. Workloads with such
+    a step have no logits that are not finite: the toy model does not tell the other ranks of them.
     """
     if workload.ranks == 1 or rng.random() >= 1 / 5 or workload.features & {"rank_loss", "device_loss"}:
         return workload
