@@ -28,18 +28,18 @@ from sidestream.cli.bench.serving.answers import (
     Window,
     answer_of,
     burst_share,
-    full_window,
     gaps_ms,
+    steady_window,
     tokens_per_second,
-    ttfts_ms,
+    whole_run,
 )
 from sidestream.cli.bench.serving.baseline import _Calm, _Loop, config_of
-from sidestream.cli.bench.serving.beside import compared, read_result
+from sidestream.cli.bench.serving.beside import capacity_of, compared, read_result
 from sidestream.cli.bench.serving.clients import Clients, Target
-from sidestream.cli.bench.serving.measure import LIMITS, _compared, medians
+from sidestream.cli.bench.serving.measure import LIMITS, _compared, medians, row
 from sidestream.cli.bench.serving.reply import Reply
 from sidestream.cli.bench.serving.server import Server, metric
-from sidestream.cli.bench.serving.workload import Workload, loads_of
+from sidestream.cli.bench.serving.workload import Arrivals, Workload, loads_of
 from sidestream.config import SamplingParams
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.metrics import Metrics
@@ -161,29 +161,33 @@ def answer(client: int, number: int, sent_ms: float, *pieces_ms: float, tokens: 
     return Answer(client, number, int(sent_ms * MS), times, times[-1], tokens or len(times))
 
 
-def test_the_ramp_and_what_follows_the_first_client_that_is_done_are_left_out() -> None:
-    answers = [
+def test_figures_are_of_the_whole_run_but_for_the_steady_rate() -> None:
+    answers = (
         answer(0, 0, 0, 10, 20, 30),
         answer(0, 1, 30, 40, 50, 60),
         answer(1, 0, 0, 25, 35, 45),
-        answer(1, 1, 45, 55, 65, 75),
-    ]
-    window = full_window(answers)
-    assert window == Window(25 * MS, 60 * MS)
+        answer(1, 1, 45, 55, 75, 75),
+    )
+    assert (whole_run(answers), steady_window(answers)) == (Window(0, 75 * MS), Window(25 * MS, 60 * MS))
+    figures = {figure.name: figure.value for figure in row("a", 2, Measured(answers, ()))}
+    assert figures["a_tok_s_b2"] == pytest.approx(12 / 0.075)
     # 30, 40, 50, 60 of the one, 35, 45, 55 of the other
-    assert tokens_per_second(answers, window) == pytest.approx(7 / 0.035)
-    assert ttfts_ms(answers, window) == [10, 10]
-    assert sorted(gaps_ms(answers, window)) == [10] * 4
-    assert burst_share(gaps_ms(answers, window)) == 0
+    assert figures["a_steady_tok_s_b2"] == pytest.approx(7 / 0.035)
+    assert figures["a_ttft_ms_p99_b2"] == pytest.approx(np.percentile([10, 10, 25, 10], 99))
+    assert figures["a_itl_ms_p90_b2"] == pytest.approx(np.percentile([10] * 6 + [20, 0], 90))
+    assert figures["a_tpot_ms_p50_b2"] == 10
+    assert figures["a_e2e_ms_p99_b2"] == pytest.approx(np.percentile([30, 30, 45, 30], 99))
+    assert figures["a_burst_share_b2"] == 1 / 8
 
 
 def test_tokens_without_text_of_their_own_count_with_the_pieces_of_their_answer() -> None:
     assert tokens_per_second([answer(0, 0, 0, 10, 20, 30, 40, tokens=8)], Window(20 * MS, 1020 * MS)) == 4
 
 
-def test_clients_that_are_never_busy_together_are_not_measured() -> None:
-    with pytest.raises(SidestreamError, match="use more rounds or fewer clients"):
-        full_window([answer(0, 0, 0, 1, 2), answer(1, 0, 0, 3, 4)])
+def test_clients_that_are_never_busy_together_have_no_steady_rate() -> None:
+    answers = (answer(0, 0, 0, 1, 2), answer(1, 0, 0, 3, 4))
+    assert steady_window(answers) is None
+    assert [figure.name for figure in row("a", 2, Measured(answers, ())) if "steady" in figure.name] == []
 
 
 def test_pieces_that_arrive_together_are_a_burst() -> None:
@@ -216,13 +220,13 @@ def test_bounds_of_a_shape_hold_for_the_sizes_that_they_are_known_for() -> None:
     }
     assert named[1] == {
         "served_over_engine_tok_s_b1": "at least 0.97",
-        "burst_share_b1": "at most 0.02",
+        "served_burst_share_b1": "at most 0.02",
         "ttft_added_ms": "at most 3",
     }
     assert named[8] == {}
     assert named[128] == {
         "served_over_engine_tok_s_b128": "at least 0.97",
-        "burst_share_b128": "at most 0.05",
+        "served_burst_share_b128": "at most 0.05",
         "ttft_added_ms_p99_b128": "at most 20",
     }
     assert {f.name: f.value for f in _compared(32, one, one, LIMITS["qwen3-8b", "cuda"])}[
@@ -346,6 +350,22 @@ def test_each_client_sends_its_next_request_when_the_former_has_ended_on_one_con
     assert [answer.text for answer in again] == ["xx"]
 
 
+def test_poisson_arrivals_are_sent_when_due_whatever_was_answered(fake_server: FakeServer) -> None:
+    load = Arrivals(80, requests=40, prompt_tokens=8, output_tokens=4, ids=100).workload(rate=200.0)
+    with Clients(Target.at(fake_server.url, "fake"), most=40) as clients:
+        answers = clients.run(load)
+    due = load.arrivals_s()
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(40 / 200.0, rel=0.5)
+    sent = {answer.client: answer.sent_ns for answer in answers}
+    assert len(sent) == fake_server.connections == 40
+    # The times of all requests count from their due times, to the nanosecond.
+    assert [(sent[client] - sent[0]) / 1e9 for client in range(40)] == pytest.approx(
+        [at - due[0] for at in due], abs=2e-9
+    )
+    assert all(answer.ttft_ms > 0 for answer in answers)
+
+
 def test_a_refused_request_ends_the_run_with_what_the_server_said(fake_server: FakeServer) -> None:
     fake_server.status = 503
     with (
@@ -363,6 +383,10 @@ def test_another_server_is_measured_beside_an_earlier_result(fake_server: FakeSe
         "figures": [
             Figure(name, 50.0, "tokens/s").plain()
             for name in ("served_over_engine_tok_s_b2", "served_tok_s_b2", "engine_tok_s_b2")
+        ]
+        + [
+            Figure("served_requests_per_s_poisson50", 40.0, "requests/s").plain(),
+            Figure("served_e2e_ms_p99_poisson50", 1e9, "ms").plain(),
         ],
     }
     (tmp_path / "ours.json").write_text(json.dumps(ours), encoding="utf-8")
@@ -377,29 +401,37 @@ def test_another_server_is_measured_beside_an_earlier_result(fake_server: FakeSe
         "12",
         "--label",
         "vllm",
+        "--arrivals",
+        "50",
         "--json",
     ]
     done = run("bench", "serve", "--against", fake_server.url, "--beside", tmp_path / "ours.json", *options)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 1, done.output  # the earlier server is slower
     report = json.loads(done.stdout)
     figures = {figure["name"]: figure["value"] for figure in report["figures"]}
-    assert list(figures)[:2] == ["served_tok_s_b2", "vllm_tok_s_b2"]
+    assert next(iter(figures)) == "served_tok_s_b2"
     assert figures["served_over_vllm_tok_s_b2"] == pytest.approx(50 / figures["vllm_tok_s_b2"], rel=1e-3)
-    assert {"vllm_ttft_ms_p99_b2", "vllm_itl_ms_p50_b2", "vllm_burst_share_b2"} <= figures.keys()
+    assert figures["vllm_requests_per_s_poisson50"] == 40  # what the earlier server got, not a share of its own rate
+    assert figures["served_over_vllm_e2e_ms_p99_poisson50"] > 1
+    assert {"vllm_ttft_ms_p99_b2", "vllm_itl_ms_p90_b2", "vllm_burst_share_b2"} <= figures.keys()
+    holds = {figure["name"]: figure["holds"] for figure in report["figures"] if figure["holds"] is not None}
+    assert holds == {"served_over_vllm_tok_s_b2": False, "served_over_vllm_e2e_ms_p99_poisson50": False}
     assert report["beside"] == [{"command": "sidestream bench serve", "environment": {}}]
     assert {body["model"] for body in fake_server.bodies} == {"fake"}
 
 
 def test_earlier_results_keep_their_servers_and_no_name_stands_twice(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
-    names = ["burst_share_b1", "engine_itl_ms_p50_b1", "a_tok_s_b1", "a_over_b_tok_s_b1", "texts_identical"]
+    names = ["engine_itl_ms_p50_b1", "a_tok_s_b1", "a_steady_tok_s_b1", "a_over_b_tok_s_b1", "texts_identical"]
     figures = [{"name": name, "value": 4.0, "unit": "x"} for name in names]
     path.write_text(
         json.dumps({"bench": "serve", "command": "c", "environment": {}, "figures": figures}), encoding="utf-8"
     )
     earlier = read_result(path, label="b")
-    assert [figure.name for figure in earlier.figures] == ["burst_share_b1", "a_tok_s_b1"]
-    assert compared("b", [Figure("b_tok_s_b1", 2.0, "x")], [earlier])[-1] == Figure("a_over_b_tok_s_b1", 2.0, "ratio")
+    assert [figure.name for figure in earlier.figures] == ["a_tok_s_b1", "a_steady_tok_s_b1"]
+    assert capacity_of([earlier]) is None
+    ratios = compared("b", [Figure("b_tok_s_b1", 2.0, "x"), Figure("b_steady_tok_s_b1", 2.0, "x")], [earlier])[4:]
+    assert ratios == [Figure("a_over_b_tok_s_b1", 2.0, "ratio", at_least(1.03))]
     with pytest.raises(ConfigError, match="a_tok_s_b1, which this run will also have: give another --label"):
         read_result(path, label="a")
     path.write_text(json.dumps({"bench": "serve", "command": "c", "environment": {}, "figures": []}), encoding="utf-8")
@@ -539,6 +571,7 @@ def test_a_figure_is_its_median_over_repetitions() -> None:
         (["--clients", "1,x"], "--clients is '1,x': give whole numbers with commas between them"),
         (["--clients", "0"], "--clients has 0: each must be in [1, 4096]"),
         (["--clients", "2,2"], "give each number once"),
+        (["--arrivals", "80,0"], "--arrivals has 0: each must be in [1, 1000]"),
         (["--rounds", "1"], "--rounds is 1: it must be 2 or more"),
         (["--repetitions", "0"], "--repetitions is 0: it must be 1 or more"),
         (["--output-tokens", "1"], "--output-tokens is 1: it must be 2 or more"),
@@ -609,11 +642,13 @@ def test_a_server_is_measured_beside_its_engine_in_process(tried: list[str], run
     for size in (1, 2):
         over = figures[f"served_tok_s_b{size}"] / figures[f"engine_tok_s_b{size}"]
         assert figures[f"served_over_engine_tok_s_b{size}"] == pytest.approx(over, rel=1e-3)
-        assert 0 <= figures[f"burst_share_b{size}"] <= 1
+        assert 0 <= figures[f"served_burst_share_b{size}"] <= 1
         assert figures[f"engine_step_ms_b{size}"] > 0
     assert figures["ttft_added_ms"] == pytest.approx(
         figures["served_ttft_ms_p50_b1"] - figures["engine_ttft_ms_p50_b1"], abs=1e-3
     )
+    assert figures["served_requests_per_s_poisson80"] == pytest.approx(figures["served_tok_s_b2"] / 12 * 0.8, rel=1e-3)
+    assert figures["served_e2e_ms_p50_poisson80"] > figures["served_ttft_ms_p50_poisson80"] > 0
     assert report["environment"]["model"] == "tiny, random weights"
 
 

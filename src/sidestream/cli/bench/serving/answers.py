@@ -44,6 +44,16 @@ class Answer:
         """Time from the request to the first piece."""
         return (self.pieces_ns[0] - self.sent_ns) / 1e6
 
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token: from the first piece to the last one, over the tokens behind the first."""
+        return (self.pieces_ns[-1] - self.pieces_ns[0]) / 1e6 / max(1, self.tokens - 1)
+
+    @property
+    def e2e_ms(self) -> float:
+        """Time from the request to the last piece."""
+        return (self.pieces_ns[-1] - self.sent_ns) / 1e6
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -131,21 +141,21 @@ def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: i
     return Answer(client, number, sent_ns, tuple(times), events[-1].time_ns, told, "".join(texts))
 
 
-def full_window(answers: Sequence[Answer]) -> Window:
-    """The time in which all clients are busy: from the moment when all clients' first answers have begun, to the moment
-    when the first client has received its last answer.
+def whole_run(answers: Iterable[Answer]) -> Window:
+    """From the first request sent to the last token received."""
+    answers = list(answers)
+    return Window(min(answer.sent_ns for answer in answers), max(answer.pieces_ns[-1] for answer in answers))
 
-    Raises SidestreamError if there is no such time.
+
+def steady_window(answers: Sequence[Answer]) -> Window | None:
+    """The part of a closed loop in which all clients are busy: from the moment when all clients' first answers have
+    begun, to the moment when the first client has received its last answer. It leaves out the burst of first requests
+    and the tail. None: there is no such time.
     """
     last = max(answer.round for answer in answers)
     begin_ns = max(answer.pieces_ns[0] for answer in answers if answer.round == 0)
     end_ns = min(answer.ended_ns for answer in answers if answer.round == last)
-    if end_ns <= begin_ns:
-        raise SidestreamError(
-            "a client received all its answers before another client received its first answer: use more rounds or "
-            "fewer clients"
-        )
-    return Window(begin_ns, end_ns)
+    return Window(begin_ns, end_ns) if end_ns > begin_ns else None
 
 
 def tokens_per_second(answers: Iterable[Answer], window: Window) -> float:
@@ -155,11 +165,6 @@ def tokens_per_second(answers: Iterable[Answer], window: Window) -> float:
         pieces = bisect_right(answer.pieces_ns, window.end_ns) - bisect_right(answer.pieces_ns, window.begin_ns)
         tokens += answer.tokens * pieces / len(answer.pieces_ns)
     return tokens / window.seconds
-
-
-def ttfts_ms(answers: Iterable[Answer], window: Window) -> list[float]:
-    """TTFT in ms of the requests that were sent in the window."""
-    return [answer.ttft_ms for answer in answers if window.begin_ns <= answer.sent_ns < window.end_ns]
 
 
 def gaps_ms(answers: Iterable[Answer], window: Window) -> list[float]:

@@ -10,14 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sidestream.cli.bench.report import Figure
+from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.errors import ConfigError
 
-# Names of the figures that `measure.row` makes. Figures of the engine without a server have the label `engine`.
+# Names of the figures that `measure.row` and `arrival_rows` make. Figures of the engine without a server have the label
+# `engine`.
 _ROW = re.compile(
-    r"(?P<label>(?:(?!_over_).)+)_(tok_s|ttft_ms_p50|ttft_ms_p99|itl_ms_p50|itl_ms_p99|burst_share)_b\d+|burst_share_b\d+"
+    r"(?P<label>(?:(?!_over_).)+?)(?P<steady>_steady)?"
+    r"_(?P<quantity>tok_s|(?:ttft|itl|tpot|e2e)_ms_p\d+|burst_share|requests_per_s)_(?P<load>b\d+|poisson\d+)"
 )
 _NO_SERVER = "engine"
+# The figures of which there are ratios, and their bounds: faster than the other server, in each of them.
+_RATIOS = {
+    "tok_s": at_least(1.03),
+    "ttft_ms_p50": None,
+    "ttft_ms_p99": at_most(1.0),
+    "itl_ms_p90": at_most(1.0),
+    "tpot_ms_p50": at_most(1.0),
+    "e2e_ms_p99": at_most(1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +65,28 @@ def read_result(path: Path, *, label: str) -> Earlier:
     return Earlier(tuple(rows), origin)
 
 
+def capacity_of(earlier: Sequence[Earlier]) -> float | None:
+    """The capacity in requests per second of the first earlier server that got Poisson arrivals, so that this server
+    gets the same. None: there is none.
+    """
+    for figure in (figure for result in earlier for figure in result.figures):
+        row = _ROW.fullmatch(figure.name)
+        if row is not None and row["quantity"] == "requests_per_s":
+            return figure.value * 100 / int(row["load"].removeprefix("poisson"))
+    return None
+
+
 def compared(label: str, figures: Sequence[Figure], earlier: Sequence[Earlier]) -> list[Figure]:
-    """All figures, and ratios: the tokens per second of each earlier server, divided by those of this server."""
+    """All figures, and ratios: the figures of each earlier server, divided by those of this server."""
     rows = [figure for result in earlier for figure in result.figures]
     ours = {figure.name: figure.value for figure in figures}
     ratios = []
     for figure in rows:
-        other, found, size = figure.name.rpartition("_tok_s_b")
-        if found and (value := ours.get(f"{label}_tok_s_b{size}")):
-            ratios.append(Figure(f"{other}_over_{label}_tok_s_b{size}", figure.value / value, "ratio"))
+        row = _ROW.fullmatch(figure.name)
+        if row is None or row["steady"] or row["quantity"] not in _RATIOS:
+            continue
+        end = f"{row['quantity']}_{row['load']}"
+        if value := ours.get(f"{label}_{end}"):
+            name = f"{row['label']}_over_{label}_{end}"
+            ratios.append(Figure(name, figure.value / value, "ratio", _RATIOS[row["quantity"]]))
     return [*rows, *figures, *ratios]

@@ -107,8 +107,9 @@ class Clients:
             pipe.send((load, range(number, load.clients, count)))
         for pipe in busy:
             self._receive(pipe, "ready")
+        start_ns = time.perf_counter_ns()
         for pipe in busy:
-            pipe.send("go")
+            pipe.send(start_ns)
         answers: list[Answer] = []
         begun, nearly, waiting = 0, False, set(busy)
         while waiting:
@@ -200,13 +201,18 @@ class _Run:
         for client in self._clients:
             client.prepare(self._target)
             await loop.create_connection(lambda client=client: client, self._target.host, self._target.port)  # type: ignore[misc]
-        self._pipe.send(("ready", None))
-        self._pipe.recv()
+        arrivals_s = self.load.arrivals_s()
         gc.collect()
         gc.disable()
         try:
+            self._pipe.send(("ready", None))
+            start_ns = self._pipe.recv()
             for client in self._clients:
-                client.ask()
+                if self.load.rate is None:
+                    client.ask()
+                else:
+                    due_ns = start_ns + int(1e9 * arrivals_s[client.number])
+                    loop.call_later((due_ns - time.perf_counter_ns()) / 1e9, client.ask, due_ns)
             await self._all_ended()
         finally:
             gc.enable()
@@ -256,7 +262,7 @@ class _Client(asyncio.Protocol):
 
     def __init__(self, run: _Run, number: int) -> None:
         self._run = run
-        self._number = number
+        self.number = number
         self._requests: list[bytes] = []
         self._sent: list[int] = []
         self._replies: list[Reply] = []
@@ -267,7 +273,7 @@ class _Client(asyncio.Protocol):
     def prepare(self, target: Target) -> None:
         """Encode all requests, before the run begins."""
         load = self._run.load
-        prompts = (load.prompt(self._number, number) for number in range(load.rounds))
+        prompts = (load.prompt(self.number, number) for number in range(load.rounds))
         self._requests = [target.completion(prompt, load.output_tokens) for prompt in prompts]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -275,12 +281,12 @@ class _Client(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def ask(self) -> None:
-        """Send the next request."""
+    def ask(self, due_ns: int | None = None) -> None:
+        """Send the next request. Its times count from `due_ns`, so that a late client does not hide a late answer."""
         assert self._transport is not None
         self._pieces = 0
         self._replies.append(Reply())
-        self._sent.append(time.perf_counter_ns())
+        self._sent.append(time.perf_counter_ns() if due_ns is None else due_ns)
         self._transport.write(self._requests[len(self._sent) - 1])
 
     def data_received(self, data: bytes) -> None:
@@ -334,6 +340,6 @@ class _Client(asyncio.Protocol):
         """Parse the replies. Raises SidestreamError for an invalid reply."""
         tokens = self._run.load.output_tokens
         return [
-            answer_of(reply, client=self._number, number=number, sent_ns=sent_ns, tokens=tokens)
+            answer_of(reply, client=self.number, number=number, sent_ns=sent_ns, tokens=tokens)
             for number, (reply, sent_ns) in enumerate(zip(self._replies, self._sent, strict=True))
         ]

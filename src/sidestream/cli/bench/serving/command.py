@@ -15,6 +15,7 @@ from sidestream.cli.bench.options import EitherDevice, was_given
 from sidestream.cli.bench.report import Figure, publish
 from sidestream.cli.bench.serving.options import (
     Against,
+    ArrivalShares,
     Beside,
     CheckpointDir,
     ClientCounts,
@@ -53,6 +54,7 @@ def serve(
     prompt_tokens: PromptTokens = None,
     output_tokens: OutputTokens = None,
     rounds: Rounds = 4,
+    arrivals: ArrivalShares = "80",
     repetitions: Repetitions = None,
     engine_option: EngineOptions = None,
     serve_option: ServeOptions = None,
@@ -75,6 +77,7 @@ def serve(
         output_tokens=output_tokens,
         rounds=rounds,
         repetitions=repetitions,
+        arrivals=arrivals,
     )
     bench = "serve-slow-readers" if slow_readers else "serve"
     with Steps() as steps, contextlib.ExitStack() as ends:
@@ -130,14 +133,13 @@ class _ServedModel:
 
     def measure(self, sizes: LoadSizes, on_progress: _OnProgress) -> list[Figure]:
         """The figures of the server and of the engine without a server."""
-        from sidestream.cli.bench.serving.measure import measure, vocabulary_of
+        from sidestream.cli.bench.serving.measure import measure
 
-        ids = vocabulary_of(self.path)
         return measure(
             self.path,
             name=self.limits_of,
             device=self.device,
-            repetitions=[sizes.loads(ids, repetition) for repetition in range(sizes.repetitions)],
+            sizes=sizes,
             engine_arguments=["--device", self.device, *self.engine_arguments],
             serve_arguments=self.serve_arguments,
             on_progress=on_progress,
@@ -173,12 +175,11 @@ def _measure_against(
     url: str, label: str, sizes: LoadSizes, beside: Sequence[Path], on_progress: _OnProgress
 ) -> _Result:
     """Measure a server that already runs, and compare it with the results in the files `beside`."""
-    from sidestream.cli.bench.serving.beside import compared, read_result
+    from sidestream.cli.bench.serving.beside import capacity_of, compared, read_result
     from sidestream.cli.bench.serving.measure import measure_against
-    from sidestream.cli.bench.serving.workload import MOST_IDS
 
     earlier = [read_result(path, label=label) for path in beside]
-    measured = measure_against(url, label=label, loads=sizes.loads(MOST_IDS), on_progress=on_progress)
+    measured = measure_against(url, label=label, sizes=sizes, rate=capacity_of(earlier), on_progress=on_progress)
     details: dict[str, object] = {"beside": [result.origin for result in earlier]}
     return _Result(f"served at {url}", compared(label, measured, earlier), details=details)
 

@@ -9,23 +9,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 from sidestream.cli.bench.report import Bound, Figure, at_least, at_most, percentile
 from sidestream.cli.bench.serving.answers import (
+    Answer,
     Measured,
     StepsSoFar,
     burst_share,
-    full_window,
     gaps_ms,
+    steady_window,
     tokens_per_second,
-    ttfts_ms,
+    whole_run,
 )
 from sidestream.cli.bench.serving.baseline import EngineAlone
 from sidestream.cli.bench.serving.clients import Clients, Target
 from sidestream.cli.bench.serving.server import Server, ended_by_sigterm, fetch, metric
-from sidestream.cli.bench.serving.workload import Loads
+from sidestream.cli.bench.serving.workload import MOST_IDS, Arrivals, Loads
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import SidestreamError
+
+if TYPE_CHECKING:
+    from sidestream.cli.bench.serving.options import LoadSizes
 
 SERVED = "served"
 _MODEL = "measured"
@@ -60,24 +65,25 @@ def measure(
     *,
     name: str,
     device: str,
-    repetitions: Sequence[Sequence[Loads]],
+    sizes: LoadSizes,
     engine_arguments: Sequence[str],
     serve_arguments: Sequence[str],
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
     """Run the same requests on an engine without a server and on a server with the same engine, never on both at once.
-    Figures are medians.
+    Figures are medians over the repetitions. On a CPU, engine and server alternate, because the speed of a machine
+    changes within minutes. A GPU has no memory for both engines, so the server starts when the engine without a server
+    has ended.
 
     path               the model's directory
     name               name of the model or shape in `LIMITS`
-    repetitions        the requests of each repetition. On a CPU, engine and server alternate, because the speed of a
-                       machine changes within minutes. A GPU has no memory for both engines, so the server starts when
-                       the engine without a server has ended
     engine_arguments   engine options of `sidestream serve`, for the engine and for the server
     serve_arguments    other options of the server
     """
     arguments = [*engine_arguments, *serve_arguments, "--served-model-name", _MODEL]
     limits = LIMITS.get((name, device), _NO_LIMITS)
+    ids = vocabulary_of(path)
+    repetitions = [sizes.loads(ids, repetition) for repetition in range(sizes.repetitions)]
     measured: list[list[Figure]] = []
     with ended_by_sigterm(), EngineAlone(path, engine_arguments, text_of=1) as alone:
         on_progress("the engine without a server")
@@ -92,10 +98,40 @@ def measure(
                     on_progress(f"{load.loop.clients} clients, {number + 1} of {len(repetitions)}")
                     engine.append(alone.measure(load) if device == CPU else engines[number][len(engine)])
                     served += measure_url(server.url, _MODEL, [load], lambda text: None, steps=True)
-                measured.append(
-                    _figures(served, engine, [load.loop.clients for load in loads], limits, exact=device == CPU)
-                )
+                counts = [load.loop.clients for load in loads]
+                figures = _figures(served, engine, counts, limits, exact=device == CPU)
+                arrivals = sizes.arrivals_of(ids, number)
+                rate = capacity(SERVED, figures, max(counts), sizes.output_tokens)
+                measured.append(figures + arrival_rows(server.url, _MODEL, SERVED, arrivals, rate, on_progress))
     return medians(measured)
+
+
+def capacity(label: str, figures: Sequence[Figure], clients: int, output_tokens: int) -> float:
+    """Requests per second of the closed loop with `clients` clients, over the whole run."""
+    name = f"{label}_tok_s_b{clients}"
+    return next(figure.value for figure in figures if figure.name == name) / output_tokens
+
+
+def arrival_rows(
+    url: str,
+    model: str,
+    label: str,
+    arrivals: Sequence[Arrivals],
+    rate: float,
+    on_progress: Callable[[str], None],
+) -> list[Figure]:
+    """Figures with Poisson arrivals at shares of `rate`, in requests per second."""
+    figures = list[Figure]()
+    if not arrivals:
+        return figures
+    with Clients(Target.at(url, model), most=max(one.requests for one in arrivals)) as clients:
+        for one in arrivals:
+            offered = rate * one.percent / 100
+            on_progress(f"Poisson arrivals, {offered:.3g} requests/s")
+            answers = clients.run(one.workload(offered))
+            figures.append(Figure(f"{label}_requests_per_s_{one.name}", offered, "requests/s"))
+            figures += run_row(label, one.name, answers)
+    return figures
 
 
 def medians(repetitions: Sequence[Sequence[Figure]]) -> list[Figure]:
@@ -156,31 +192,46 @@ def measure_url(
 
 
 def row(label: str, size: int, measured: Measured, *, burst: Bound | None = None) -> list[Figure]:
-    """Figures of the clients of one server. The figures' names begin with `label`."""
-    window = full_window(measured.loop)
-    firsts, gaps = ttfts_ms(measured.loop, window), gaps_ms(measured.loop, window)
-    if not firsts or not gaps:
-        raise SidestreamError("no request began while all clients were busy: use more rounds or tokens")
+    """Figures of a closed loop: of the whole run, and the rate while all clients are busy (`steady`, if there is such a
+    time).
+    """
+    figures = run_row(label, f"b{size}", measured.loop, burst=burst)
+    if window := steady_window(measured.loop):
+        rate = tokens_per_second(measured.loop, window)
+        figures.append(Figure(f"{label}_steady_tok_s_b{size}", rate, "tokens/s"))
+    return figures
+
+
+def run_row(label: str, load: str, answers: Sequence[Answer], *, burst: Bound | None = None) -> list[Figure]:
+    """Figures of all requests of a run, from the first request sent to the last token received. Their names begin with
+    `label` and end with `load`.
+    """
+    window = whole_run(answers)
+    gaps = gaps_ms(answers, window)
+    if not gaps:
+        raise SidestreamError("no answer came in two pieces: use more output tokens")
+    times = {
+        "ttft": [answer.ttft_ms for answer in answers],
+        "itl": gaps,
+        "tpot": [answer.tpot_ms for answer in answers],
+        "e2e": [answer.e2e_ms for answer in answers],
+    }
     return [
-        Figure(f"{label}_tok_s_b{size}", tokens_per_second(measured.loop, window), "tokens/s"),
-        Figure(f"{label}_ttft_ms_p50_b{size}", percentile(firsts, 50), "ms"),
-        Figure(f"{label}_ttft_ms_p99_b{size}", percentile(firsts, 99), "ms"),
-        Figure(f"{label}_itl_ms_p50_b{size}", percentile(gaps, 50), "ms"),
-        Figure(f"{label}_itl_ms_p99_b{size}", percentile(gaps, 99), "ms"),
-        Figure(
-            f"burst_share_b{size}" if label == SERVED else f"{label}_burst_share_b{size}",
-            burst_share(gaps),
-            "share",
-            burst,
+        Figure(f"{label}_tok_s_{load}", tokens_per_second(answers, window), "tokens/s"),
+        *(
+            Figure(f"{label}_{name}_ms_p{percent}_{load}", percentile(values, percent), "ms")
+            for name, values in times.items()
+            for percent in (50, 90, 99)
         ),
+        Figure(f"{label}_burst_share_{load}", burst_share(gaps), "share", burst),
     ]
 
 
 def _compared(size: int, served: Measured, engine: Measured, limits: Limits) -> list[Figure]:
     bounded = size in limits.sizes
     ours = row(SERVED, size, served, burst=at_most(0.02 if size <= 32 else 0.05) if bounded else None)
-    alone = row("engine", size, engine)[:-1]
-    rate, median_ms, p99_ms = ((ours[at].value, alone[at].value) for at in range(3))
+    alone = [figure for figure in row("engine", size, engine) if "burst_share" not in figure.name]
+    rate, median_ms, _, p99_ms = ((ours[at].value, alone[at].value) for at in range(4))
     figures = [
         Figure(
             f"served_over_engine_tok_s_b{size}",
@@ -217,14 +268,23 @@ def _texts(measured: Measured) -> list[str]:
 
 
 def measure_against(
-    url: str, *, label: str, loads: Sequence[Loads], on_progress: Callable[[str], None]
+    url: str, *, label: str, sizes: LoadSizes, rate: float | None, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Measure any OpenAI-compatible server that already runs. Raises SidestreamError if it serves no model."""
+    """Measure any OpenAI-compatible server that already runs. Raises SidestreamError if it serves no model.
+
+    rate   requests per second of which the Poisson arrivals are shares; None: the server's own capacity
+    """
     url = url.rstrip("/")
     Target.at(url, "")  # reject an invalid URL before any request
     model = served_model(url)
+    loads = sizes.loads(MOST_IDS)
     measured = measure_url(url, model, loads, on_progress, steps=False)
-    return [figure for load, one in zip(loads, measured, strict=True) for figure in row(label, load.loop.clients, one)]
+    figures = [
+        figure for load, one in zip(loads, measured, strict=True) for figure in row(label, load.loop.clients, one)
+    ]
+    if rate is None:
+        rate = capacity(label, figures, max(sizes.clients), sizes.output_tokens)
+    return figures + arrival_rows(url, model, label, sizes.arrivals_of(MOST_IDS), rate, on_progress)
 
 
 def served_model(url: str) -> str:

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from sidestream.cli.bench.options import check_at_least, label, was_given
-from sidestream.cli.bench.serving.workload import Loads, loads_of
+from sidestream.cli.bench.serving.workload import Arrivals, Loads, loads_of
 from sidestream.cli.declare import option, whole
 from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 
 _MAX_CLIENTS = 4096
+_MAX_PERCENT = 1000
 _DEFAULT_CLIENTS = {CPU: "1,8", CUDA: "1,32,128,256"}
 _DEFAULT_PROMPT_TOKENS = {CPU: 64, CUDA: 512}
 _DEFAULT_OUTPUT_TOKENS = {CPU: 64, CUDA: 128}
@@ -33,7 +34,7 @@ _UNUSED = {
         "connections",
         "repetitions",
     },
-    "--slow-readers": {"label", "beside", "repetitions"},
+    "--slow-readers": {"label", "beside", "repetitions", "arrivals"},
     "neither --against nor --slow-readers": {"connections", "label", "beside"},
 }
 
@@ -81,6 +82,15 @@ OutputTokens = Annotated[
 Rounds = Annotated[
     int,
     option("--rounds", metavar="N", help="Consecutive requests of each client; few clients send more.", parse=whole),
+]
+ArrivalShares = Annotated[
+    str,
+    option(
+        "--arrivals",
+        metavar="N,N",
+        help="Also send requests as Poisson arrivals at N % of capacity (that of the most clients); 0 for none. With "
+        "--beside, of the capacity of the earlier run.",
+    ),
 ]
 Repetitions = Annotated[
     int | None,
@@ -150,6 +160,7 @@ class LoadSizes:
 
     clients       numbers of concurrent clients; each number is measured separately
     rounds        number of consecutive requests of each client
+    arrivals      Poisson arrivals at these percentages of the capacity
     repetitions   number of repetitions of the whole measurement
     """
 
@@ -158,6 +169,7 @@ class LoadSizes:
     output_tokens: int
     rounds: int
     repetitions: int
+    arrivals: tuple[int, ...] = ()
 
     @classmethod
     def of_options(
@@ -169,14 +181,16 @@ class LoadSizes:
         output_tokens: int | None,
         rounds: int,
         repetitions: int | None,
+        arrivals: str,
     ) -> LoadSizes:
         """The options' values; for an option that is None, the device's default. Raises ConfigError."""
         sizes = cls(
-            _client_counts(clients or _DEFAULT_CLIENTS[device]),
+            _counts("--clients", clients or _DEFAULT_CLIENTS[device], 1, _MAX_CLIENTS),
             _DEFAULT_PROMPT_TOKENS[device] if prompt_tokens is None else prompt_tokens,
             _DEFAULT_OUTPUT_TOKENS[device] if output_tokens is None else output_tokens,
             rounds,
             _DEFAULT_REPETITIONS[device] if repetitions is None else repetitions,
+            () if arrivals == "0" else _counts("--arrivals", arrivals, 1, _MAX_PERCENT),
         )
         check_at_least(
             {
@@ -202,6 +216,14 @@ class LoadSizes:
             for clients in self.clients
         ]
 
+    def arrivals_of(self, ids: int, repetition: int = 0) -> list[Arrivals]:
+        """The Poisson arrivals: as many requests as the largest closed loop has."""
+        requests = max(load.loop.clients * load.loop.rounds for load in self.loads(ids))
+        return [
+            Arrivals(percent, requests, self.prompt_tokens, self.output_tokens, ids, repetition)
+            for percent in self.arrivals
+        ]
+
 
 def refuse_unused(context: typer.Context, mode: str) -> None:
     """Raise ConfigError for an option on the command line that has no effect in `mode`."""
@@ -215,16 +237,16 @@ def serve_arguments(options: list[str] | None) -> list[str]:
     return [f"--{name.removeprefix('--')}" for name in options or ()]
 
 
-def _client_counts(clients: str) -> tuple[int, ...]:
+def _counts(name: str, given: str, least: int, most: int) -> tuple[int, ...]:
     try:
-        counts = tuple(int(part) for part in clients.split(","))
+        counts = tuple(int(part) for part in given.split(","))
     except ValueError:
         raise ConfigError(
-            f"--clients is {clients!r}: give whole numbers with commas between them, such as 1,32,128"
+            f"{name} is {given!r}: give whole numbers with commas between them, such as 1,32,128"
         ) from None
     for count in counts:
-        if not 1 <= count <= _MAX_CLIENTS:
-            raise ConfigError(f"--clients has {count}: each must be in [1, {_MAX_CLIENTS}]")
+        if not least <= count <= most:
+            raise ConfigError(f"{name} has {count}: each must be in [{least}, {most}]")
     if len(set(counts)) < len(counts):
-        raise ConfigError(f"--clients is {clients!r}: give each number once")
+        raise ConfigError(f"{name} is {given!r}: give each number once")
     return counts

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.cli.bench.serving.answers import full_window, tokens_per_second
+from sidestream.cli.bench.serving.answers import tokens_per_second, whole_run
 from sidestream.cli.bench.serving.clients import Clients, Target, allow_open_files
 from sidestream.cli.bench.serving.server import Server, ended_by_sigterm, fetch
 from sidestream.cli.bench.serving.workload import Loads, Workload
@@ -65,7 +65,7 @@ def measure_slow_readers(
                 on_progress(f"{load.loop.clients} clients, {readers} slow readers")
                 run = _with_seed(load.loop, f"others {number}")
                 answers = clients.run(run)
-                rates.append(tokens_per_second(answers, full_window(answers)))
+                rates.append(tokens_per_second(answers, whole_run(answers)))
                 if readers:
                     memory, cut = server.front_end_bytes(), crowd.leave()
     return [
