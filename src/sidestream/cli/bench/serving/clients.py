@@ -196,12 +196,16 @@ class _Run:
         self.num_arrivals = 0
 
     async def answers(self) -> list[Answer]:
-        """Connect all clients, wait until the clients of all processes have connected, and run the requests."""
+        """Connect all clients (with Poisson arrivals, each when it is due), wait until all processes are ready, and run
+        the requests.
+        """
         loop = asyncio.get_running_loop()
         for client in self._clients:
             client.prepare(self._target)
-            await loop.create_connection(lambda client=client: client, self._target.host, self._target.port)  # type: ignore[misc]
+            if self.load.rate is None:
+                await client.connect(self._target)
         arrivals_s = self.load.arrivals_s()
+        arrivals: list[asyncio.Task[None]] = []  # the loop itself keeps no reference to a task
         gc.collect()
         gc.disable()
         try:
@@ -212,10 +216,12 @@ class _Run:
                     client.ask()
                 else:
                     due_ns = start_ns + int(1e9 * arrivals_s[client.number])
-                    loop.call_later((due_ns - time.perf_counter_ns()) / 1e9, client.ask, due_ns)
+                    arrivals.append(loop.create_task(client.arrive(self._target, due_ns)))
             await self._all_ended()
         finally:
             gc.enable()
+            for arrival in arrivals:
+                arrival.cancel()
             for client in self._clients:
                 client.close()
         return [answer for client in self._clients for answer in client.answers()]
@@ -275,6 +281,20 @@ class _Client(asyncio.Protocol):
         load = self._run.load
         prompts = (load.prompt(self.number, number) for number in range(load.rounds))
         self._requests = [target.completion(prompt, load.output_tokens) for prompt in prompts]
+
+    async def connect(self, target: Target) -> None:
+        """Open the connection."""
+        await asyncio.get_running_loop().create_connection(lambda: self, target.host, target.port)
+
+    async def arrive(self, target: Target, due_ns: int) -> None:
+        """Connect and send the request at `due_ns`. An idle connection would be closed by the server meanwhile."""
+        await asyncio.sleep((due_ns - time.perf_counter_ns()) / 1e9)
+        try:
+            await self.connect(target)
+        except OSError as error:
+            self._run.failed(SidestreamError(f"the server accepts no connection: {error}"))
+        else:
+            self.ask(due_ns)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
