@@ -252,7 +252,9 @@ def default_block_tokens(kind: str, *, recurrent: bool) -> int:
 
 
 # Defaults on a CPU (False) and on a GPU (True).
-_CHUNK_TOKENS = {False: 256, True: 2048}
+# On a GPU: measured in bench/results/served-vllm-h200.json; 2,048 tokens a step computed bursts of prompts slower.
+_CHUNK_TOKENS = {False: 256, True: 8192}
+_TARGET_GAP_MS = 250.0
 _MAX_RUNNING = {False: 16, True: 256}
 _CPU_KV_BYTES = 1 << 30
 
@@ -265,12 +267,16 @@ class EngineSizes:
     max_running   maximum number of requests that run at once
     chunk_tokens  tokens of a prefill chunk
     token_budget  maximum number of tokens that one step computes
+    tail_apart    see EngineConfig
+    target_gap_s  EngineConfig's target_gap_ms, in seconds; None: no bound
     """
 
     kv_bytes: int | None
     max_running: int
     chunk_tokens: int
     token_budget: int
+    tail_apart: bool = True
+    target_gap_s: float | None = None
 
 
 @options_checked(ConfigError)
@@ -287,9 +293,13 @@ class EngineConfig:
                     checkpoints only at the ends of prompts and answers, and where earlier prompts diverged
     block_tokens    number of tokens in a block; KV is stored, loaded and shared in whole blocks. None: 16, but 64 on a
                     GPU for models with recurrent states (`default_block_tokens`)
-    chunk_tokens    chunked prefill: every chunk ends at a multiple of this number or at the prompt's end (see also
-                    `tail_apart`), so that equal prompts are computed in equal shapes; None: about 256 on a CPU, 2,048
-                    on a GPU
+    chunk_tokens    chunked prefill: the largest number of tokens of one prompt in a step. With `tail_apart`, every
+                    chunk ends at a multiple of this number or at the prompt's end, so that equal prompts are computed
+                    in equal shapes. None: about 256 on a CPU, 8,192 on a GPU
+    target_gap_ms   largest time in ms between two tokens of a request that prompts computed in the same steps should
+                    cause: while requests decode, a step takes as many prompt tokens as the measured prefill rate
+                    computes in this time. Cuts chunks, so it excludes `tail_apart`. None: no bound on a CPU or with
+                    `tail_apart`, else 250 ms
     token_budget    maximum number of tokens that one step computes, prefill and decode together; None: two chunks on a
                     CPU or one chunk on a GPU, plus one token for each running request in either case
     max_running     maximum number of running requests (request slots); None: 16 on a CPU, 256 on a GPU
@@ -299,8 +309,8 @@ class EngineConfig:
     salt            part of every block hash: engines with different salts never share KV
     asynchronous    launch step N+1 before the host has read the tokens of step N; False: for measuring and debugging
     tail_apart      compute the tokens after a prompt's last block border in a separate chunk: then the output is
-                    bitwise equal, whichever tier the prompt's KV comes from. None: True on a CPU; False on a GPU, where
-                    the separate chunk costs one more pass over all weights
+                    bitwise equal, whichever tier the prompt's KV comes from. None: True on a CPU without
+                    `target_gap_ms`; False on a GPU, where the separate chunk costs one more pass over all weights
     speculative     speculative decoding; None: off
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing CUDA graphs:
                     starts sooner, runs slower
@@ -327,6 +337,7 @@ class EngineConfig:
     prefix_cache: bool = True
     asynchronous: bool = True
     tail_apart: bool | None = None
+    target_gap_ms: float | None = None
     eager: bool = False
     offload: OffloadConfig | None = None
     speculative: SpeculativeConfig | None = None
@@ -355,6 +366,14 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         self.check_multiples(self._block_tokens)
+        gap = self.target_gap_ms
+        if gap is not None and not (isinstance(gap, int | float) and not isinstance(gap, bool) and 0 < gap < math.inf):
+            raise ConfigError(f"target_gap_ms is {gap!r}: give milliseconds above 0, such as 100")
+        if gap is not None and self.tail_apart:
+            raise ConfigError(
+                f"target_gap_ms is {gap:g} and tail_apart is on, with which no chunk is cut, so no gap has a bound: "
+                "leave one of the two out"
+            )
         share = self.self_check
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(
@@ -395,7 +414,13 @@ class EngineConfig:
                 f"({chunk} + {running}); raise it or lower chunk_tokens or max_running"
             )
         given = None if self.kv_memory is None else parse_bytes(self.kv_memory, option="kv_memory")
-        return EngineSizes(_CPU_KV_BYTES if given is None and not on_gpu else given, running, chunk, budget)
+        kv_bytes = _CPU_KV_BYTES if given is None and not on_gpu else given
+        tail_apart, gap_ms = self.tail_apart, self.target_gap_ms
+        if tail_apart is None:
+            tail_apart = not on_gpu and gap_ms is None
+        if gap_ms is None and not tail_apart and on_gpu:
+            gap_ms = _TARGET_GAP_MS
+        return EngineSizes(kv_bytes, running, chunk, budget, tail_apart, None if gap_ms is None else gap_ms / 1e3)
 
     @property
     def _block_tokens(self) -> int:

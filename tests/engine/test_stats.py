@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from engine_rig import Reply, serving
+
 from sidestream.engine.stats import step_seconds
+from sidestream.types import Delta, StepPlan
 
 
 def test_step_time_is_the_devices_or_the_hosts_or_unknown() -> None:
@@ -13,3 +16,36 @@ def test_step_time_is_the_devices_or_the_hosts_or_unknown() -> None:
     assert (
         step_seconds(2.0, 0.9, before=True, awaited=False) == 2.0
     )  # by something else that the host does all the time
+
+
+def test_the_measured_prefill_rate_bounds_a_step_beside_a_request_that_decodes() -> None:
+    burst = [[first, *(1 + at % 90 for at in range(399))] for first in (91, 92, 93)]
+    with serving(blocks=1000, chunk_tokens=2048, token_budget=2100, target_gap_ms=50) as rig:
+        times, scheduler = rig.engine.loop.times, rig.engine.parts.scheduler
+        plan, chunks = scheduler.plan, list[list[int]]()
+
+        def noted(**given: float | None) -> StepPlan:
+            step = plan(**given)  # type: ignore[arg-type]
+            chunks.append([row.stop - row.min_start for row in step.batch.rows if row.tokens is not None])
+            return step
+
+        def beside_talker(prompts: list[list[int]]) -> list[list[int]]:
+            """The chunks of the steps that compute `prompts`, which arrive together while a request decodes."""
+            replies = list[Reply]()
+
+            def ask(delta: Delta) -> None:
+                if not replies:
+                    replies.extend(rig.submit(prompt, 1) for prompt in prompts)
+
+            chunks.clear()
+            rig.expect(rig.submit([3, 4, 5], 40, on_delta=ask), [3, 4, 5], 40)
+            for reply, prompt in zip(replies, prompts, strict=True):
+                rig.expect(reply, prompt, 1)
+            return [step for step in chunks if step]
+
+        scheduler.plan = noted  # type: ignore[method-assign]
+        assert times.prefill_rate is None
+        assert beside_talker(burst) == [[3], [400, 400, 400]]
+        assert times.prefill_rate is not None
+        times.prefill_rate = 1.0  # a device that takes a second for a token
+        assert beside_talker([[94, *burst[0]]]) == [[3], [256], [145]]

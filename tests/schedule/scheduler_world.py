@@ -524,13 +524,18 @@ class World:
             written.extend(row.block_ids[row.min_start // limits.block_tokens :])
             assert (row.tokens is None) == (row.min_start >= request.prefill_end)
             if row.tokens is not None:
-                assert row.stop in canonical_cuts(request.prefill_end, limits)
-                assert row.stop == chunk_stop(
+                whole = chunk_stop(
                     row.min_start,
                     request.prefill_end,
                     chunk_tokens=limits.chunk_tokens,
                     block_tokens=limits.block_tokens,
+                    tail_apart=limits.tail_apart,
                 )
+                if limits.tail_apart:
+                    assert row.stop in canonical_cuts(request.prefill_end, limits)
+                    assert row.stop == whole
+                else:
+                    assert row.stop == whole or (row.stop < whole and row.stop % limits.block_tokens == 0)
                 assert row.samples == (row.stop == request.prefill_end)
         assert len(set(written)) == len(written), "two rows write one block"
         assert not set(written) & {self.blocks.get(key) for key in self.contents}, "a findable block is written"

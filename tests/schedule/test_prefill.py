@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from plans import prompt, small_limits, spans
 from scheduler_world import World
 
+from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import State
 
 
@@ -59,3 +61,30 @@ def test_the_oldest_prefill_gets_a_chunk_every_step_however_many_decode() -> Non
     long = world.submit(prompt(30, beginning=41))
     assert [spans(world.step(), long) for _ in range(5)] == [[(0, 8)], [(8, 16)], [(16, 24)], [(24, 28)], [(28, 30)]]
     world.run()
+
+
+def test_without_a_separate_tail_a_chunk_is_cut_at_a_block_border_to_fill_the_step() -> None:
+    world = World(num_blocks=32, limits=small_limits(token_budget=14, tail_apart=False))
+    first, second = world.submit(prompt(8)), world.submit(prompt(8, beginning=11))
+    plan = world.step()
+    assert (spans(plan, first), spans(plan, second)) == ([(0, 8)], [(0, 4)])  # six tokens were left
+    assert spans(world.step(), second) == [(4, 8)]
+    world.run()
+
+
+@pytest.mark.parametrize(
+    ("num_decoding", "rate", "budget"),
+    [
+        (0, 1000.0, 8448),  # nothing decodes: no gap to bound
+        (48, None, 8400),  # the rate is unknown
+        (48, 40_000.0, 4000),
+        (48, 1e9, 8400),
+        (48, 10.0, 256),  # fewer tokens would take as long
+    ],
+)
+def test_beside_decode_rows_a_step_takes_the_prompt_tokens_of_the_target_gap(
+    num_decoding: int, rate: float | None, budget: int
+) -> None:
+    limits = Limits(16, 8192, 8448, tail_apart=False, target_gap_s=0.1)
+    assert limits.prefill_budget(num_decoding, rate) == budget
+    assert Limits(16, 8192, 8448, tail_apart=False).prefill_budget(num_decoding, rate) == 8448 - num_decoding

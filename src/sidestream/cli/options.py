@@ -119,7 +119,7 @@ _BlockTokens = Annotated[
 ]
 _ChunkTokens = Annotated[
     int | None,
-    _engine("--chunk-tokens", "Chunked prefill: tokens per chunk.", "N", "256 on a CPU, 2048 on a GPU", parse=whole),
+    _engine("--chunk-tokens", "Chunked prefill: tokens per chunk.", "N", "256 on a CPU, 8192 on a GPU", parse=whole),
 ]
 _TokenBudget = Annotated[
     int | None,
@@ -149,6 +149,16 @@ _TailApart = Annotated[
         "Compute the tokens after a prompt's last full block separately: then outputs with KV from any tier are equal.",
         "",
         "on a CPU, not on a GPU",
+    ),
+]
+_TargetGap = Annotated[
+    float | None,
+    _engine(
+        "--target-gap-ms",
+        "While requests decode, a step takes only as many prompt tokens as take N ms (not with --tail-apart).",
+        "N",
+        "250 on a GPU, no bound on a CPU",
+        parse=number,
     ),
 ]
 _Eager = Annotated[
@@ -265,6 +275,7 @@ def engine_config(
     max_model_len: _MaxModelLen = _ENGINE.max_model_len,
     threads: _Threads = _ENGINE.compute_threads,
     tail_apart: _TailApart = _ENGINE.tail_apart,
+    target_gap_ms: _TargetGap = _ENGINE.target_gap_ms,
     eager: _Eager = _ENGINE.eager,
     speculative: _Speculative = None,
     draft_head: _DraftHead = None,
@@ -295,6 +306,7 @@ def engine_config(
         max_model_len=max_model_len,
         compute_threads=threads,
         tail_apart=tail_apart,
+        target_gap_ms=target_gap_ms,
         eager=eager,
         salt=salt,
         self_check=self_check,

@@ -124,7 +124,8 @@ class StepLoop:
             self.weights.apply()
         begin_s = parts.device.now()
         lead_s = 0.0 if previous is None else self.times.lead_s()
-        plan = parts.scheduler.plan(lead_s=lead_s, step_s=self.times.last_s)
+        times = self.times
+        plan = parts.scheduler.plan(lead_s=lead_s, step_s=times.last_s, prefill_rate=times.prefill_rate)
         step = self._launch(plan, begin_s)
         if plan.undrafted:
             self.spec_stats.count_undrafted(plan.undrafted)

@@ -10,6 +10,9 @@ from sidestream.runner.executor import LaunchedStep
 
 # Minimum number of prompt tokens in a step for a measurement of the prefill rate.
 _MEASURED_PREFILL = 64
+# The same, for the rate of long prefill, which decides how many prompt tokens a step takes: small steps are slower.
+_LONG_PREFILL = 1024
+_WEIGHT = 0.2  # of a new measurement in a moving average
 # If the host's work for a step takes at least this share of the time between two commits, the time of this work is
 # taken as the step's time: in the remaining time the host may have worked for another step.
 _HOST_BOUND = 0.5
@@ -39,6 +42,8 @@ class StepTimes:
     def __init__(self, parts: Parts) -> None:
         self.last_s = 0.0
         """Duration of the last committed step."""
+        self.prefill_rate: float | None = None
+        """Moving average of the prompt tokens per second in steps with many of them; None: not measured yet."""
         self._device = parts.device
         self._metrics = parts.metrics
         self._costs = parts.costs
@@ -89,6 +94,11 @@ class StepTimes:
             and prefill >= 0.5 * step.batch.num_tokens
         ):
             self._costs.saw_prefill(prefill, seconds)
+        if prefill >= _LONG_PREFILL and seconds > 0 and not step.gated and not step.batch.twice:
+            rate = prefill / seconds
+            self.prefill_rate = (
+                rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
+            )
         if self._timeline is not None:
             stop_ns = time.perf_counter_ns()
             self._timeline.record("engine", "commit", stop_ns, stop_ns, tokens=step.batch.num_tokens)

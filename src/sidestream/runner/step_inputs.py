@@ -27,8 +27,11 @@ from sidestream.types import BatchPlan, RowColumns
 Numbers = npt.NDArray[np.int64]
 
 # Smallest and largest number of prefill chunks in the sizes of a graph key.
-_CHUNKS, _MOST_CHUNKS = 8, 64
+_CHUNKS, _MOST_CHUNKS = 8, 128
 _CHUNK_TOKENS = 16
+# With more prompt tokens than these, a step takes so long that padding of its decode rows does not count: there are
+# fewer keys.
+_FINE_TOKENS = 2048
 # There are additional keys for steps with at least _MANY_ROWS decode rows and few drafts, and for steps with drafts,
 # prefill and at most _FEW_ROWS decode rows.
 _MANY_ROWS = 16
@@ -169,15 +172,15 @@ class GraphKey:
             for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32))
             if count < max_rows
         ]
-        tokens = [
-            count
-            for count in (SHORT_TOKENS, 32, 64, 128, 256, 384, 512, 768, *range(1024, 8192, 512), chunk_tokens)
-            if count < max_tokens
-        ]
-        doubling = {
-            count for count in (*(SHORT_TOKENS << power for power in range(10)), chunk_tokens) if count < max_tokens
-        }
-        beside = [count for count in (0, 8, 32, 128) if count < max_rows]
+        fine = (SHORT_TOKENS, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, _FINE_TOKENS)
+        coarse = range(_FINE_TOKENS + 1024, max_tokens, 1024)
+        doubling = (SHORT_TOKENS << power for power in range(10))
+        tokens, drafting_tokens = (
+            sorted({*(count for count in (*counts, chunk_tokens) if count < max_tokens), max_tokens})
+            for counts in ((*fine, *coarse), doubling)
+        )
+        few = sorted({min(_FEW_ROWS, max_rows), max_rows})
+        beside = (*(count for count in (0, 8, 32, 128) if count < max_rows), max_rows)
         keys = [
             *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
             *(
@@ -185,13 +188,8 @@ class GraphKey:
                 for count in (*decodes, max_rows)
                 if drafts and count >= _MANY_ROWS
             ),
-            *(
-                cls(rows, count, drafts)
-                for rows in sorted({min(_FEW_ROWS, max_rows), max_rows})
-                for count in (*sorted(doubling), max_tokens)
-                if drafts
-            ),
-            *(cls(rows, count) for rows in (*beside, max_rows) for count in (*sorted(set(tokens)), max_tokens)),
+            *(cls(rows, count, drafts) for rows in few for count in drafting_tokens if drafts),
+            *(cls(rows, count) for count in tokens for rows in (beside if count <= _FINE_TOKENS else few)),
         ]
         return [replace(key, has_states=has_states) for key in keys if chunks or not key.tokens]
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from sidestream.kv.layout import blocks_before_window
 
+# Prompt tokens that a step may compute whatever the target of the gap: with fewer, a step takes nearly as long.
+_LEAST_PREFILL = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -13,6 +16,8 @@ class Limits:
 
     token_budget    largest number of tokens in one step, without drafts
     tail_apart      compute the tail of a prompt as a separate chunk, see `chunk_stop`
+    target_gap_s    largest time between two tokens of a request that prefill in the same steps should cause; None: no
+                    bound. Works only without `tail_apart`, because it cuts chunks
     aging_steps     number of steps without a request after which its priority improves by one
     max_promotions  how often one request may wait for the disk; then it recomputes its blocks
     max_probes      largest number of waiting requests that one step considers for admission
@@ -25,6 +30,7 @@ class Limits:
     token_budget: int
     prefix_cache: bool = True
     tail_apart: bool = True
+    target_gap_s: float | None = None
     aging_steps: int = 256
     max_promotions: int = 2
     max_probes: int = 64
@@ -34,6 +40,16 @@ class Limits:
     def num_blocks(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
+
+    def prefill_budget(self, num_decoding: int, prefill_rate: float | None) -> int:
+        """Number of prompt tokens that a step with `num_decoding` decode rows may compute.
+
+        prefill_rate   measured prompt tokens per second; None: unknown
+        """
+        room = self.token_budget - num_decoding
+        if not num_decoding or self.tail_apart or self.target_gap_s is None or prefill_rate is None:
+            return room
+        return min(room, max(_LEAST_PREFILL, int(prefill_rate * self.target_gap_s)))
 
     def blocks_before_window(self, num_blocks: int) -> int:
         """Of the first `num_blocks` blocks of a request that computes only the tokens after them, the number of leading

@@ -15,8 +15,9 @@ class PrefillPlanner:
     """Adds a request's next chunk to a step.
 
     Invariants:
-    - A chunk is never cut to fit the budget, because its shape affects the rounding of the result. A chunk that does
-      not fit waits.
+    - Where outputs are bitwise equal (`tail_apart`), a chunk is never cut to fit the budget, because its shape affects
+      the rounding of the result: a chunk that does not fit waits. Elsewhere it is cut at a block border, so that the
+      waiting prompts fill the step.
     - No chunk is planned before all copies of the request's load were submitted, so that the step can wait for their
       fences (hazard H5).
     - A token is sampled only after the chunk that ends at the last known token (hazard H25).
@@ -59,7 +60,9 @@ class PrefillPlanner:
         if request.states is not None:
             stop = self._cut_for_state(request, start, stop)
         if stop - start > step.prefill_budget:
-            return
+            stop = (start + step.prefill_budget) // limits.block_tokens * limits.block_tokens
+            if limits.tail_apart or request.states is not None or stop <= start:
+                return
         step.prefill_budget -= stop - start
         states = self._allocator.plan_states(
             request, start, stop, step, checkpoint=self._wants_checkpoint(request, stop)

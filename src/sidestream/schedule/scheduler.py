@@ -233,12 +233,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------ steps
 
-    def plan(self, *, lead_s: float = 0.0, step_s: float = 0.0) -> StepPlan:
+    def plan(self, *, lead_s: float = 0.0, step_s: float = 0.0, prefill_rate: float | None = None) -> StepPlan:
         """Plan the next step: decode rows first, then prefill, then admission, each in order of rank. A plan without
         rows means that there is nothing to compute.
 
         lead_s   seconds that the device is expected to be busy before the step begins
         step_s   seconds that the step is expected to take
+        prefill_rate   see `Limits.prefill_budget`
         """
         self._preemption.make_room_for_priority()
         ranked = self._queues.running_by_rank()
@@ -250,7 +251,7 @@ class Scheduler:
         ]
         num_decoding = len(decoding)
         # rule: blocks-taken-before-wait-for-their-last-use
-        step = StepBuilder(self.limits.token_budget - num_decoding, lead_s, step_s, after=self._owed)
+        step = StepBuilder(self.limits.prefill_budget(num_decoding, prefill_rate), lead_s, step_s, after=self._owed)
         self._decode.plan(decoding, step)
         if num_decoding < len(ranked):
             for request in ranked:
