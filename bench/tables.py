@@ -7,6 +7,7 @@ A table stands between its marker and `<!-- end -->`. NAME is a file of bench/re
 
     <!-- figures: NAME … -->          all figures of these files
     <!-- bounds: NAME … -->           those that have a bound
+    <!-- served: NAME -->             percentiles of every server in this result of `bench serve` (`served.py`)
     <!-- selected                     one row for each line, with words of its own
     NAME FIGURE: what it means
     -->
@@ -31,6 +32,7 @@ from hazards import hazard_table
 from mutants import mutant_table
 from races import race_table
 from sampling_options import option_table
+from served import served_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -44,9 +46,10 @@ _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)"
 _RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _MUTANTS = re.compile(r"(<!-- mutants: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _CAMPAIGNS = re.compile(r"(<!-- campaigns -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_SERVED = re.compile(r"(<!-- served: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
-_TABLES = (_FILES, _SELECTED, _MUTANTS, _CAMPAIGNS, _HAZARDS, _RACES, _OPTIONS)
-_MARKER = re.compile(r"<!-- (?:figures|bounds|selected|mutants|campaigns|hazards|races|sampling options)\b")
+_TABLES = (_FILES, _SERVED, _SELECTED, _MUTANTS, _CAMPAIGNS, _HAZARDS, _RACES, _OPTIONS)
+_MARKER = re.compile(r"<!-- (?:figures|bounds|served|selected|mutants|campaigns|hazards|races|sampling options)\b")
 
 
 def table(names: list[str], *, bounded: bool = False) -> str:
@@ -95,6 +98,7 @@ def rewritten(text: str) -> str:
     )
     text = _SELECTED.sub(lambda found: found[1] + selected_table(found["rows"]) + found["end"], text)
     text = _MUTANTS.sub(lambda found: found[1] + mutant_table(_report(found["name"])) + found["end"], text)
+    text = _SERVED.sub(lambda found: found[1] + served_table(_report(found["name"])) + found["end"], text)
     text = _OPTIONS.sub(lambda found: found[1] + option_table() + found[3], text)
     text = _CAMPAIGNS.sub(lambda found: found[1] + campaign_table(_campaigns()) + found["end"], text)
     text = _RACES.sub(lambda found: found[1] + race_table() + found["end"], text)

@@ -90,6 +90,8 @@ class WarmUpSteps:
     def on(self, block_ids: Sequence[int]) -> Iterator[BatchPlan]:
         """The steps. They overwrite these blocks: each row uses one block, or one long chunk uses all of them."""
         size, count = self.block_tokens, min(self.max_rows, len(block_ids))
+        tokens = min(self.chunk_tokens, len(block_ids) * size)
+        yield from self._batches([warm_up_row(0, tuple(block_ids[: -(-tokens // size)]), tokens, GREEDY)])
         for first in range(0, len(_VARIANTS), count):
             begun = [
                 warm_up_row(row, (block_ids[row],), 1, _VARIANTS[(first + row) % len(_VARIANTS)])
@@ -107,8 +109,6 @@ class WarmUpSteps:
                 yield from self._batches(drafting, drafting[:1], begun, [*drafting[:1], *begun[1:]])
         for spec in _ALONE:
             yield from self._batches([warm_up_row(0, (block_ids[0],), 1, spec)])
-        tokens = min(self.chunk_tokens, len(block_ids) * size)
-        yield from self._batches([warm_up_row(0, tuple(block_ids[: -(-tokens // size)]), tokens, GREEDY)])
 
     def _batches(self, *steps: Sequence[RowPlan]) -> Iterator[BatchPlan]:
         states = StateIds(-1, -1) if self.has_states else None
