@@ -1,4 +1,4 @@
-"""Whether a load is worth its time: bytes over measured bandwidth against tokens over the measured prefill rate."""
+"""Whether a load is worth its time: measured latency and bandwidth against tokens over the measured prefill rate."""
 
 import pytest
 from transfer_rig import DEADLINE_S, LAYOUT, Clock, Rig, keys
@@ -8,14 +8,16 @@ from sidestream.offload.costs import _STALE_S as STALE_S
 from sidestream.offload.costs import CostModel
 
 BLOCK = LAYOUT.block_bytes
+LONG_S = 1e6  # in this time, every tier of these tests moves so many bytes that they tell the bandwidth
+LARGE = 64 << 20  # bytes of a transfer that tells the bandwidth
 
 
 def measured(*, host: float, disk: float, prefill: float) -> CostModel:
     """A model that saw these rates (bytes/s, bytes/s, tokens/s) often enough to believe them."""
     costs = CostModel(LAYOUT)
     for _ in range(200):
-        costs.saw_transfer("host", round(host), 1.0)
-        costs.saw_transfer("disk", round(disk), 1.0)
+        costs.saw_transfer("host", round(host * LONG_S), LONG_S)
+        costs.saw_transfer("disk", round(disk * LONG_S), LONG_S)
         costs.saw_prefill(round(prefill), 1.0)
     return costs
 
@@ -42,15 +44,15 @@ def test_a_measurement_without_time_changes_nothing() -> None:
     assert (costs.load_seconds({"host": 1, "disk": 1}, num_loaded=2), costs.prefill_rate) == (before, None)
 
 
-STALLED = 1000.0
-"""Bytes a second of a tier that hardly answers."""
+STALL_S = 0.5
+"""Time of a transfer of one block from a tier that hardly answers."""
 
 
 def after_a_stall(tier: str) -> tuple[CostModel, Clock]:
     clock = Clock()
     costs = CostModel(LAYOUT, clock=clock)
     for _ in range(100):
-        costs.saw_transfer(tier, round(STALLED), 1.0)
+        costs.saw_transfer(tier, BLOCK, STALL_S)
     return costs, clock
 
 
@@ -62,17 +64,24 @@ def seconds_for_a_block(costs: CostModel, tier: str) -> float:
 def test_a_tier_that_once_stalled_is_tried_again_after_a_while_without_a_transfer(tier: str) -> None:
     costs, clock = after_a_stall(tier)
     clock.now_s += STALE_S - 1
-    assert seconds_for_a_block(costs, tier) == pytest.approx(BLOCK / STALLED, rel=1e-3)
+    assert seconds_for_a_block(costs, tier) == pytest.approx(STALL_S, rel=1e-3)
     clock.now_s += 2
     assert seconds_for_a_block(costs, tier) < 1e-6
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_stall_counts_again_once_the_trial_was_slow_too(tier: str) -> None:
-    costs, clock = after_a_stall(tier)
-    clock.now_s += STALE_S + 1
-    costs.saw_transfer(tier, round(STALLED), 1.0)
-    assert seconds_for_a_block(costs, tier) == pytest.approx(BLOCK / STALLED, rel=1e-3)
+@pytest.mark.parametrize("num_bytes", [BLOCK, LARGE])
+def test_one_trial_after_a_stall_decides_whether_it_counts_again(tier: str, num_bytes: int) -> None:
+    for trial_s in (STALL_S, 1e-9):
+        clock = Clock()
+        costs = CostModel(LAYOUT, clock=clock)
+        for _ in range(100):
+            costs.saw_transfer(tier, num_bytes, STALL_S)
+        clock.now_s += STALE_S + 1
+        costs.saw_transfer(tier, num_bytes, trial_s)
+        count = num_bytes // BLOCK
+        seconds = costs.load_seconds({tier: count}, num_loaded=count)
+        assert (seconds > 0.9 * STALL_S) == (trial_s == STALL_S)
 
 
 @pytest.mark.parametrize(("stalled", "other"), [("host", "disk"), ("disk", "host")])
@@ -97,16 +106,72 @@ def test_host_memory_that_was_never_measured_is_tried_however_fast_prefill_is() 
     """A GPU that computes 37,000 tokens a second would find 2 GB/s too slow: it loaded nothing, so it measured nothing,
     for 30 s.
     """
-    qwen3_8b = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
-    costs = CostModel(qwen3_8b, clock=Clock())
+    costs = CostModel(QWEN3_8B, clock=Clock())
     costs.saw_prefill(8192, 0.22)
     assert costs.load_seconds({"host": 512}, num_loaded=512) < costs.compute_seconds(512)
 
 
-def test_the_first_measurement_counts_at_once() -> None:
+QWEN3_8B = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
+
+
+def loaded(costs: CostModel, num_blocks: int, *, latency_s: float, bytes_per_s: float) -> None:
+    num_bytes = num_blocks * QWEN3_8B.block_bytes
+    costs.saw_transfer("host", num_bytes, latency_s + num_bytes / bytes_per_s)
+
+
+def from_host(costs: CostModel, num_blocks: int) -> float:
+    return costs.load_seconds({"host": num_blocks}, num_loaded=num_blocks)
+
+
+@pytest.mark.parametrize("small_loads", [1, 2, 10])
+def test_small_slow_loads_do_not_decline_longer_ones(small_loads: int) -> None:
+    """Their time is latency. As a rate, it would be 24 MB/s, and 2 GB would take 100 s."""
+    costs = CostModel(QWEN3_8B, clock=Clock())
+    costs.saw_prefill(8192, 0.22)
+    for _ in range(small_loads):
+        loaded(costs, 1, latency_s=0.1, bytes_per_s=2e10)
+    assert from_host(costs, 800) < 0.2 < costs.compute_seconds(800)
+
+
+def test_latency_and_bandwidth_are_told_apart() -> None:
+    costs = CostModel(QWEN3_8B, clock=Clock())
+    for num_blocks in (1, 100, 2, 400, 1, 200, 3, 1000, 2, 50):
+        loaded(costs, num_blocks, latency_s=1e-3, bytes_per_s=2e10)
+    for num_blocks in (1, 5, 40, 300, 1000):
+        expected = 1e-3 + num_blocks * QWEN3_8B.block_bytes / 2e10
+        assert from_host(costs, num_blocks) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3, 10])
+@pytest.mark.parametrize("num_blocks", [1, 500])
+def test_one_outlier_changes_little(num_before: int, num_blocks: int) -> None:
+    costs = CostModel(QWEN3_8B, clock=Clock())
+    for _ in range(num_before):
+        loaded(costs, num_blocks, latency_s=0.0, bytes_per_s=2e10)
+    before = from_host(costs, 100)
+    loaded(costs, num_blocks, latency_s=5.0, bytes_per_s=2e10)
+    assert from_host(costs, 100) < 3 * before
+
+
+def test_a_tier_that_became_slow_is_believed_within_three_measurements() -> None:
+    costs = CostModel(QWEN3_8B, clock=Clock())
+    for bytes_per_s in (2e10,) * 10 + (1e9,) * 3:
+        loaded(costs, 500, latency_s=0.0, bytes_per_s=bytes_per_s)
+    assert from_host(costs, 500) == pytest.approx(500 * QWEN3_8B.block_bytes / 1e9, rel=1e-3)
+
+
+def test_each_block_of_a_disk_pays_its_own_latency() -> None:
     costs = CostModel(LAYOUT, clock=Clock())
-    costs.saw_transfer("host", round(STALLED), 1.0)
-    assert seconds_for_a_block(costs, "host") == pytest.approx(BLOCK / STALLED)
+    for _ in range(5):
+        costs.saw_transfer("disk", BLOCK, 0.25)
+    assert costs.load_seconds({"disk": 8}, num_loaded=0) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_disk_faster_than_assumed_is_believed() -> None:
+    costs = CostModel(QWEN3_8B, clock=Clock())
+    for _ in range(3):
+        costs.saw_transfer("disk", QWEN3_8B.block_bytes, QWEN3_8B.block_bytes / 8e9)
+    assert costs.load_seconds({"disk": 8}, num_loaded=0) == pytest.approx(8 * QWEN3_8B.block_bytes / 8e9, rel=1e-3)
 
 
 def test_decision_goes_either_way_by_what_was_measured(disk_rig: Rig) -> None:
@@ -133,6 +198,20 @@ def test_reads_that_queue_at_the_disk_already_count(disk_rig: Rig) -> None:
     disk_rig.finish("disk-read-0", "disk-read-1")
 
 
+def test_slow_load_of_one_block_does_not_decline_a_longer_one(disk_rig: Rig) -> None:
+    costs, names = disk_rig.transfers._costs, [str(number) for number in range(8)]
+    disk_rig.stored(keys(*names))
+    costs.saw_prefill(LAYOUT.block_tokens, 0.5)
+    lease = disk_rig.blocks.take(1)
+    with disk_rig.hold("load") as hold:
+        disk_rig.load(keys("0"), lease.ids)
+        disk_rig.clock.now_s += 2.0
+        hold.release()
+    disk_rig.finish("load")
+    lease.release()
+    assert disk_rig.transfers.worth_loading(["host"] * len(names))
+
+
 def test_transfers_teach_the_model_what_they_cost(disk_rig: Rig) -> None:
     costs = disk_rig.transfers._costs
     before = (
@@ -140,15 +219,16 @@ def test_transfers_teach_the_model_what_they_cost(disk_rig: Rig) -> None:
         costs.load_seconds({"disk": 1}, num_loaded=1),
     )
     disk_rig.clock.step_s = 1e-6
-    disk_rig.on_disk_only(keys("a"))
-    disk_rig.promote(keys("a"))
-    disk_rig.finish("disk-read-0", "disk-read-1")
-    lease = disk_rig.blocks.take(1)
-    disk_rig.load(keys("a"), lease.ids)
-    disk_rig.finish("load")
+    for name in ("a", "b", "c"):
+        disk_rig.on_disk_only(keys(name))
+        disk_rig.promote(keys(name))
+        disk_rig.finish("disk-read-0", "disk-read-1")
+        lease = disk_rig.blocks.take(1)
+        disk_rig.load(keys(name), lease.ids)
+        disk_rig.finish("load")
+        lease.release()
     after = (
         costs.load_seconds({"host": 1}, num_loaded=1),
         costs.load_seconds({"disk": 1}, num_loaded=1),
     )
     assert all(one != other for one, other in zip(before, after, strict=True))
-    lease.release()
