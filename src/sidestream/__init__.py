@@ -28,6 +28,7 @@ from sidestream.errors import (
     TierCorrupt,
     TierError,
     TierFull,
+    TierLost,
     TierTimeout,
 )
 from sidestream.types import CachedTokens, Delta, TokenLogprob
@@ -66,6 +67,7 @@ __all__ = [
     "TierCorrupt",
     "TierError",
     "TierFull",
+    "TierLost",
     "TierTimeout",
     "TokenLogprob",
 ]

@@ -10,6 +10,7 @@ SidestreamError
 ├── TierError            an offload tier (host memory, disk) failed: the engine counts it and recomputes the KV
 │   ├── TierFull         the tier has no room, even after eviction
 │   ├── TierCorrupt      the checksum, length or header of stored KV is wrong
+│   ├── TierLost         the medium of a tier was removed or replaced, and with it every entry
 │   └── TierTimeout      the engine closed before a transfer began
 ├── DeviceError          a call to the device failed: the caller's operation fails, the device still works
 │   ├── OutOfDeviceMemory    the device has too little free memory
@@ -66,6 +67,10 @@ class TierFull(TierError):
 
 class TierCorrupt(TierError):
     """The checksum, length or header of stored KV is wrong. The engine treats the block as a cache miss."""
+
+
+class TierLost(TierError):
+    """The medium of a tier was removed or replaced, and with it every entry. The engine forgets the entries."""
 
 
 class TierTimeout(TierError):

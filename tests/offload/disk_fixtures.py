@@ -92,9 +92,8 @@ def snapshot(directory: Path) -> dict[str, tuple[bytes, int]]:
 
 def crash(tier: DiskTier) -> None:
     """What kill -9 does to the tier: its lock goes, nothing else happens."""
-    assert tier._lock is not None
-    os.close(tier._lock)
-    tier._lock = None
+    tier._held.close()
+    tier._closed = True
 
 
 def failing_with(number: int) -> Callable[..., object]:

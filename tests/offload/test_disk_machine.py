@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_fixtures import LAYOUT, block, key, open_tier
+from disk_fixtures import LAYOUT, block, crash, key, open_tier
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -169,8 +169,7 @@ class DiskMachine(RuleBasedStateMachine):
         """Everything that was written and not yet deleted may be served, each key once; nothing visible is lost but to
         capacity.
         """
-        assert self.tier._lock is not None
-        os.close(self.tier._lock)
+        crash(self.tier)
         on_disk = {bytes.fromhex(path.name[:32]) for path in self.files()}
         self.reopen(max_entries)
         assert self.visible <= on_disk

@@ -1,4 +1,4 @@
-"""Two processes on one directory, and kill -9 in the middle of writing."""
+"""Two processes on one directory, and kill -9 in the middle of writing and between any two file operations."""
 
 from __future__ import annotations
 
@@ -135,3 +135,89 @@ def test_a_directory_held_by_another_process_is_refused_until_that_is_killed(tmp
     tier = open_tier(tmp_path, max_entries=10_000)
     store(tier, key(-1))
     assert holds(tier, key(-1))
+
+
+# Forks a child that kills itself at its n-th call of a file operation, and examines the directory: n = 1, 2, … up to
+# a child that lives. A part of a write is done. A child opens a tier for two entries, writes, evicts, loses its
+# directory, makes it anew and writes again. It reports the keys that it has published since the loss.
+KILLED_AT_EACH_CALL = """
+import os, shutil, signal, sys
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from disk_fixtures import block, entry_files, holds, key, open_tier, store
+from sidestream.errors import TierLost
+
+directory = Path(sys.argv[1])
+
+def live(published):
+    tier = open_tier(directory, max_entries=2)
+    for number in (0, 1, 2):
+        store(tier, key(number))
+        os.write(published, bytes([number]))
+    directory.rename(directory.with_name("lost"))
+    os.write(published, b"-")
+    grant = tier.index.reserve(key(3))
+    with suppress(TierLost):
+        tier.write(grant, block(key(3)))
+        os._exit(1)
+    tier.index.abandon(grant)
+    tier.index.clear()
+    for number in (4, 5, 6):
+        store(tier, key(number))
+        os.write(published, bytes([number]))
+    tier.close()
+
+def counted(call, left):
+    def counts(*args, **options):
+        if next(left) == 0:
+            if call.__name__ == "writev":
+                call(args[0], [args[1][0], args[1][1][:100]])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+    return counts
+
+for calls in count(1):
+    for made in (directory, directory.with_name("lost")):
+        shutil.rmtree(made, ignore_errors=True)
+    reading, published = os.pipe()
+    child = os.fork()
+    if child == 0:
+        left = count(calls - 1, -1)
+        for name in ("open", "mkdir", "writev", "rename", "unlink", "fsync"):
+            setattr(os, name, counted(getattr(os, name), left))
+        live(published)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    os.close(published)
+    done = os.read(reading, 100).rpartition(b"-")[2]
+    os.close(reading)
+    tier = open_tier(directory, max_entries=2)
+    found = [number for number in range(7) if key(number) in tier.index]
+    assert all(holds(tier, key(number)) for number in found), (calls, found)
+    assert set(done[-1:]) <= set(found), (calls, done, found)  # the key before it may be a victim already
+    assert len(found) == len(entry_files(directory)) <= 2, (calls, found, entry_files(directory))
+    assert tier.index.stats.corrupt == 0, calls
+    store(tier, key(9))
+    assert holds(tier, key(9))
+    tier.close()
+    if os.WIFEXITED(status):
+        print(os.WEXITSTATUS(status), calls)
+        break
+"""
+
+
+def test_kill_9_between_any_two_file_operations_leaves_published_and_whole_blocks(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_EACH_CALL, str(tmp_path / "tier")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    status, calls = map(int, ended.stdout.split())
+    assert status == 0
+    assert calls > 40

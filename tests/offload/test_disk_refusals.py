@@ -74,7 +74,7 @@ def test_another_format_version_is_refused(made: Path) -> None:
     assert snapshot(made) == before
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format_', "\xff"])
+@pytest.mark.parametrize("content", ["", "[]", '{"format_', "\xff", "[" * 20_000, "[" * 200_000])
 def test_a_damaged_description_is_refused(made: Path, content: str) -> None:
     (made / "sidestream-tier.json").write_bytes(content.encode("latin-1"))
     before = snapshot(made)

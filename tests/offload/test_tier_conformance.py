@@ -53,6 +53,10 @@ class TestDiskTier(TierConformance):
         data[-1] ^= 1
         path.write_bytes(data)
 
+    def lose(self, tier: PersistentTier) -> bool:
+        shutil.rmtree(self.directory / "kv")
+        return True
+
 
 class TestOwnTier(TierConformance):
     def open(self, context: TierContext, *, capacity_blocks: int) -> PersistentTier:

@@ -85,6 +85,7 @@ METRICS: Mapping[str, Declared] = {
         "gauge", "bytes of a tier's memory that are ready; the rest is still being pinned", ("tier",)
     ),
     "tier_blocks": Declared("gauge", "blocks held by a tier", ("tier",)),
+    "tier_works": Declared("gauge", "1 if the last write to a persistent tier succeeded, else 0", ("tier",)),
 }
 
 Labels = tuple[str, ...]

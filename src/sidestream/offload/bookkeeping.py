@@ -73,6 +73,10 @@ class TransferLog:
             logger.warning("%s failed and counts as a cache miss: %s: %s", kind, type(error).__name__, error)
         return error is None
 
+    def tier_works(self, tier: str, works: bool) -> None:
+        """Record whether the last write to a persistent tier succeeded."""
+        self._metrics.set("tier_works", float(works), tier)
+
     def left_out(self, kind: str, outcome: str) -> None:
         """Count a transfer that will not be executed, with its outcome: `"skipped"`, `"deferred"` or `"full"`."""
         self._metrics.inc("transfers_total", 1, kind, outcome)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sidestream.device.base import Device
-from sidestream.errors import TierFull, TierTimeout
+from sidestream.errors import TierFull, TierLost, TierTimeout
 from sidestream.offload.bookkeeping import Switches, TransferLog
 from sidestream.offload.checksums import Checksums
 from sidestream.offload.copy import BlockMemory
@@ -86,6 +86,9 @@ class TierIO:
         self._resumes_s = 0.0
         self.reads: dict[Key, ReadTicket] = {}
         """Reads in flight, by key. Any thread may read the length."""
+        self.fault = ""
+        """Why the last write failed; empty after a write that succeeded. Any thread may read it."""
+        self._report(None)
 
     @property
     def busy(self) -> bool:
@@ -147,9 +150,9 @@ class TierIO:
         """Handle writes that have ended: make their entries findable or abandon them, and release the slots."""
         while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
-            good = self._log.ended(
-                f"{self.name}-write", ticket.fence.failure, self._host.layout.block_bytes, ticket.submitted_s
-            )
+            failure = ticket.fence.failure
+            good = self._log.ended(f"{self.name}-write", failure, self._host.layout.block_bytes, ticket.submitted_s)
+            self._report(failure)
             good = good and ticket.grant.written  # rule: failed-disk-write-leaves-no-entry
             if good and self._is_current(ticket):  # rule: disk-write-from-before-a-reset-publishes-nothing
                 self._tier.index.publish(ticket.grant)  # rule: finished-disk-write-ends-its-grant
@@ -195,18 +198,20 @@ class TierIO:
         for ticket in [t for t in self.reads.values() if t.fence.poll()]:
             del self.reads[ticket.key]
             ticket.taken_in = True
-            num_bytes = self._host.layout.block_bytes
+            num_bytes, failure = self._host.layout.block_bytes, ticket.failure()
             # rule: failed-disk-read-is-a-miss
-            if self._log.ended(f"{self.name}-read", ticket.failure(), num_bytes, ticket.submitted_s):
+            if self._log.ended(f"{self.name}-read", failure, num_bytes, ticket.submitted_s):
                 self._costs.saw_transfer(self.name, num_bytes, ticket.work.seconds)
                 # rule: disk-read-from-before-a-reset-publishes-nothing
                 if self._is_current(ticket) and not ticket.invalidated:
                     self._checksums.compute(ticket.slot.ids)
                     self._host.pool.publish(ticket.slot.ids[0], ticket.key)
                     published(ticket)
-            elif not isinstance(ticket.failure(), TierTimeout):
+            elif not isinstance(failure, TierTimeout):
                 # rule: damaged-entry-is-dropped
                 self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable, so the block is computed again
+                if isinstance(failure, TierLost):
+                    self._report(failure)
             ticket.pin.release()  # rule: disk-read-ends-its-pin
             ticket.slot.release()  # rule: disk-read-releases-its-slot
 
@@ -216,6 +221,17 @@ class TierIO:
             self.reads[key].invalidated = True
 
     # ------------------------------------------------------------------ reads and writes
+
+    def _report(self, failure: BaseException | None) -> None:
+        """Record whether the tier works, according to its last write or a loss of its medium. After a loss, no entry
+        from before can be found any more.
+        """
+        if isinstance(failure, TierTimeout):
+            return
+        self.fault = "" if failure is None else str(failure)
+        self._log.tier_works(self.name, failure is None)
+        if isinstance(failure, TierLost):
+            self._tier.index.clear()  # rule: entries-of-a-lost-medium-are-forgotten
 
     def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
         """Whether the cache was not reset after the ticket's transfer was submitted (hazard H8 in docs/glossary.md)."""

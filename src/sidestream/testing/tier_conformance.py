@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.errors import ConfigError, TierCorrupt
+from sidestream.errors import ConfigError, TierCorrupt, TierLost
 from sidestream.kv.layout import KVLayout
 from sidestream.offload.tiers.base import Entry, PersistentTier, TierContext
 from sidestream.types import Key
@@ -46,6 +46,10 @@ class TierConformance:
     def damage(self, tier: PersistentTier, entry: Entry) -> None:
         """Change one bit of a published entry's block on the medium."""
         raise NotImplementedError
+
+    def lose(self, tier: PersistentTier) -> bool:
+        """Remove the medium while the tier is open. False if the tier cannot notice that, like the default."""
+        return False
 
     # ------------------------------------------------------------------ setup and teardown
 
@@ -220,6 +224,27 @@ class TierConformance:
                 continue
             assert len(opened.index) == 0
             opened.close()
+
+    def test_lost_medium_is_reported_by_a_write_and_used_again(self) -> None:
+        """The first write after the loss raises TierLost. The next one has a new medium, without the old entries."""
+        tier = self._open()
+        write(tier, "a")
+        if not self.lose(tier):
+            return
+        grant = tier.index.reserve(key("b"))
+        assert grant is not None
+        try:
+            tier.write(grant, content("b"))
+        except TierLost:
+            tier.index.abandon(grant)
+        assert not grant.written
+        tier.index.clear()
+        write(tier, "c")
+        assert holds(tier, "c")
+        tier.close()
+        again = self._open()
+        assert set(again.index) == {key("c")}
+        assert holds(again, "c")
 
     def test_close_is_idempotent(self) -> None:
         """The engine may close a tier twice."""

@@ -60,15 +60,16 @@ class PersistentTier(Protocol):
         """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`. The
         victim may be absent from the medium.
 
-        Raises TierFull (the medium has no room) or TierError. After either error, no part of the entry may be left.
+        Raises TierFull (the medium has no room), TierLost (all entries are gone) or TierError. After any error, no
+        part of the entry may be left.
         """
         ...
 
     def read(self, entry: Entry, out: Block) -> None:
         """Fill `out` with the block of a pinned entry, and verify it.
 
-        Raises TierCorrupt (the entry is missing or damaged; the tier deletes it) or TierError. After either error, the
-        content of `out` is undefined.
+        Raises TierCorrupt (the entry is missing or damaged; the tier deletes it), TierLost (all entries are gone) or
+        TierError. After any error, the content of `out` is undefined.
         """
         ...
 

@@ -1,11 +1,12 @@
 """The disk tier: one file per KV block, with a checksum, in a directory that one engine uses at a time.
 
-This module reads and writes files. The index (`tiers.index`) decides which entries are served, pinned (protected from
-eviction) or evicted next. Before a write, it gives a grant: the right to write one entry. The engine opens and closes
-the tier; `write` and `read` run on stream threads, several at once.
+This module reads and writes files of blocks, in a directory that `tiers.directory` checks and locks. The index
+(`tiers.index`) decides which entries are served, pinned (protected from eviction) or evicted next. Before a write, it
+gives a grant: the right to write one entry. The engine opens and closes the tier; `write` and `read` run on stream
+threads, several at once.
 
     DIRECTORY/sidestream-tier.json        description of the tier: format version, model fingerprint, layout
-    DIRECTORY/sidestream-tier.lock        locked (flock) by the engine that uses the directory; contains its pid
+    DIRECTORY/sidestream-tier.lock        process id of the engine that uses the directory, for messages
     DIRECTORY/3f/3f…c2-000000000000002a   an entry: key-serial, both in hexadecimal
     DIRECTORY/3f/3f…c2-….tmp              an entry being written; leftovers of killed processes are removed at open
 
@@ -30,14 +31,16 @@ because a key is a hash of everything that the block's content depends on.
 **Entries are not synced with fsync.** After kill -9, no page of a finished write is lost, because the kernel has the
 page. A power loss may damage files that were renamed into place; their length or checksum is then wrong, and the block
 is computed again. An fsync per block would only make stores slower. sidestream-tier.json is synced, because a directory
-without it is refused; it is written only once.
+without it is refused.
+
+**A directory that was removed or replaced while the engine uses it is made anew** by the next write, under a new lock.
+The write raises TierLost, so that the offload worker forgets the entries. See `tiers.directory`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -45,18 +48,27 @@ import re
 import shutil
 import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from sidestream.config import OffloadConfig
-from sidestream.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull
+from sidestream.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull, TierLost
 from sidestream.kv.layout import KVLayout
 from sidestream.offload.tiers.base import Block, TierContext, TierKind
+from sidestream.offload.tiers.directory import (
+    TEMPORARY,
+    Description,
+    NotRegular,
+    TierDirectory,
+    check_private,
+    open_regular,
+    os_errors_as_refusals,
+)
 from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream.types import Key, Tracer
 
@@ -70,16 +82,11 @@ _FIELDS = struct.Struct("<8sI16s16sQ")
 _DIGEST_AT = HEADER_BYTES - 16
 _PAGE = 4096
 
-_TIER_FILE = "sidestream-tier.json"
-_LOCK_FILE = "sidestream-tier.lock"
-_TEMPORARY = ".tmp"
-_OURS_AT_BIRTH = {_LOCK_FILE, _TIER_FILE + _TEMPORARY, "lost+found"}  # names allowed in a directory before it is a tier
-_ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
+# Key and serial. No write reaches the serial 2^62, and the serials after it would not fit into a name.
+_ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-3][0-9a-f]{15})")
 _PREFIX = re.compile(r"[0-9a-f]{2}")  # name of a subdirectory: the first byte of the keys in it
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# errors of open() if the file is not regular: a socket, a directory opened for writing, circular symbolic links
-_NO_FILE = {errno.ENXIO, errno.EISDIR, errno.ELOOP}
 
 _log = logging.getLogger(__name__)
 
@@ -87,14 +94,18 @@ _log = logging.getLogger(__name__)
 class DiskTier:
     """The disk tier in `directory`. Made by `open`."""
 
-    def __init__(self, directory: Path, *, block_bytes: int, identity: bytes, index: TierIndex, lock: int) -> None:
-        """Callers use `open` instead. `lock` is the open descriptor of the lock file; the tier closes it."""
-        self.directory = directory
-        self._root = str(directory)
+    def __init__(
+        self, directory: TierDirectory, *, block_bytes: int, description: Description, index: TierIndex
+    ) -> None:
+        """Callers use `open` instead. The tier closes `directory`."""
+        self.directory = directory.path
+        self._held = directory
+        self._renewing = threading.Lock()
         self._block_bytes = block_bytes
-        self._identity = identity
+        self._description = description
+        self._identity = xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())
         self._index = index
-        self._lock: int | None = lock
+        self._closed = False
 
     @classmethod
     def open(
@@ -111,11 +122,10 @@ class DiskTier:
         Removes leftovers of killed processes and damaged entries, then evicts entries until the tier takes at most
         `capacity_bytes` (counted in whole pages, including headers). Reads only names and sizes: 70,000 entries take
         about a second.
-        Raises ConfigError, and changes nothing, if `directory` is a file, is not writable, is in use, holds other
-        files, or was written for another model, layout or format version, or if `capacity_bytes` is less than one
-        entry.
+        Raises ConfigError, and changes nothing, if `TierDirectory.open` refuses the directory, if a subdirectory is
+        none or not private, or if `capacity_bytes` is less than one entry.
         """
-        path = Path(directory).expanduser()
+        path = Path(directory).expanduser().absolute()
         max_entries = capacity_bytes // entry_bytes(layout)
         if max_entries < 1:
             raise ConfigError(
@@ -127,22 +137,11 @@ class DiskTier:
             **layout.describe(),
             "fingerprint": fingerprint,
         }
-        try:
-            _check_directory(path, description)
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.ExitStack() as on_failure:
-                lock = _hold(path)
-                on_failure.callback(os.close, lock)
-                # Check again, because another engine may have taken the directory meanwhile.
-                if not _check_directory(path, description):
-                    _write_description(path, description)
-                found = _scan(path, file_bytes=HEADER_BYTES + layout.block_bytes, max_entries=max_entries)
-                on_failure.pop_all()
-        except OSError as error:
-            raise ConfigError(
-                f"disk directory {path} cannot be used: {error.strerror or error}: "
-                f"give a directory of a local file system that this user may write"
-            ) from error
+        with os_errors_as_refusals(path), contextlib.ExitStack() as on_failure:
+            held = TierDirectory.open(path, description)
+            on_failure.callback(held.close)
+            found = _scan(held, file_bytes=HEADER_BYTES + layout.block_bytes, max_entries=max_entries)
+            on_failure.pop_all()
         index = TierIndex(
             found.entries,
             max_entries=max_entries,
@@ -154,8 +153,7 @@ class DiskTier:
             tracer=tracer,
         )
         _log_opened(path, found, held_bytes=index.stats.bytes, capacity_bytes=capacity_bytes)
-        identity = xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())
-        return cls(path, block_bytes=layout.block_bytes, identity=identity, index=index, lock=lock)
+        return cls(held, block_bytes=layout.block_bytes, description=description, index=index)
 
     @property
     def index(self) -> TierIndex:
@@ -167,62 +165,98 @@ class DiskTier:
         completely or not at all.
 
         Waits for I/O: call it on a disk stream's thread. Raises TierFull if the disk, the quota or the file size limit
-        leaves no room, and TierError for any other failure. In both cases no file of the entry is left, and the caller
-        must abandon the grant.
+        leaves no room, TierLost if the directory was removed or replaced, and TierError for any other failure. In all
+        cases no file of the entry is left, and the caller must abandon the grant.
         """
         view = self._view(payload)  # rule: write-begins
         header = self._header(grant.entry.key)
         header += _digest(header, view)
         try:
+            held = self._held_in_place()
             if grant.victim is not None:
-                _unlink(self._path(grant.victim))
+                _delete(held, grant.victim)
                 grant.victim = None
-            _write_whole(self._path(grant.entry), [memoryview(header), view])
+            with held.subdirectory(_prefix(grant.entry), make=True) as fd:
+                _write_whole(fd, _name(grant.entry), [memoryview(header), view])
         except OSError as error:
             kind = TierFull if error.errno in _NO_ROOM else TierError
             raise kind(
-                f"disk tier {self._root} could not store {view.nbytes} bytes: {error.strerror or error}"
+                f"disk tier {self.directory} could not store {view.nbytes} bytes: {error.strerror or error}"
             ) from error
         grant.written = True  # rule: entry-counts-as-written-after-its-write
 
     def read(self, entry: Entry, out: Block) -> None:
         """Read a pinned entry's block directly into `out` (`layout.block_bytes`), and verify every bit of its file.
 
-        Waits for I/O: call it on a disk stream's thread. Raises TierCorrupt if the file is missing, or if its length,
-        header or checksum is wrong (the file is then deleted). Raises TierError if reading fails. After either error,
-        the content of `out` is undefined, and the caller must forget the entry.
+        Waits for I/O: call it on a disk stream's thread. Raises TierLost if the directory was removed or replaced,
+        TierCorrupt if the file is missing, or if its length, header or checksum is wrong (the file is then deleted),
+        and TierError if reading fails. After any error, the content of `out` is undefined, and the caller must forget
+        the entry.
         """
-        view = self._view(out)
-        path = self._path(entry)
+        view, held = self._view(out), self._held
+        path = f"{self.directory}/{_prefix(entry)}/{_name(entry)}"
         try:
-            fault = self._read_verified(path, entry.key, view)
-        except FileNotFoundError as error:
+            with held.subdirectory(_prefix(entry)) as fd:
+                try:
+                    fault = self._read_verified(fd, entry, view)
+                except NotRegular:
+                    fault = "is not a regular file"
+                deleted = False
+                if fault is not None:
+                    with contextlib.suppress(OSError):
+                        deleted = _unlink(fd, _name(entry))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if self._is_lost(held):
+                raise TierLost(f"disk directory {self.directory} was removed or replaced while in use") from error
             raise TierCorrupt(f"disk entry {path} is gone") from error
-        except _NotRegular:
-            fault = "is not a regular file"
         except OSError as error:
             raise TierError(f"disk entry {path} could not be read: {error.strerror or error}") from error
         if fault is not None:
-            with contextlib.suppress(OSError):
-                _unlink(path)
-            raise TierCorrupt(f"disk entry {path} {fault}; {'not deleted' if os.path.lexists(path) else 'deleted'}")
+            raise TierCorrupt(f"disk entry {path} {fault}; {'deleted' if deleted else 'not deleted'}")
 
     def close(self) -> None:
         """Delete the files of forgotten entries and unlock the directory. Call it after every `read` and `write` has
         returned. Idempotent.
         """
-        if self._lock is None:
+        if self._closed:
             return
-        lock, self._lock = self._lock, None
+        self._closed = True
         for entry in self._index.take_doomed():
             with contextlib.suppress(OSError):  # if this fails, the file stays, and the next open finds it again
-                _unlink(self._path(entry))
-        os.close(lock)
-        _log.info("disk tier %s: closed with %d blocks", self._root, len(self._index))
+                _delete(self._held, entry)
+        if self._is_lost(self._held):
+            _log.warning(
+                "disk tier %s: closed, but its directory was removed or replaced: no block is left", self.directory
+            )
+        else:
+            _log.info("disk tier %s: closed with %d blocks", self.directory, len(self._index))
+        self._held.close()
 
-    def _path(self, entry: Entry) -> str:
-        name = entry.key.hex()
-        return f"{self._root}/{name[:2]}/{name}-{entry.serial:016x}"
+    def _is_lost(self, held: TierDirectory) -> bool:
+        """Whether the tier's directory was removed or replaced since it was opened or made anew."""
+        try:
+            return held is self._held and not held.is_in_place()
+        except OSError:
+            return False
+
+    def _held_in_place(self) -> TierDirectory:
+        """The directory. If it was removed or replaced, it is made anew, and TierLost is raised. Raises OSError."""
+        held = self._held
+        if held.is_in_place():  # rule: lost-directory-is-noticed
+            return held
+        with self._renewing:
+            if held is self._held:  # else another thread has made it anew
+                self._renew(held)
+        raise TierLost(f"disk directory {self.directory} was removed or replaced while in use: it was made anew, empty")
+
+    def _renew(self, held: TierDirectory) -> None:
+        lost = f"disk directory {self.directory} was removed or replaced while in use"
+        try:
+            with os_errors_as_refusals(self.directory):
+                self._held = held.renewed(self._description)
+        except ConfigError as error:
+            raise TierLost(f"{lost}, and cannot be made anew: {error}") from error
+        _log.warning("%s: it was made anew, and its blocks are forgotten", lost)
 
     def _header(self, key: Key) -> bytes:
         """The header without its digest. It depends only on the tier and the key, so a reader compares all its
@@ -236,20 +270,20 @@ class DiskTier:
         view = (block if isinstance(block, memoryview) else block.data).cast("B")
         if view.nbytes != self._block_bytes:
             raise InvariantError(f"a block of the disk tier has {self._block_bytes} bytes, not {view.nbytes}")
-        if self._lock is None:
-            raise InvariantError(f"disk tier {self._root} is closed")
+        if self._closed:
+            raise InvariantError(f"disk tier {self.directory} is closed")
         return view
 
-    def _read_verified(self, path: str, key: Key, view: memoryview) -> str | None:
+    def _read_verified(self, dir_fd: int, entry: Entry, view: memoryview) -> str | None:
         """Read the file into `view`. Returns the fault of the file, or None."""
         header = bytearray(HEADER_BYTES)
         beyond = bytearray(1)
-        fd = _open_regular(path, os.O_RDONLY)
+        fd = open_regular(_name(entry), os.O_RDONLY, dir_fd=dir_fd)
         try:
             num_bytes = _read_all(fd, [memoryview(header), view, memoryview(beyond)])
             if num_bytes != HEADER_BYTES + view.nbytes:  # rule: length-is-verified
                 return f"is {'longer' if num_bytes > HEADER_BYTES + view.nbytes else 'shorter'} than one block"
-            expected = self._header(key)
+            expected = self._header(entry.key)
             if not header.startswith(expected):  # rule: header-is-verified
                 return "has the header of another block or tier"
             if header[_DIGEST_AT:] != _digest(bytes(header[:_DIGEST_AT]), view):  # rule: every-bit-is-verified
@@ -290,44 +324,28 @@ def _digest(header: bytes, payload: memoryview) -> bytes:
     return state.digest()
 
 
-class _NotRegular(OSError):
-    """A FIFO, a socket, a device or a directory where a file was expected."""
+def _prefix(entry: Entry) -> str:
+    return f"{entry.key[0]:02x}"
 
 
-def _open_regular(path: str | Path, flags: int) -> int:
-    """Open a regular file and return its descriptor. Never waits, whereas a plain open of a FIFO waits for its other
-    end. Raises OSError.
-    """
-    not_regular = _NotRegular(errno.EINVAL, f"{path} is not a regular file")
-    try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)  # owner only: KV reveals users' text
-    except OSError as error:
-        raise not_regular if error.errno in _NO_FILE else error from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise not_regular
-    return fd
+def _name(entry: Entry) -> str:
+    return f"{entry.key.hex()}-{entry.serial:016x}"
 
 
-def _write_whole(path: str, buffers: list[memoryview]) -> None:
+def _write_whole(dir_fd: int, name: str, buffers: list[memoryview]) -> None:
     """Write the file under a temporary name and rename it. After a failure, no file is left. Raises OSError."""
-    temporary = path + _TEMPORARY  # rule: entry-is-renamed-into-place
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    temporary = name + TEMPORARY  # rule: entry-is-renamed-into-place
     try:
-        try:
-            fd = _open_regular(temporary, flags)
-        except FileNotFoundError:  # the subdirectory of this entry does not exist yet
-            Path(path).parent.mkdir(mode=0o700, exist_ok=True)
-            fd = _open_regular(temporary, flags)
+        fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd)
         try:
             while buffers:
                 buffers = _rest(buffers, os.writev(fd, buffers))
         finally:
             os.close(fd)
-        os.rename(temporary, path)  # noqa: PTH104  as in _unlink
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         with contextlib.suppress(OSError):
-            _unlink(temporary)
+            _unlink(dir_fd, temporary)
         raise
 
 
@@ -348,111 +366,26 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
     return [buffers[0][count:], *buffers[1:]] if count else buffers
 
 
-def _unlink(path: str) -> None:
-    """Delete the file, if it exists. A directory with that name stays: it is not from the tier, and it does no harm,
-    because file names are never reused.
+def _unlink(dir_fd: int, name: str) -> bool:
+    """Delete the file, if it exists. Returns False if it is a directory, which stays: it is not from the tier, and it
+    does no harm, because file names are never reused. Raises OSError.
     """
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-        os.unlink(path)  # noqa: PTH108  a Path per deletion would cost more than the call
-
-
-def _check_directory(directory: Path, description: dict[str, int | str]) -> bool:
-    """Whether the directory holds the described tier already. False if it is missing or empty. Changes nothing.
-
-    Raises ConfigError in any other case.
-    """
-    if not directory.exists():
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except IsADirectoryError:
         return False
-    if not directory.is_dir():
-        raise ConfigError(f"disk directory {directory} is not a directory: give another path, or move that file away")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"disk directory {directory} is not writable: give a directory that this user may write")
-    tier_file = directory / _TIER_FILE
-    if os.path.lexists(tier_file):
-        _check_description(directory, _read_description(tier_file), description)
-        return True
-    if others := sorted({entry.name for entry in directory.iterdir()} - _OURS_AT_BIRTH):
-        raise ConfigError(
-            f"disk directory {directory} holds other files ({others[0]!r} is one of {len(others)}) "
-            f"and no {_TIER_FILE}: give an empty or a new directory"
-        )
-    return False
+    except FileNotFoundError:
+        pass
+    return True
 
 
-def _read_description(tier_file: Path) -> dict[str, Any]:
-    with open(_open_regular(tier_file, os.O_RDONLY), "rb") as file:
-        content = file.read()
-    try:
-        found = json.loads(content)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{tier_file} is damaged: delete the directory, or give another one")
-    return found
-
-
-def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str, int | str]) -> None:
-    version = found.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ConfigError(
-            f"disk directory {directory} has format version {version!r}, but this version of Sidestream uses "
-            f"{FORMAT_VERSION}: give another directory, or delete it"
-        )
-    differing = [  # rule: disk-of-other-weights-is-refused
-        f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value
-    ]
-    if differing:
-        as_before = "".join(
-            f", or load the model with {name} {found.get(name)}"
-            for name in ("dtype", "block_tokens")
-            if found.get(name) != wanted[name]
-        )
-        raise ConfigError(
-            f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: "
-            f"give another directory, or delete it{as_before}"
-        )
-
-
-def _hold(directory: Path) -> int:
-    """Lock the directory until the returned descriptor is closed or the process dies (also by kill -9).
-
-    A forked child shares the lock; a spawned process does not.
-    """
-    lock = _open_regular(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # rule: directory-has-one-owner
-        with contextlib.suppress(OSError):  # may fail on a full disk, but the pid is only for messages
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(lock, 32, 0).decode("ascii", "replace")
-        os.close(lock)
-        raise ConfigError(
-            f"disk directory {directory} is in use by {f'process {holder}' if holder else 'another process'}: "
-            f"stop that process, or give each engine its own directory"
-        ) from None
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _write_description(directory: Path, description: dict[str, int | str]) -> None:
-    """Write sidestream-tier.json, which makes an empty directory a tier. Entries are written only after it, so a
-    process that is killed before leaves a directory that counts as empty.
-    """
-    temporary = directory / (_TIER_FILE + _TEMPORARY)
-    temporary.unlink(missing_ok=True)
-    with open(_open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
-        json.dump(description, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / _TIER_FILE)
-    root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(root)
-    finally:
-        os.close(root)
+def _delete(held: TierDirectory, entry: Entry) -> None:
+    """Delete the file of an entry, if it exists. Raises OSError."""
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        held.subdirectory(_prefix(entry)) as fd,
+    ):
+        _unlink(fd, _name(entry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,52 +399,66 @@ class _Found:
     evictions: int
 
 
-def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
+def _scan(held: TierDirectory, *, file_bytes: int, max_entries: int) -> _Found:
     """Rebuild the index from names, sizes and times; delete files that cannot be served."""
-    newest: dict[Key, tuple[int, int, str]] = {}  # key -> (serial, modified, path)
+    newest: dict[Key, tuple[int, int]] = {}  # key -> (serial, modified)
     next_serial = leftovers = corrupt = 0
-    for key, serial, file in _entry_files(directory):
-        next_serial = max(next_serial, serial + 1)  # rule: serials-go-on-after-a-restart
+    for entry, file, folder in _entry_files(held):
         status = file.stat(follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
             continue  # a directory, which is not from the tier
-        twin = newest.get(key)
-        if file.name.endswith(_TEMPORARY):  # rule: leftovers-are-deleted
+        next_serial = max(next_serial, entry.serial + 1)  # rule: serials-go-on-after-a-restart
+        twin = newest.get(entry.key)
+        if file.name.endswith(TEMPORARY):  # rule: leftovers-are-deleted
             leftovers += 1
-            _unlink(file.path)
+            _unlink(folder.fd, file.name)
         # rule: files-of-the-wrong-length-are-deleted
-        elif (
-            status.st_size != file_bytes
-            or not stat.S_ISREG(status.st_mode)
-            or not file.path.endswith(f"/{file.name[:2]}/{file.name}")
-        ):
+        elif status.st_size != file_bytes or not stat.S_ISREG(status.st_mode) or folder.name != _prefix(entry):
             corrupt += 1
-            _unlink(file.path)
-        elif twin is not None and twin[0] > serial:  # rule: later-write-of-a-key-wins
+            _unlink(folder.fd, file.name)
+        elif twin is not None and twin[0] > entry.serial:  # rule: later-write-of-a-key-wins
             leftovers += 1
-            _unlink(file.path)
+            _unlink(folder.fd, file.name)
         else:
             if twin is not None:
                 leftovers += 1
-                _unlink(twin[2])
-            newest[key] = (serial, status.st_mtime_ns, file.path)
-    by_age = sorted(
-        ((modified, serial, key) for key, (serial, modified, _) in newest.items()), key=lambda item: item[:2]
-    )
-    surplus = max(0, len(by_age) - max_entries)
-    for _, _, key in by_age[:surplus]:
-        _unlink(newest[key][2])
-    return _Found([Entry(key, serial) for _, serial, key in by_age[surplus:]], next_serial, leftovers, corrupt, surplus)
+                _unlink(folder.fd, _name(Entry(entry.key, twin[0])))
+            newest[entry.key] = (entry.serial, status.st_mtime_ns)
+    by_age = sorted((modified, serial, key) for key, (serial, modified) in newest.items())
+    entries = [Entry(key, serial) for _, serial, key in by_age]
+    surplus = max(0, len(entries) - max_entries)
+    for entry in entries[:surplus]:
+        _delete(held, entry)
+    return _Found(entries[surplus:], next_serial, leftovers, corrupt, surplus)
 
 
-def _entry_files(directory: Path) -> Iterator[tuple[Key, int, os.DirEntry[str]]]:
-    """Key, serial and directory entry of each file that is named like an entry, complete or temporary."""
-    for prefix in sorted(path.name for path in directory.iterdir() if _PREFIX.fullmatch(path.name)):
-        with os.scandir(directory / prefix) as files:
-            for file in files:
-                name = _ENTRY_NAME.fullmatch(file.name.removesuffix(_TEMPORARY))
-                if name is not None:
-                    yield bytes.fromhex(name[1]), int(name[2], 16), file
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """An open subdirectory."""
+
+    name: str
+    fd: int
+
+
+def _entry_files(held: TierDirectory) -> Iterator[tuple[Entry, os.DirEntry[str], _Folder]]:
+    """Each file that is named like an entry, complete or temporary, with the entry and its subdirectory. Raises
+    ConfigError if a subdirectory is none, or is not private.
+    """
+    for prefix in sorted(name for name in held.names() if _PREFIX.fullmatch(name)):
+        path = held.path / prefix
+        try:
+            with held.subdirectory(prefix) as fd:
+                check_private(fd, path)
+                with os.scandir(fd) as files:
+                    for file in files:
+                        name = _ENTRY_NAME.fullmatch(file.name.removesuffix(TEMPORARY))
+                        if name is not None:
+                            yield Entry(bytes.fromhex(name[1]), int(name[2], 16)), file, _Folder(prefix, fd)
+        except NotADirectoryError as error:
+            raise ConfigError(
+                f"{path} is a file or a link, but the disk tier has its own directory there: move it away, or give "
+                f"another disk directory"
+            ) from error
 
 
 def _log_opened(directory: Path, found: _Found, *, held_bytes: int, capacity_bytes: int) -> None:

@@ -161,7 +161,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
     ),
     EquivalentMutant(
         "auto:offload.tiers.disk:_scan:constant:0",
-        "next_serial = max(next_serial, serial + 1) → next_serial = max(next_serial, serial + 2)",
+        "next_serial = max(next_serial, entry.serial + 1) → next_serial = max(next_serial, entry.serial + 2)",
         "serial numbers must grow, and may have gaps",
     ),
     EquivalentMutant(
@@ -171,14 +171,13 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
     ),
     EquivalentMutant(
         "auto:offload.tiers.disk:_scan:operand:1",
-        "if status.st_size != file_bytes or not stat.S_ISREG(status.st_mode) or (not "
-        "file.path.endswith(f'/{file.name[:2]}/{file.name}')): → if status.st_size != file_bytes or not "
-        "file.path.endswith(f'/{file.name[:2]}/{file.name}'):",
+        "if status.st_size != file_bytes or not stat.S_ISREG(status.st_mode) or folder.name != _prefix(entry): → if "
+        "status.st_size != file_bytes or folder.name != _prefix(entry):",
         "links have less than 4,096 bytes and other kinds of files none, so none is as long as an entry",
     ),
     EquivalentMutant(
         "auto:offload.tiers.disk:_scan:compare:0",
-        "if twin is not None and twin[0] > serial: → if twin is not None and twin[0] >= serial:",
+        "if twin is not None and twin[0] > entry.serial: → if twin is not None and twin[0] >= entry.serial:",
         "two files of one key have different serial numbers, because both are parts of the file's name",
     ),
     EquivalentMutant(

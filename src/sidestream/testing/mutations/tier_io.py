@@ -286,7 +286,6 @@ EXEMPT = (
     Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
     Exempt("TierIO.finish_reads", ("taken_in",), "disk-read-counts-after-its-fence decides when it is called"),
     Exempt("TierIO.finish_reads", ("publish",), "disk-read-counts-after-its-fence decides when it is called"),
-    Exempt("TierIO.finish_reads", ("failure",), "a read that never ran proves nothing about its entry"),
     Exempt("TierIO._timed", ("abandoned",), GIVES_UP),
     Exempt("ReadTicket.failure", ("failure",), "a query; rules above cover its callers"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sidestream.testing.mutations.operators import (
+    Always,
     Append,
     Compare,
     Delete,
@@ -181,7 +182,7 @@ EQUIVALENT = (
         Mutation(
             name="entry-is-renamed-into-place",
             hazard="H7",
-            change=DropOperand("_TEMPORARY"),
+            change=DropOperand("TEMPORARY"),
             consequence="a killed process leaves a part of an entry under the entry's name",
             needs=frozenset({"disk", "restart"}),
         ),
@@ -258,6 +259,29 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="lost-directory-is-noticed",
+            hazard="H9",
+            change=Always(),
+            consequence="an engine whose directory was removed writes no block until it is started again",
+        ),
+        "no schedule removes a directory in use; every read and write then fails, which is a miss",
+        noticed_by="offload/test_disk_directory.py::"
+        "test_lost_directory_is_noticed_by_a_write_and_made_anew_under_the_lock",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="entries-of-a-lost-medium-are-forgotten",
+            hazard="H9",
+            consequence="entries of a removed directory are found, and each request waits for a read that fails",
+        ),
+        "no schedule removes a directory in use; every read of such an entry is a miss",
+        noticed_by="offload/test_disk_directory.py::"
+        "test_loss_forgets_the_entries_shows_in_health_and_metrics_and_ends_with_the_next_write",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="newer-write-survives-a-failed-read-of-an-older",
             hazard="H10",
             change=DropOperand("entry"),
@@ -306,8 +330,8 @@ EXEMPT = (
     Exempt("TierStack.close", ("callback",), "if one tier fails to close, the others are closed nevertheless"),
     Exempt("_write_whole", ("rename",), "see entry-is-renamed-into-place"),
     Exempt(
-        "_write_description",
-        ("replace",),
+        "TierDirectory._replace_file",
+        ("rename",),
         "it runs before the directory has entries; if the process is killed half-way, the next open writes the file",
     ),
     Exempt("TierIndex.publish", ("_end",), "see grant-ends"),
