@@ -434,7 +434,7 @@ class Health:
     """State of an engine.
 
     status   `"ok"`, `"draining"` or `"failed"`
-    detail   the reason
+    detail   the reason; with `"ok"`, why a tier fails at present, else empty
     """
 
     status: str

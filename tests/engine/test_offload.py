@@ -1,6 +1,7 @@
 """The cache outlives the device pool and the process, and nothing that goes wrong with it changes a token."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from sidestream.offload import tier_io
 from sidestream.offload.loads import Loads
 from sidestream.testing import faults
 from sidestream.testing.toy import StatefulToyModel, ToyModel
-from sidestream.types import BatchPlan, CachedTokens, LayerGates, LoadPlan
+from sidestream.types import BatchPlan, CachedTokens, Health, LayerGates, LoadPlan
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
@@ -472,6 +473,33 @@ def test_disk_that_cannot_be_written_does_not_stop_serving(tmp_path: Path, fault
         rig.forget_host()
         assert rig.ask(PROMPT).cached.total == 0
         assert rig.engine.health().status == "ok"
+
+
+def test_disk_directory_that_is_removed_shows_in_health_and_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_io, "PAUSE_S", 0.0)
+    with serving(slots=24, disk=tmp_path / "kv") as rig:
+        cold(rig)
+        assert rig.engine.health() == Health("ok", "")
+        shutil.rmtree(tmp_path / "kv")
+        (tmp_path / "kv").write_text("in the way")
+        rig.forget_host()
+        rig.ask(PROMPT)  # its reads find nothing
+        rig.settle()
+        health = rig.engine.health()
+        assert health.status == "ok"
+        assert f"disk directory {tmp_path / 'kv'} was removed or replaced while in use" in health.detail
+        assert rig.counted("tier_works", "disk") == 0
+        (tmp_path / "kv").unlink()
+        for number in range(2):
+            rig.ask([number] * len(PROMPT))  # the first write makes the directory anew
+            rig.settle()
+        assert rig.engine.health() == Health("ok", "")
+        assert rig.counted("tier_works", "disk") == 1
+        rig.forget_device()
+        rig.forget_host()
+        assert rig.ask([1] * len(PROMPT)).cached.disk == REUSABLE
 
 
 def test_disk_that_comes_and_goes_never_changes_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

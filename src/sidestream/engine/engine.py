@@ -154,8 +154,11 @@ class Engine:
     # ------------------------------------------------------------------ state
 
     def health(self) -> Health:
-        """Whether the engine serves. Never blocks."""
-        return self.serving.health
+        """Whether the engine serves. If it serves while a tier fails, the detail says why. Never blocks."""
+        health, transfers = self.serving.health, self.parts.transfers
+        if health.status == "ok" and transfers is not None and (faults := transfers.tier_faults):
+            return Health("ok", "; ".join(faults))
+        return health
 
     @property
     def unfinished(self) -> int:

@@ -347,6 +347,11 @@ class OffloadConnector:
         return self._thread.failure
 
     @property
+    def tier_faults(self) -> list[str]:
+        """Why the last write to a tier failed, for each tier where it did. The engine serves nevertheless."""
+        return self._worker.faults
+
+    @property
     def has_forgotten(self) -> bool:
         """Whether every `forget_all` has reached the tiers. Also True if the worker's thread has failed."""
         # rule: reset-waits-for-the-tiers

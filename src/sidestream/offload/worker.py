@@ -149,6 +149,11 @@ class OffloadWorker:
         """Number of reads in flight, by tier."""
         return {name: len(io.reads) for name, io in self._io.items()}
 
+    @property
+    def faults(self) -> list[str]:
+        """Why the last write to a tier failed, for each tier where it did."""
+        return [io.fault for io in self._io.values() if io.fault]
+
     def sizes(self) -> dict[str, int]:
         """Number of objects that the worker keeps, by kind; all 0 when it is idle."""
         sizes = {
