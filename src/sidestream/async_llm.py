@@ -13,8 +13,9 @@ from sidestream.client.remote import RemoteClient
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped
 from sidestream.front_end import FrontEnd
-from sidestream.loading import LoadedEngine, OnStage, chosen_config, ignore_stage, name_of
+from sidestream.loading import LoadedEngine, OnStage, chosen_config, ignore_stage
 from sidestream.models.catalog import Progress
+from sidestream.models.directory import name_of
 from sidestream.tokenizer import Tokenizer
 
 

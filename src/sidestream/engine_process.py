@@ -78,7 +78,8 @@ def main(descriptor: int) -> None:
 
 def serve(start: Start, owner: _Owner) -> None:
     """Load the model, serve its engine until the owner closes it or it fails, and close it."""
-    from sidestream.loading import LoadedEngine, name_of
+    from sidestream.loading import LoadedEngine
+    from sidestream.models.directory import name_of
 
     loaded = LoadedEngine(
         start.model,

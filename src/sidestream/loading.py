@@ -52,11 +52,6 @@ def chosen_config(config: EngineConfig | None, options: Mapping[str, Any]) -> En
     return config or EngineConfig(**options)
 
 
-def name_of(model: str | Path) -> str:
-    """The model's name for clients: its directory's name, or `model` itself."""
-    return Path(model).name if Path(model).is_dir() else str(model)
-
-
 class LoadedEngine:
     """A loaded model and its running engine.
 
@@ -79,8 +74,9 @@ class LoadedEngine:
         check_ranks(config)
         check_endpoints(config.kv_events)
         self.path = resolve(str(model), progress=progress)
+        block_tokens = default_block_tokens_of(self.path, device=device)  # reads the config before all other files
         if config.block_tokens is None:  # checked together with the other sizes, before weights are read
-            config = dataclasses.replace(config, block_tokens=default_block_tokens_of(self.path, device=device))
+            config = dataclasses.replace(config, block_tokens=block_tokens)
         self.config = config
         self.sampling_defaults = self._sampling_defaults()
         self._timeline = Timeline() if timeline is not None else None

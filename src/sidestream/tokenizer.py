@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import jinja2
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
+from sidestream.checkpoint_files import GENERATION_CONFIG, read_json
 from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.text import Detokenizer
@@ -234,27 +234,16 @@ def _byte_ids(vocab: Mapping[str, int]) -> frozenset[int]:
 
 
 def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
-    found = _generation_config(model).get("eos_token_id")
+    # Not read with transformers' class, because the class warns that sampling options may be ignored, but Sidestream
+    # applies them.
+    path = _file_of(model, GENERATION_CONFIG)
+    found = None if path is None else read_json(path).get("eos_token_id")
     if found is None:
         with contextlib.suppress(OSError, ValueError):  # the model has no config, or transformers does not know it
             found = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "eos_token_id", None)
     declared = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
     own = backend.eos_token_id
     return declared if own is None else [*declared, own]
-
-
-def _generation_config(model: str) -> dict[str, Any]:
-    """The fields of generation_config.json; empty if it is missing or unreadable. An unreadable file is reported when
-    the model is loaded.
-
-    This function does not use transformers' class, because the class warns that sampling options may be ignored, but
-    Sidestream applies them.
-    """
-    try:
-        found = json.loads(Path(cached_file(model, "generation_config.json")).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,10 +359,9 @@ def _legacy_template(model: str) -> str | None:
     path = _file_of(model, "chat_template.json")
     if path is None:
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    template = content.get("chat_template") if isinstance(content, dict) else None
+    template = read_json(path).get("chat_template")
     if not isinstance(template, str):
-        raise ValueError(f"{path} has no string chat_template")
+        raise ModelError(f"{path} has no text chat_template: correct the file, or remove it")
     return template
 
 

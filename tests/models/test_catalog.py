@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 
-from sidestream.config import unknown_name
 from sidestream.errors import ModelError
-from sidestream.models import catalog
+from sidestream.models import catalog, load_model
 from sidestream.models.catalog import (
-    CATALOG,
     MARKER,
     CatalogModel,
     Progress,
@@ -382,52 +380,38 @@ def test_resolve_prepares_a_catalogue_name_once(
     assert prepared("tiny", thorough=True) == directory
 
 
-def test_resolve_passes_directories_and_hub_ids_on(tmp_path: Path) -> None:
+def test_resolve_passes_directories_on(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     assert resolve(str(tmp_path)) == str(tmp_path)
-    assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def test_resolve_names_the_nearest_model_for_an_unknown_name() -> None:
-    with pytest.raises(ModelError, match=r"no model smollm2-135m; did you mean smollm2-135m-instruct\?"):
-        resolve("smollm2-135m")
+def test_resolve_passes_a_hub_id_on_if_its_config_is_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--someone--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    config = cached / "snapshots" / ("0" * 40) / "config.json"
+    config.write_text('{"model_type": "llama"}')
+    assert resolve("someone/tiny") == "someone/tiny"
+    config.write_text('{"model_type": "llama", "eos_token_id": "2"}')
+    with pytest.raises(ModelError, match=r"model someone/tiny: .*config\.json: eos_token_id is '2'"):
+        resolve("someone/tiny")
 
 
-@pytest.mark.parametrize("model", ["", "/nowhere/at/all", "./nowhere", "a/b/c", "~nobody-of-this-name/x/y", "a\0b"])
-def test_resolve_refuses_what_is_nothing(model: str) -> None:
-    with pytest.raises(ModelError, match="smollm2-135m-instruct"):
-        resolve(model)
-
-
-def test_resolve_refuses_a_file(wheel: Path) -> None:
-    with pytest.raises(ModelError, match=r"is a file: give the directory that holds its config\.json"):
-        resolve(str(wheel))
-
-
-def test_prepared_refuses_a_name_that_the_catalogue_does_not_hold() -> None:
-    with pytest.raises(ModelError, match=unknown_name("model", "gpt", CATALOG)):
-        prepared("gpt")
-
-
-@pytest.mark.demo_model
-def test_the_demo_model_answers_and_ends_its_answer() -> None:
-    directory = prepared("smollm2-135m-instruct", thorough=True)
-    if directory is None:
-        pytest.skip("the demo model is not in the cache: `sidestream models` prepares it")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id == 2
-    assert tokenizer.tokenize("in 1851") == ["in", "Ġ", "1", "8", "5", "1"]
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**prompt, max_new_tokens=32, do_sample=False)
-    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
-    assert "Paris" in answer
-    assert answer.endswith("<|im_end|>")
+def test_a_hub_id_that_is_not_cached_is_named_in_full_when_the_hub_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for load in (resolve, lambda model: load_model(model, block_tokens=4)):
+        with pytest.raises(ModelError) as caught:
+            load("someone/tiny")
+        assert str(caught.value).startswith("model someone/tiny: it is not complete in the cache")
+        assert "the hub cannot be reached" in str(caught.value)
+        assert "transformers" not in str(caught.value)
 
 
 def visible_and_partial(cache: Path) -> list[str]:

@@ -353,7 +353,7 @@ def test_weights_that_cannot_be_read_are_not_called_damaged(
 def test_a_directory_in_place_of_weights_is_said_to_be_one(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     (llama / "model.safetensors").mkdir()
-    assert "model.safetensors cannot be read (Is a directory)" in refusal(llama)
+    assert "model.safetensors is a directory, not a regular file" in refusal(llama)
 
 
 def test_loading_prints_nothing_and_leaves_transformers_as_talkative_as_it_was(

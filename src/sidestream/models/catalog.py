@@ -20,7 +20,6 @@ import importlib.resources
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from safetensors import SafetensorError
 
 from sidestream.config import unknown_name
 from sidestream.errors import ModelError
-from sidestream.models.directory import check_directory
+from sidestream.models.directory import check_config, check_directory, is_hub_id, local_directory, name_of
 
 MARKER = "sidestream.json"
 """Name of the file that is written last into a prepared directory. It holds the recipe's number, and the size and
@@ -44,7 +43,6 @@ SHA-256 of every other file.
 """
 
 _CHUNK = 1 << 20
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +126,23 @@ class Convert(Protocol):
 
 def resolve(model: str, *, progress: Progress | None = None) -> str:
     """Return a directory or hub id that transformers can load. If `model` is a name of the catalogue, prepare that
-    model first.
+    model first; if it is a hub id, download its configs, without weights.
 
-    Raises ModelError for an unknown name, if preparing fails, or if `check_directory` refuses a directory.
+    Raises ModelError for an unknown name, if preparing or downloading fails, or if `check_directory` refuses a
+    directory. Imports neither torch nor transformers for usual models, so that a wrong name is an error at once.
     """
     if model in CATALOG:
         return str(prepare(model, progress=progress))
     path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises for an unknown ~user
     if model and path.is_dir():
-        try:
+        with _naming(name_of(path)):
             check_directory(path)
-        except ModelError as error:
-            raise ModelError(f"model {path.name}: {error}") from error
         return str(path)
     if path.is_file():
         raise ModelError(f"model {model} is a file: give the directory that holds its config.json")
-    if _HUB_ID.fullmatch(model):
+    if is_hub_id(model):
+        with _naming(model):
+            check_config(local_directory(model, weights=False))
         return model
     if os.sep in model:
         raise ModelError(
@@ -151,6 +150,15 @@ def resolve(model: str, *, progress: Progress | None = None) -> str:
             f"or choose a name of: {', '.join(sorted(CATALOG))}"
         )
     raise ModelError(f"{unknown_name('model', model, CATALOG)} (a directory or a hub id such as org/name works too)")
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the model's name in front of the message of a ModelError."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"model {name}: {error}") from error
 
 
 def prepared(name: str, *, thorough: bool = False) -> Path | None:

@@ -1,4 +1,5 @@
-"""Inspects a model's directory by its file names and JSON files, and refuses a directory that cannot be served.
+"""Finds a model's directory, fetches a hub id, and refuses a directory that cannot be served by its file names and JSON
+files.
 
 Called on the caller's thread before the tokenizer and the weights are read, so that the first error names the cause.
 Knows nothing about tensors: `weights` reads the headers of weight files. A message that begins with "its" is completed
@@ -7,32 +8,63 @@ by the caller, which puts the model's name in front.
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
+from sidestream.checkpoint_files import ADAPTER_CONFIG, CONFIG, INDEX, check_files_of, read_json
 from sidestream.errors import ModelError
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-"""Name of the file that lists the shards, if the weights are split over several files."""
-
-_ADAPTER_CONFIG = "adapter_config.json"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError with the file's name."""
+# Weights as safetensors only: other formats execute code while they are read.
+_CONFIGS = ("*.json", "*.jinja", "*.model", "*.txt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether the text has the form of a hub id: `owner/name`."""
+    return _HUB_ID.fullmatch(model) is not None
+
+
+def name_of(model: str | Path) -> str:
+    """The model's name for clients and errors: its directory's name, or `model` itself."""
+    path = Path(model)
+    return path.absolute().name if path.is_dir() else str(model)
+
+
+def local_directory(path_or_hub_id: str, *, weights: bool = True) -> Path:
+    """The directory of a model's files; downloads a hub id first. `weights`: with the weight files.
+
+    Raises ModelError with cause and remedy.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    if not is_hub_id(path_or_hub_id):
+        raise ModelError(f"there is no directory {path}: check the path")
+    from huggingface_hub import constants, errors, snapshot_download
+
+    patterns = [*_CONFIGS, *(["*.safetensors"] if weights else [])]
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return Path(
+            snapshot_download(path_or_hub_id, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
+        )
+    except errors.GatedRepoError as error:
         raise ModelError(
-            f"{path.parent} has no {path.name}: give a directory that transformers saved, or fetch the file"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({error}): fetch it again") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}, not a JSON object: fetch it again")
-    return found
+            "the hub gives it only to accounts that accepted its terms: accept them on its page, and set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            "the hub has no such model, or it is private: check the name, or set HF_TOKEN to a token that may read it"
+        ) from error
+    except (OSError, errors.HfHubHTTPError) as error:
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else next(iter(str(error).splitlines()), "")
+        raise ModelError(
+            f"it is not complete in the cache {constants.HF_HUB_CACHE}, and the hub cannot be reached ({cause}): "
+            "check the network and HF_ENDPOINT, fetch the model beforehand, or give a directory"
+        ) from error
 
 
 def check_directory(directory: Path) -> None:
@@ -44,11 +76,12 @@ def check_directory(directory: Path) -> None:
 def check_config(directory: Path) -> None:
     """The part of `check_directory` that needs no weights. A model on the hub can be checked with its configs alone."""
     _refuse_adapter(directory)
-    if not (directory / "config.json").exists():
+    if not (directory / CONFIG).exists():
         _refuse_without_config(directory)
-    config = read_json(directory / "config.json")
+    check_files_of(directory)
+    config = read_json(directory / CONFIG)
     if not config.get("model_type"):
-        raise ModelError(f"{directory / 'config.json'} has no model_type: it is no transformers config")
+        raise ModelError(f"{directory / CONFIG} has no model_type: it is no transformers config")
     _refuse_own_code(config)
     _refuse_su_rope(config)
     if config.get("transformers_weights"):  # transformers would load these weights; Sidestream does not
@@ -69,9 +102,9 @@ def _refuse_adapter(directory: Path) -> None:
     base model.
     """
     adapters = sorted(path.name for path in directory.glob("adapter_model*"))
-    if (directory / _ADAPTER_CONFIG).exists():
-        base = read_json(directory / _ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed base model"
-        adapters.insert(0, _ADAPTER_CONFIG)
+    if (directory / ADAPTER_CONFIG).exists():
+        base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed base model"
+        adapters.insert(0, ADAPTER_CONFIG)
     elif adapters:
         base = "an unnamed base model"
     else:

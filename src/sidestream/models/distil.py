@@ -22,8 +22,8 @@ from transformers import AttentionInterface
 from sidestream.config import MOST_DRAFTS
 from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError
-from sidestream.models.directory import check_config
-from sidestream.models.loader import local_directory, naming_model, read_config, read_module
+from sidestream.models.directory import check_config, local_directory, name_of
+from sidestream.models.loader import naming_model, read_config, read_module
 from sidestream.models.mtp import MtpHead
 from sidestream.models.weights import check_files
 
@@ -249,8 +249,8 @@ AttentionInterface.register(_AS_IT_DRAFTS, _attend)
 
 def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
     """A transformers causal model as the teacher: in its own dtype on a GPU, in float32 on a CPU. Raises ModelError."""
-    directory = local_directory(path_or_hub_id)
-    with naming_model(directory.name):
+    with naming_model(name_of(path_or_hub_id)):
+        directory = local_directory(path_or_hub_id)
         check_config(directory)
         stored = check_files(directory)
         dtype = "auto" if on_gpu(device) else torch.float32

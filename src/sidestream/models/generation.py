@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sidestream.checkpoint_files import GENERATION_CONFIG, read_json
 from sidestream.config import MODEL_OPTIONS, SamplingDefaults
 from sidestream.errors import ModelError, RequestRejected
-from sidestream.models.directory import read_json
-
-FILE = "generation_config.json"
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
@@ -20,7 +18,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     As in vLLM and SGLang, `do_sample` is not read: many chat checkpoints give a temperature but no `do_sample`, whose
     default in transformers would make all of them greedy. Raises ModelError with file, field, value, bound and remedy.
     """
-    path = directory / FILE
+    path = directory / GENERATION_CONFIG
     found = read_json(path) if path.exists() else {}
     given = {name: found[name] for name in MODEL_OPTIONS if found.get(name) is not None}
     if given.get("top_k") == -1:  # vLLM's spelling of "off"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from sidestream.checkpoint_files import CONFIG
 from sidestream.config import default_block_tokens, unknown_name
 from sidestream.device.group import Group
 from sidestream.device.kinds import CPU, on_gpu, on_host
@@ -35,19 +35,23 @@ from sidestream.models.config_checks import (
     parts_of,
     takes_long_rope,
 )
-from sidestream.models.directory import check_config, read_json
+from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_longrope
 from sidestream.models.self_check import check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
-from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, stored_dtype_and_bytes
+from sidestream.models.weights import (
+    check_files,
+    check_finite,
+    digest_of_files,
+    fingerprint_of,
+    pack_linears,
+    stored_dtype_and_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
-# Weights as safetensors only: other formats execute code while they are read.
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CPU = torch.device(CPU)
 # While transformers builds a model, it replaces functions and defaults of torch. If two threads built models at once,
 # one thread could get the dtype of the other, or report tied weights as missing.
@@ -81,7 +85,7 @@ def load_model(
     served correctly, and ProcessFailed when another rank ends.
     """
     _check_dtype(dtype)
-    name = Path(path_or_hub_id).name
+    name = name_of(path_or_hub_id)
     with naming_model(name):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
@@ -91,6 +95,11 @@ def load_model(
         with _ONE_BUILDS:
             _parts_of_rank(config, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
             stored = check_files(directory)
+            if config.num_hidden_layers > len(stored):  # refused here, because making its layers could take hours
+                raise ModelError(
+                    f"{directory / CONFIG} gives num_hidden_layers as {config.num_hidden_layers}, but the weight files "
+                    f"hold only {len(stored)} tensors: fetch weights and config.json of the same model"
+                )
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
             module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
@@ -112,7 +121,9 @@ def load_model(
             use_compile_cache()  # the self-check launches the first kernels
         if group is None or group.size == 1:
             module.to(device)
+            check_finite(module)  # on the device, where it takes least time
         else:
+            check_finite(module)
             _shard(module, group, fingerprint, device)
         model = PagedModel(
             module,
@@ -164,8 +175,8 @@ def _parts_of_rank(
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
     """The dtype that `load_model` would choose, with the reason; reads no weights. Raises ModelError."""
     _check_dtype(dtype)
-    with naming_model(Path(path_or_hub_id).name):
-        directory = _directory(path_or_hub_id, _CONFIGS)
+    with naming_model(name_of(path_or_hub_id)):
+        directory = local_directory(path_or_hub_id, weights=False)
         check_config(directory)
         return _precision(directory, read_config(directory), dtype, device)
 
@@ -188,7 +199,7 @@ def cache_parts(
     Raises ModelError, also for a model that the ranks cannot divide.
     """
     _check_dtype(dtype)
-    with naming_model(Path(path_or_hub_id).name):
+    with naming_model(name_of(path_or_hub_id)):
         directory, config = _servable_config(path_or_hub_id)
         chosen = _precision(directory, config, dtype, device).dtype
         with _ONE_BUILDS:
@@ -197,14 +208,14 @@ def cache_parts(
 
 def default_block_tokens_of(path_or_hub_id: str, *, device: torch.device = _CPU) -> int:
     """Tokens of a block that `load_model` would choose; reads only the model's config. Raises ModelError."""
-    with naming_model(Path(path_or_hub_id).name):
+    with naming_model(name_of(path_or_hub_id)):
         _, config = _servable_config(path_or_hub_id)
         return default_block_tokens(device.type, recurrent=has_recurrent_states(config))
 
 
 def _servable_config(path_or_hub_id: str) -> tuple[Path, PreTrainedConfig]:
     """A servable model's directory, without weights if it had to be downloaded, and its config. Raises ModelError."""
-    directory = _directory(path_or_hub_id, _CONFIGS)
+    directory = local_directory(path_or_hub_id, weights=False)
     check_config(directory)
     config = read_config(directory)
     check_servable(config)
@@ -213,7 +224,7 @@ def _servable_config(path_or_hub_id: str) -> tuple[Path, PreTrainedConfig]:
 
 def weights_digest(path_or_hub_id: str) -> str:
     """`digest_of_files` of a servable model; downloads a hub id first. Raises ModelError."""
-    with naming_model(Path(path_or_hub_id).name):
+    with naming_model(name_of(path_or_hub_id)):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
         check_servable(read_config(directory))
@@ -270,32 +281,19 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def local_directory(path_or_hub_id: str) -> Path:
-    """The directory of a model's files; downloads a hub id first. Raises ModelError."""
-    return _directory(path_or_hub_id, _FILES)
-
-
 def config_directory(path_or_hub_id: str) -> Path:
     """The directory of a model's configs; downloads a hub id first, without weights. Raises ModelError."""
-    with naming_model(Path(path_or_hub_id).name):
-        return _directory(path_or_hub_id, _CONFIGS)
-
-
-def _directory(path_or_hub_id: str, patterns: list[str]) -> Path:
-    path = Path(path_or_hub_id).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or path_or_hub_id.startswith((".", "~")) or path_or_hub_id.count("/") > 1:
-        raise ModelError(f"there is no directory {path}: check the path")
-    return Path(snapshot_download(path_or_hub_id, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+    with naming_model(name_of(path_or_hub_id)):
+        return local_directory(path_or_hub_id, weights=False)
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """The config in a directory that passed `check_config`. Raises ModelError, or exceptions of transformers."""
-    if (directory / "generation_config.json").exists():
-        # Raises ModelError for a broken file. transformers would ignore it, so end-of-sequence tokens would be unknown.
-        read_json(directory / "generation_config.json")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    """The config in a directory that passed `check_config`. Raises ModelError."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises errors of many types; some have their cause on the second line
+        reason = " ".join(str(error).split())[:400] or repr(error)
+        raise ModelError(f"{directory / CONFIG}: transformers cannot read it ({reason}): correct the file") from error
     return config
 
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -29,10 +28,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBatch
+from sidestream.checkpoint_files import check_regular, read_json
 from sidestream.device.kinds import CPU, on_host
 from sidestream.errors import ModelError
 from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
-from sidestream.models.loader import local_directory
+from sidestream.models.directory import local_directory
 from sidestream.models.recurrent import number_attention_layers
 from sidestream.models.weights import digest_of_files, pack_linears
 
@@ -292,13 +292,8 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
 
 def _described(path: Path) -> Mapping[str, Any]:
     """The config of a checkpoint's language model; empty if there is no config."""
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ModelError(f"{path} is no JSON: {error}; fetch the checkpoint again") from error
-    return cast(Mapping[str, Any], config.get("text_config", config))
+    config = read_json(path) if path.exists() else {}
+    return config.get("text_config") or config
 
 
 def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
@@ -329,6 +324,7 @@ def _compare_weights(source: Path, made_for: str | None, directory: str) -> None
 
 def _opened(path: Path) -> Any:
     try:
+        check_regular(path)
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} is no readable safetensors file ({error}): take another copy of it") from error

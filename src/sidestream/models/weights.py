@@ -17,13 +17,15 @@ import xxhash
 from safetensors import safe_open
 from torch import nn
 
+from sidestream.checkpoint_files import INDEX, check_regular, read_json
 from sidestream.device.kinds import on_host
 from sidestream.errors import ModelError
 from sidestream.models.checkpoint_tensors import StoredTensor, check_tensors, joined, tensors_of
-from sidestream.models.directory import INDEX, WEIGHTS, check_weights_exist, read_json
+from sidestream.models.directory import WEIGHTS, check_weights_exist
 
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 
+_MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Config fields that do not change the result of a forward pass, or that the hash covers in another way.
 _NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "use_cache"}
@@ -58,7 +60,7 @@ def _weight_files(directory: Path) -> list[Path]:
     names = {WEIGHTS}
     if not (directory / WEIGHTS).exists() and (directory / INDEX).exists():
         weight_map = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        if not weight_map:
             raise ModelError(f"{directory / INDEX} lists no weights: fetch it again")
         names = set(weight_map.values())
     return [directory / name for name in sorted(names)]
@@ -78,10 +80,10 @@ def _refuse_unlisted_shards(directory: Path, listed: set[str]) -> None:
 
 def _check_file(path: Path) -> list[StoredTensor]:
     try:
-        size = path.stat().st_size
+        size = check_regular(path)
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-            header = json.loads(file.read(min(header_bytes, size)))
+            header = json.loads(file.read(min(header_bytes, _MAX_HEADER_BYTES)))
         tensors = list(tensors_of(path, header, data_start=8 + header_bytes))
         expected = max((tensor.start + tensor.num_bytes for tensor in tensors), default=8 + header_bytes)
     except FileNotFoundError:
@@ -92,13 +94,28 @@ def _check_file(path: Path) -> list[StoredTensor]:
         ) from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}): check the file and its disk") from error
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
         raise ModelError(f"{path} is no readable safetensors file: fetch it again") from None
     if size != expected:
         raise ModelError(
             f"{path} has {size} bytes, but its header requires {expected}: it is incomplete; fetch it again"
         )
     return tensors
+
+
+def check_finite(module: nn.Module) -> None:
+    """Raise ModelError, with the weight's name, for a weight that holds NaN or an infinite value."""
+    for name, weight in module.named_parameters():
+        if weight.sum(dtype=torch.float32).isfinite():  # one pass, without a copy
+            continue
+        wrong = weight.numel() - int(weight.isfinite().sum())
+        if wrong:
+            cause = (
+                "float16 holds values up to 65504: choose the dtype bfloat16 or float32"
+                if weight.dtype == torch.float16 and not weight.isnan().any()
+                else "the file is damaged, or the training diverged: fetch the weights again"
+            )
+            raise ModelError(f"its weight {name} holds {wrong} values of NaN or infinity ({weight.dtype}): {cause}")
 
 
 def fingerprint_of(module: Any, *, variant: str = "") -> str:

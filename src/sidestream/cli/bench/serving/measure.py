@@ -300,7 +300,7 @@ def served_model(url: str) -> str:
 
 def vocabulary_of(path: str) -> int:
     """Vocabulary size of a checkpoint's model. Raises ModelError."""
-    from sidestream.models.directory import read_json
+    from sidestream.checkpoint_files import read_json
     from sidestream.models.loader import config_directory
 
     config = read_json(config_directory(path) / "config.json")
