@@ -13,7 +13,7 @@ from sidestream.client.remote import RemoteClient
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped
 from sidestream.front_end import FrontEnd
-from sidestream.loading import LoadedEngine, OnStage, chosen_config, ignore_stage
+from sidestream.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.models.catalog import Progress
 from sidestream.models.directory import name_of
 from sidestream.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class AsyncLLM(FrontEnd):
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Progress | None = None,
-        on_stage: OnStage = ignore_stage,
+        on_stage: OnStage | None = None,
         **options: Any,
     ) -> None:
         """Load `model` and start its engine; blocks until it serves. Parameters and errors are those of `LLM`.
@@ -53,14 +53,15 @@ class AsyncLLM(FrontEnd):
         self._closed = False
         self._close_engine: Callable[..., None]
         if engine_process:
-            process = EngineProcess(
-                str(model),
-                self.config,
-                timeline=timeline,
-                check_order=check_order,
-                progress=progress,
-                on_stage=on_stage,
-            )
+            with shown_start(model, progress, on_stage) as (progress, on_stage):
+                process = EngineProcess(
+                    str(model),
+                    self.config,
+                    timeline=timeline,
+                    check_order=check_order,
+                    progress=progress,
+                    on_stage=on_stage,
+                )
             try:
                 tokenizer = Tokenizer.load(process.info.model)
                 remote = RemoteClient.connect(process.attach(), why_gone=process.why_gone)
@@ -72,9 +73,10 @@ class AsyncLLM(FrontEnd):
             self._close_engine = process.close
 
         else:
-            loaded = LoadedEngine(
-                model, self.config, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
-            )
+            with shown_start(model, progress, on_stage) as (progress, on_stage):
+                loaded = LoadedEngine(
+                    model, self.config, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
+                )
             super().__init__(InProcessClient(loaded.engine), loaded.tokenizer, model_name=name_of(model))
             self.engine_pid = None
             self._close_engine = loaded.close

@@ -106,10 +106,10 @@ class OffloadConfig:
         ):
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s!r}: give a positive number of seconds")
         if self.disk is not None and self.host_bytes == 0:
-            raise ConfigError("offload to disk goes through host memory: give host a size, such as 256MiB")
+            raise ConfigError("offload to disk goes through host memory: give offload host a size, such as 256MiB")
         if self.tiers and self.host_bytes == 0:
             raise ConfigError(
-                f"offload to {', '.join(self.tiers)} goes through host memory: give host a size, such as 256MiB"
+                f"offload to {', '.join(self.tiers)} goes through host memory: give offload host a size, such as 256MiB"
             )
 
     @property

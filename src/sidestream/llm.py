@@ -17,7 +17,7 @@ from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.engine.kv_events import OnBatch
 from sidestream.errors import EngineStopped, QueueFull, RequestError
-from sidestream.loading import LoadedEngine, OnStage, chosen_config, ignore_stage
+from sidestream.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.metrics import Metrics
 from sidestream.models.catalog import Progress
 from sidestream.models.directory import name_of
@@ -76,7 +76,7 @@ class LLM:
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Progress | None = None,
-        on_stage: OnStage = ignore_stage,
+        on_stage: OnStage | None = None,
         **options: Any,
     ) -> None:
         """Load `model` (a directory, a hub id or a name of `sidestream models`) and start its engine; blocks until it
@@ -90,15 +90,17 @@ class LLM:
                       takes up to twice as long
         progress      receives the progress of downloads
         on_stage      called as `on_stage(stage, done, total)` in each stage of the start; `total` is 0 if the progress
-                      is unknown. On a GPU the start takes up to a minute
+                      is unknown. None: a start of over two seconds prints a line every two seconds, to the log
+                      `sidestream`, or to standard error if the program has not set up logging
 
         Raises ConfigError; its subclass ModelError if the model cannot be read or served.
         """
         self.config = chosen_config(config, options)
         self._closed = False
-        self._loaded = LoadedEngine(
-            model, self.config, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
-        )
+        with shown_start(model, progress, on_stage) as (progress, on_stage):
+            self._loaded = LoadedEngine(
+                model, self.config, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
+            )
         self.model_name = name_of(model)
         self.engine = self._loaded.engine
         self.tokenizer = self._loaded.tokenizer

@@ -15,6 +15,7 @@ import torch
 
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.device.choice import torch_device
+from sidestream.device.machine import process_age_s
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
 from sidestream.errors import ConfigError, DeviceLost, ModelError, RaceError
@@ -26,6 +27,7 @@ from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
 from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of
 from sidestream.models.mtp import attach_head
+from sidestream.progress import start_lines
 from sidestream.rank_processes import RankProcesses, check_ranks, threads_of_rank
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
@@ -39,6 +41,19 @@ log = logging.getLogger(__name__)
 
 OnStage = Callable[[str, int, int], None]
 """`on_stage(stage, done, total)` is called in each stage of the start; `total` is 0 if the progress is unknown."""
+
+
+@contextlib.contextmanager
+def shown_start(
+    model: str | Path, progress: Progress | None, on_stage: OnStage | None
+) -> Iterator[tuple[Progress | None, OnStage]]:
+    """The caller's callbacks; without `on_stage`, callbacks that print lines (`sidestream.progress.start_lines`)."""
+    if on_stage is not None:
+        yield progress, on_stage
+        return
+    with start_lines() as lines:
+        lines.update(f"loading {model}")
+        yield progress or lines, lines.update
 
 
 def ignore_stage(stage: str, done: int, total: int) -> None:
@@ -78,6 +93,7 @@ class LoadedEngine:
         if config.block_tokens is None:  # checked together with the other sizes, before weights are read
             config = dataclasses.replace(config, block_tokens=block_tokens)
         self.config = config
+        on_stage("reading the tokenizer", 0, 0)
         self.sampling_defaults = self._sampling_defaults()
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
@@ -109,6 +125,7 @@ class LoadedEngine:
             self._processes.kill()
             raise reason from (error if reason is not error else None)
         self._unfreeze_gc_heap = freeze_gc_heap()
+        self.engine.parts.metrics.set("engine_ready_seconds", process_age_s())
 
     def _build(self, config: EngineConfig, device: torch.device, draft_path: str | None, on_stage: OnStage) -> Engine:
         """Load the model, or this rank's share of it, and start the engine."""

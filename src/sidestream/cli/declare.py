@@ -6,11 +6,15 @@ name, and the messages for an invalid number differ as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from sidestream.errors import ConfigError, SidestreamError
 
 Number = TypeVar("Number", int, float)
 
@@ -75,8 +79,14 @@ def _read(kind: Callable[[Any], Number], value: Any, expected: str) -> Number:
         raise typer.BadParameter(f"{str(value)!r} is not {expected}") from None
 
 
-class _FlagHelp:
-    """Shows the option `--help` without a type, like the options that `flag` declares."""
+# With fewer columns, the table of typer cuts the names of options.
+_TABLE_COLUMNS = 110
+
+
+class _Help:
+    """Help without a type for the option `--help`, and as a plain list in a narrow terminal, so that no name is cut."""
+
+    rich_markup_mode: Any
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
@@ -84,10 +94,71 @@ class _FlagHelp:
             option.metavar = ""
         return option
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        mode = self.rich_markup_mode
+        if shutil.get_terminal_size().columns < _TABLE_COLUMNS:
+            self.rich_markup_mode = None
+        try:
+            super().format_help(ctx, formatter)  # type: ignore[misc]
+        finally:
+            self.rich_markup_mode = mode
 
-class Command(_FlagHelp, TyperCommand):
-    """The class of all commands."""
+
+class Command(_Help, TyperCommand):
+    """The class of all commands. Errors name the command's options, not the fields of Python's configs."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line. Raises ConfigError for an argument that is given like an option."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # the class NoSuchOption lies in other modules in other versions of typer
+            wrong = getattr(error, "option_name", None)
+            for parameter in self.params:
+                if parameter.param_type_name == "argument" and wrong == f"--{parameter.name}":
+                    metavar = parameter.metavar or str(parameter.name).upper()
+                    raise ConfigError(f"give {metavar} without {wrong}: {ctx.command_path} {metavar}") from None
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. Errors of Sidestream get the names of the command's options."""
+        try:
+            return super().invoke(ctx)
+        except SidestreamError as error:
+            if error.args:
+                error.args = (with_option_names(str(error), self.params), *error.args[1:])
+            raise
 
 
-class Group(_FlagHelp, TyperGroup):
+# Fields of configs whose option has another name: see `options.engine_config` and `server_options`.
+_FIELDS = {
+    "compute_threads": "threads",
+    "load_deadline_s": "load_deadline",
+    "offload host": "offload_host",
+    "offload disk_capacity": "offload_disk_capacity",
+    "kv_events endpoint": "kv_events",
+    "kv_events replay_endpoint": "kv_events_replay",
+    "max_body_bytes": "max_body",
+    "head_timeout_s": "head_timeout",
+    "body_timeout_s": "body_timeout",
+    "stall_timeout_s": "stall_timeout",
+    "cors_origins": "cors_origin",
+    "drain_s": "drain_seconds",
+}
+
+
+def with_option_names(message: str, options: Sequence[Any]) -> str:
+    """The message with `--kv-memory` in place of `kv_memory`. A name of one word is replaced only where it is the
+    subject, as in `temperature is nan`, because it may also be a plain word.
+    """
+    spelled = {option.name: option.opts[0] for option in options if option.param_type_name == "option"}
+    spelled |= {field: spelled[name] for field, name in _FIELDS.items() if name in spelled}
+    for name in sorted(spelled, key=len, reverse=True):
+        if name.isalpha():
+            message = re.sub(rf"^{name}(?= (is|has|holds) )", spelled[name], message)
+        else:
+            message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w/'\"-])", spelled[name], message)
+    return message
+
+
+class Group(_Help, TyperGroup):
     """The class of all groups of commands."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -15,8 +16,6 @@ from sidestream.config import EngineConfig
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM
-
-Served = TypeVar("Served")
 
 log = logging.getLogger("sidestream.cli")
 
@@ -32,10 +31,13 @@ def start_logging(level: LogLevel) -> None:
 
 
 def prepare_model(model: str) -> None:
-    """Download and convert `model`, if it is a name of the catalogue and not prepared yet. Raises ModelError."""
-    from sidestream.models.catalog import CATALOG, prepare, prepared
+    """Download and convert `model`, if it is a name of the catalogue and not prepared yet. Raises ModelError, also for
+    a name, directory or hub id without a servable model: at once, because torch is not imported.
+    """
+    from sidestream.models.catalog import CATALOG, prepare, prepared, resolve
 
     if model not in CATALOG or prepared(model) is not None:
+        resolve(model)
         return
     console = Console(stderr=True)
     console.print(
@@ -45,17 +47,20 @@ def prepare_model(model: str) -> None:
         prepare(model, progress=steps)
 
 
-def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watch: Watching, **options: Any) -> Served:
-    """Prepare and load `model` and start its engine; the caller closes the result. Raises ConfigError.
+def start(kind: str, model: str, *, config: EngineConfig, watch: Watching, **options: Any) -> Any:
+    """Load `model`, which `prepare_model` has checked, and start its engine; the caller closes the result. Raises
+    ConfigError.
 
-    kind      LLM, AsyncLLM or EngineProcess
+    kind      `llm.LLM`, `async_llm.AsyncLLM` or `client.process.EngineProcess`; it is imported here, because imports
+              take seconds and are shown as a step
     options   further arguments of `kind`
     """
-    prepare_model(model)
     log.info("loading %s", model)
     logged = log.isEnabledFor(logging.INFO)  # then the progress goes to the log instead of a bar
-    with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
-        return kind(
+    with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ", starting=True) as steps:
+        steps.update("importing")
+        module, _, name = kind.rpartition(".")
+        return getattr(importlib.import_module(f"sidestream.{module}"), name)(
             model,
             config=config,
             timeline=watch.timeline,
@@ -69,9 +74,8 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
 @contextlib.contextmanager
 def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LLM]:
     """Context manager: an LLM for one command. At its end, complete KV blocks are stored. Raises ConfigError."""
-    from sidestream.llm import LLM
-
-    llm = start(LLM, model, config=config, watch=watch)
+    prepare_model(model)
+    llm: LLM = start("llm.LLM", model, config=config, watch=watch)
     try:
         yield llm
     finally:

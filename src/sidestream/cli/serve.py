@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from sidestream.cli.config_file import ConfigFile
 from sidestream.cli.declare import flag, option, whole
-from sidestream.cli.loading import LOG_FORMAT, start, start_logging
+from sidestream.cli.loading import LOG_FORMAT, prepare_model, start, start_logging
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
 from sidestream.cli.progress import Steps
 from sidestream.cli.server_options import kv_events_config, server_options
 from sidestream.config import EngineConfig, KVEventsConfig
+from sidestream.device.machine import process_age_s
 from sidestream.errors import ConfigError
 from sidestream.server.options import ServerOptions
 
 if TYPE_CHECKING:
+    from sidestream.async_llm import AsyncLLM
+    from sidestream.client.process import EngineProcess
     from sidestream.server.run import RunningServer
 
 log = logging.getLogger("sidestream.cli")
@@ -75,8 +78,9 @@ def serve(
     the KV and exits. Each further interrupt skips the current wait.
     """
     _check_processes(api_processes, single_process=single_process)
-    _check_packages()
     start_logging(log_level)
+    prepare_model(model)
+    _check_packages()
     engine = dataclasses.replace(engine, kv_events=events)
     if single_process:
         _serve_in_one_process(model, server, engine, watch)
@@ -104,14 +108,13 @@ def _check_packages() -> None:
 
 def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watching, api_processes: int) -> None:
     """Run the engine's process and the API processes until they end. This process is their supervisor."""
-    from sidestream.client.process import EngineProcess
     from sidestream.server import Supervisor, bind, bind_shared
 
     _allow_open_files()
     listeners = bind_shared(bind(options), api_processes)  # first, so that an error comes before the model is loaded
     level = log.getEffectiveLevel()
     with _sigterm_exits(), Supervisor(listeners, options, log_level=level, log_format=LOG_FORMAT) as supervisor:
-        engine = start(EngineProcess, model, config=config, watch=watch)
+        engine: EngineProcess = start("client.process.EngineProcess", model, config=config, watch=watch)
         try:
             name = options.served_model_name or engine.info.model_name
             drained = supervisor.run(
@@ -126,12 +129,11 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
 
 
 def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConfig, watch: Watching) -> None:
-    from sidestream.async_llm import AsyncLLM
     from sidestream.server import bind, serve
 
     _allow_open_files()
     with bind(options) as listener:
-        llm = start(AsyncLLM, model, config=config, watch=watch, engine_process=False)
+        llm: AsyncLLM = start("async_llm.AsyncLLM", model, config=config, watch=watch, engine_process=False)
         name = options.served_model_name or llm.model_name
 
         def ready(running: RunningServer) -> None:
@@ -179,6 +181,7 @@ def _print_ready(running: RunningServer, name: str, *, keyed: bool) -> None:
         f"    -d '{body}'",
     )
     print(*lines, sep="\n", flush=True)
+    log.info("ready %.1f s after the start of this process", process_age_s())
 
 
 @contextlib.contextmanager

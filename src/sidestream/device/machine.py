@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import platform
 import re
+import time
 from pathlib import Path
 
 from sidestream.errors import ConfigError
+
+_IMPORTED_S = time.monotonic()
+
+
+def process_age_s() -> float:
+    """Seconds since this process started, so imports count. Without /proc: since this module was imported."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        started_s = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # starttime, the 22nd field
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    return time.monotonic() - _IMPORTED_S
 
 
 def cpu_name() -> str:

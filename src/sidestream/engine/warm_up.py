@@ -185,11 +185,18 @@ def run_warm_up(
     executor: Executor, blocks: FencedPool, steps: WarmUpSteps, tell: Callable[[str, int, int], None], what: str
 ) -> None:
     """Run the steps on free blocks of the pool, and report the activity `what` to `tell`. Blocks the caller."""
-    tell(what, 0, 0)
     start_s = time.monotonic()
     lease = blocks.take(min(blocks.num_available, steps.num_blocks))
+    batches = list(steps.on(lease.ids))
+
+    def told() -> Iterator[BatchPlan]:
+        for number, batch in enumerate(batches):
+            num_tokens = sum(row.num_tokens for row in batch.rows)
+            tell(f"{what} ({batch.num_rows} rows, {num_tokens} tokens)", number, len(batches))
+            yield batch
+
     try:
-        executor.warm_up(steps.on(lease.ids))
+        executor.warm_up(told())
     finally:
         lease.release()  # without fences, because every step of the warm-up has ended
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
@@ -236,7 +243,7 @@ def capture(
                     shapes,
                     gate_layers=gate_layers,
                     shared=shared,
-                    tell=functools.partial(tell, "capturing forward passes"),
+                    tell=lambda key, done, total: tell(f"capturing forward passes ({key.described})", done, total),
                 )
         except DeviceLost:
             raise

@@ -26,7 +26,7 @@ from sidestream.kv.layout import KVLayout
 from sidestream.kv.state_layout import StateRegion
 from sidestream.ops import Ops, TorchOps
 from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
-from sidestream.runner.graphs import CapturedStep, Graphs
+from sidestream.runner.graphs import CapturedStep, Graphs, Tell
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
 from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.second_run import SecondRun
@@ -424,7 +424,7 @@ class Executor:
         *,
         gate_layers: int = 0,
         shared: bool = False,
-        tell: Callable[[int, int], None] = lambda done, total: None,
+        tell: Tell = lambda key, done, total: None,
     ) -> None:
         """Capture the steps of each key. Call it after `warm_up`, before the first real step. Blocks the caller; reads
         and writes no KV. See `Graphs`.

@@ -30,6 +30,9 @@ from sidestream.types import Access, BatchPlan, LayerGates
 
 logger = logging.getLogger(__name__)
 
+Tell = Callable[[GraphKey, int, int], None]
+"""Progress callback: gets the key that is captured next, the number of captured keys, and the number of all keys."""
+
 
 class GateEvent(Protocol):
     """An event for which captured graphs wait. A replay of the graph waits for the work that the last `record` before
@@ -135,13 +138,13 @@ class Graphs:
         """The keys that were captured."""
         return list(self._captured)
 
-    def capture(self, keys: Iterable[GraphKey], *, tell: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def capture(self, keys: Iterable[GraphKey], *, tell: Tell = lambda key, done, total: None) -> None:
         """Capture the graphs of the keys, in order, and replay each once, on padding. Blocks the caller; call it only
         before serving.
 
         If memory runs out, the graphs captured so far are kept, and a warning is logged; on several ranks,
         OutOfDeviceMemory is raised. Raises other errors of a forward pass. After an error, no graph is left. `tell` is
-        called with the number of captured keys and the number of all keys.
+        called with each key before its capture, the number of captured keys and the number of all keys.
         """
         try:
             self._capture_all(list(keys), tell)
@@ -150,9 +153,9 @@ class Graphs:
             self.delete()
             raise
 
-    def _capture_all(self, keys: Sequence[GraphKey], tell: Callable[[int, int], None]) -> None:
+    def _capture_all(self, keys: Sequence[GraphKey], tell: Tell) -> None:
         for number, key in enumerate(keys):
-            tell(number, len(keys))
+            tell(key, number, len(keys))
             complete = len(self._graphs)
             try:
                 self._captured[key] = self._capture(key)
@@ -168,7 +171,6 @@ class Graphs:
                 _clear_frames(error)
                 self._delete_from(complete)
                 return
-        tell(len(keys), len(keys))
 
     def find(self, batch: BatchPlan, demand: tuple[int, int, int, int], *, gated: bool) -> CapturedStep | None:
         """The graphs of the key that fits the batch with the least padding; None if no key fits. `demand`: result of

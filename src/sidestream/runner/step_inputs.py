@@ -119,6 +119,12 @@ class GraphKey:
     has_states: bool = False
 
     @property
+    def described(self) -> str:
+        """The sizes as a text, for progress."""
+        drafts = f" with {self.drafts} drafts" if self.drafts else ""
+        return f"{self.decodes} decode rows{drafts}, {self.tokens} prefill tokens"
+
+    @property
     def all_drafts(self) -> int:
         """Number of drafts of all rows together."""
         return self.total_drafts or self.decodes * self.drafts

@@ -28,6 +28,7 @@ from sidestream.cli.bench.steps import StepClock
 from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig, unknown_name
 from sidestream.device.choice import torch_device
 from sidestream.device.kinds import CUDA
+from sidestream.device.machine import process_age_s
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.garbage import freeze_gc_heap
@@ -221,9 +222,10 @@ class ModelRig(Rig):
         self.num_weights_read = sum(part.numel() for part in self.model.module.parameters()) - (
             0 if tied else embedding.numel()
         )
-        start, phases = time.perf_counter(), dict[str, float]()
+        phases = dict[str, float]()
 
         def starting(what: str, done: int, total: int) -> None:
+            what = what.partition(" (")[0]  # without the sizes of the current step
             if what not in phases:
                 phases[what] = time.perf_counter()
                 on_progress(f"starting the engine: {what}")
@@ -241,8 +243,8 @@ class ModelRig(Rig):
             ),
             tell=starting,
         )
-        self.startup_s = time.perf_counter() - start
-        ends = [*phases.values(), start + self.startup_s]
+        self.startup_s = process_age_s()
+        ends = [*phases.values(), time.perf_counter()]
         self.phases = {what: end - begin for (what, begin), end in zip(phases.items(), ends[1:], strict=True)}
         unfreeze_gc_heap = freeze_gc_heap()  # as LLM does
 
