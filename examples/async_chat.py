@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from sidestream import AsyncLLM, SamplingParams
+from sidestream import AsyncLLM, SamplingParams, SidestreamError
 
 QUESTIONS = ("Why do whales sing?", "How deep do whales dive?")
 # Only what differs from the model's own sampling defaults (its generation_config.json).
@@ -33,4 +33,7 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m-instruct"))
+    try:
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m-instruct"))
+    except SidestreamError as error:
+        sys.exit(f"error: {error}")

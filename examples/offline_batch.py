@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from sidestream import LLM, SamplingParams
+from sidestream import LLM, SamplingParams, SidestreamError
 
 
 def main(prompts: list[str], model: str) -> None:
@@ -23,5 +23,10 @@ def main(prompts: list[str], model: str) -> None:
 
 
 if __name__ == "__main__":
-    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-    main([line for line in lines if line], sys.argv[2] if len(sys.argv) > 2 else "smollm2-135m-instruct")
+    if len(sys.argv) < 2:
+        sys.exit("usage: python examples/offline_batch.py PROMPTS.txt [MODEL]")
+    try:
+        lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+        main([line for line in lines if line], sys.argv[2] if len(sys.argv) > 2 else "smollm2-135m-instruct")
+    except (OSError, UnicodeError, SidestreamError) as error:
+        sys.exit(f"error: {error}")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sidestream import LLM, OffloadConfig, SamplingParams
+from sidestream import LLM, OffloadConfig, SamplingParams, SidestreamError
 
 PROMPT = "It was the best of times, it was the worst of times. " * 8
 PARAMS = SamplingParams(temperature=0, max_tokens=16)
@@ -34,8 +34,8 @@ def main(model: str, directory: Path) -> None:
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m-instruct"
-    if len(sys.argv) > 2:
-        main(name, Path(sys.argv[2]))
-    else:
+    try:
         with tempfile.TemporaryDirectory() as temporary:
-            main(name, Path(temporary) / "kv")
+            main(name, Path(sys.argv[2]) if len(sys.argv) > 2 else Path(temporary) / "kv")
+    except SidestreamError as error:
+        sys.exit(f"error: {error}")

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
-from sidestream import LLM, SamplingParams
+from sidestream import LLM, SamplingParams, SidestreamError
 from sidestream.testing.tiny_models import tiny_model_dir
 
 
@@ -87,8 +87,8 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
-    else:
+    try:
         with tempfile.TemporaryDirectory() as temporary:
-            main(Path(temporary) / "clipped")
+            main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary) / "clipped")
+    except (OSError, SidestreamError) as error:
+        sys.exit(f"error: {error}")

@@ -1,6 +1,6 @@
 """A tier of one's own: KV blocks in an SQLite file, behind host memory. docs/tiers.md explains each step.
 
-python examples/own_tier.py
+python examples/own_tier.py [MODEL]
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+import sys
 import threading
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sidestream import ConfigError, OffloadConfig
+from sidestream import ConfigError, OffloadConfig, SidestreamError
 from sidestream.config import parse_bytes
 from sidestream.errors import TierCorrupt, TierError, TierFull
 from sidestream.offload.tiers.base import Block, Entry, TierContext, TierIndex, TierKind, WriteGrant
@@ -135,7 +136,7 @@ def _open(config: OffloadConfig, context: TierContext) -> SqliteTier | None:
 KIND = TierKind(NAME, _open)
 
 
-def main() -> None:
+def main(model: str) -> None:
     """Answer a question twice, in two engines: the second one finds the prompt's KV in the file."""
     from sidestream import LLM, SamplingParams
 
@@ -143,10 +144,13 @@ def main() -> None:
     prompt = "The tide turns twice a day, and the harbour with it. " * 20
     for _ in range(2):
         offload = OffloadConfig(host="256MiB", tiers={NAME: {"path": "kv.db", "capacity": "1GiB"}})
-        with LLM("smollm2-135m-instruct", offload=offload) as llm:
+        with LLM(model, offload=offload) as llm:
             output = llm.generate([prompt], SamplingParams(max_tokens=16))[0]
             print(output.cached.by_tier, repr(output.text))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m-instruct")
+    except SidestreamError as error:
+        sys.exit(f"error: {error}")

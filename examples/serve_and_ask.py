@@ -29,7 +29,7 @@ def server(model: str, disk: Path) -> Iterator[str]:
             # It prints one line when it accepts requests: MODEL is ready at http://127.0.0.1:PORT
             ready = next((line for line in process.stdout if " is ready at " in line), None)
             if ready is None:
-                raise RuntimeError(f"the server ended with status {process.wait()}")
+                sys.exit(f"error: the server ended with status {process.wait()}; its messages are above")
             yield ready.split()[-1]
         finally:
             process.terminate()

@@ -331,7 +331,7 @@ def test_it_reports_the_progress_of_the_start_and_leaves_nothing_at_its_end(
         return model
 
     model = asyncio.run(use())
-    assert ("reading the weights", 0, 0) in stages
+    assert ("reading and checking the weights", 0, 0) in stages
     assert json.loads(timeline.read_text(encoding="utf-8"))
     if engine_process:
         assert [process.returncode for process in started] == [0]

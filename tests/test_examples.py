@@ -96,6 +96,28 @@ def test_an_architecture_of_ones_own_is_served(
     assert re.fullmatch(r"clipped: \((\d+, ){7}\d+\)", capsys.readouterr().out.strip())
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("async_chat.py", ["no-such-model"]),
+        ("offline_batch.py", [__file__, "no-such-model"]),
+        ("offline_batch.py", ["no-such-file"]),
+        ("offline_batch.py", []),
+        ("offload_to_disk.py", ["no-such-model"]),
+        ("own_model.py", [f"{__file__}/directory"]),
+        ("own_tier.py", ["no-such-model"]),
+        ("serve_and_ask.py", ["no-such-model"]),
+    ],
+)
+def test_an_example_with_a_wrong_argument_ends_with_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, name, *arguments)
+    assert str(ended.value.code).startswith("error: " if arguments else "usage: python examples/offline_batch.py")
+    assert "\n" not in str(ended.value.code)
+
+
 def python_of(page: str, block: int = 1) -> str:
     """A Python block of a page, the first by default."""
     return (EXAMPLES.parent / page).read_text(encoding="utf-8").split("```python\n")[block].split("```")[0]

@@ -38,6 +38,7 @@ from sidestream import (
     SpeculativeConfig,
 )
 from sidestream.config import EngineSizes
+from sidestream.device.machine import process_age_s
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.text import Detokenizer, StopStrings
@@ -89,7 +90,11 @@ def test_the_stages_of_the_start_are_reported(tmp_path: Path) -> None:
         compute_threads=1,
         on_stage=lambda *stage: stages.append(stage),
     ):
-        assert stages == [("reading the weights", 0, 0)]
+        assert [stage for stage, *_ in stages] == [
+            "reading the tokenizer",
+            "reading and checking the weights",
+            "building the engine",
+        ]
 
 
 def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
@@ -527,3 +532,34 @@ def test_kv_events_reach_a_callback(tmp_path: Path) -> None:
 def test_a_taken_endpoint_of_kv_events_is_said_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="which cannot be bound"):
         LLM("no-such-model", kv_events=KVEventsConfig(f"tcp://127.0.0.1:{taken.getsockname()[1]}"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_memory": "100TiB"},
+        {"kv_memory": "12KiB", "block_tokens": 4, "speculative": SpeculativeConfig(max_drafts=16)},
+    ],
+    ids=["more than the machine has", "fewer tokens than drafts"],
+)
+def test_a_refused_size_is_not_logged_as_chosen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    caplog.set_level("INFO")
+    directory = tiny_model_dir("llama", tmp_path, seed=1)
+    with pytest.raises(ConfigError):
+        LLM(directory, compute_threads=1, **options)
+    assert "KV memory" not in caplog.text
+    with LLM(directory, compute_threads=1, kv_memory="8MiB"):
+        assert "KV memory: 0.01 GiB on cpu" in caplog.text
+
+
+def test_more_requests_at_once_than_slots_can_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_running is 1000000000: at most 65536 requests run at once; lower it"):
+        EngineConfig(max_running=10**9)
+
+
+def test_the_time_to_ready_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
+    begin = process_age_s()
+    with LLM(tiny_model_dir("llama", tmp_path, seed=1), compute_threads=1, kv_memory="8MiB") as llm:
+        assert begin < llm.metrics.value("engine_ready_seconds") <= process_age_s()

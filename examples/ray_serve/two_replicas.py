@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 
+from sidestream import SidestreamError
 from sidestream.ray import serve_locally
 
 
@@ -52,4 +53,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SidestreamError as error:
+        sys.exit(f"error: {error}")

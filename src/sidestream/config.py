@@ -257,6 +257,8 @@ _CHUNK_TOKENS = {False: 256, True: 8192}
 _TARGET_GAP_MS = 250.0
 _MAX_RUNNING = {False: 16, True: 256}
 _CPU_KV_BYTES = 1 << 30
+MOST_RUNNING = 1 << 16
+"""Maximum of `EngineConfig.max_running`: each request slot has inputs, sampling state and a block table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +367,10 @@ class EngineConfig:
         for name in ("block_tokens", "max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if self.max_running is not None and self.max_running > MOST_RUNNING:
+            raise ConfigError(
+                f"max_running is {self.max_running}: at most {MOST_RUNNING} requests run at once; lower it"
+            )
         self.check_multiples(self._block_tokens)
         gap = self.target_gap_ms
         if gap is not None and not (isinstance(gap, int | float) and not isinstance(gap, bool) and 0 < gap < math.inf):

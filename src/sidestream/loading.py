@@ -93,8 +93,8 @@ class LoadedEngine:
         if config.block_tokens is None:  # checked together with the other sizes, before weights are read
             config = dataclasses.replace(config, block_tokens=block_tokens)
         self.config = config
-        on_stage("reading the tokenizer", 0, 0)
         self.sampling_defaults = self._sampling_defaults()
+        on_stage("reading the tokenizer", 0, 0)
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(self.path)
@@ -130,7 +130,7 @@ class LoadedEngine:
     def _build(self, config: EngineConfig, device: torch.device, draft_path: str | None, on_stage: OnStage) -> Engine:
         """Load the model, or this rank's share of it, and start the engine."""
         group = None if self._processes is None else self._processes.group
-        on_stage("reading the weights", 0, 0)
+        on_stage("reading and checking the weights", 0, 0)
         loaded = load_model(
             self.path,
             dtype=config.dtype,
@@ -140,6 +140,7 @@ class LoadedEngine:
             group=group,
         )
         proposer = self._proposer(loaded, draft_path, on_stage)
+        on_stage("building the engine", 0, 0)
         engine = build_engine(
             loaded,
             config,

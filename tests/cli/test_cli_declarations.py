@@ -101,3 +101,14 @@ def test_help_says_what_an_absent_value_stands_for(run: Run) -> None:
     assert "Chunked prefill: tokens per chunk. Default: 256 on a CPU, 2048 on a GPU." in shown
     assert "Address to listen on; 0.0.0.0 for all addresses. Default: 127.0.0.1." in shown
     assert "[default: 8MiB]" in shown
+
+
+@_every_command
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_help_shows_every_option_name_whole_in_a_terminal_of_any_width(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: _Command, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = run(*command.path, "--help").output
+    for parameter in _in_tree(command.path).params:
+        assert all(name in shown for name in parameter.opts if name.startswith("--"))

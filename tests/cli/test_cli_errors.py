@@ -11,6 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from sidestream.cli.app import app
+from sidestream.cli.declare import _FIELDS, with_option_names
 from sidestream.cli.errors import Commands
 from sidestream.errors import ConfigError, InvariantError, ProcessFailed
 
@@ -37,17 +39,18 @@ def test_an_unknown_option_or_command_names_the_nearest_known(run: Run, argument
     ("arguments", "said"),
     [
         (["--dtype", "bfloat"], "no dtype bfloat; did you mean bfloat16?"),
-        (["--kv-memory", "much"], "kv_memory is 'much': give a size such as 512MiB or 4GiB"),
-        (["--chunk-tokens", "100"], "chunk_tokens is 100: it must be a multiple of block_tokens (16)"),
-        (["--max-running", "0"], "max_running is 0: it must be a whole number of 1 or more"),
-        (["--offload-disk", "kv", "--offload-host", "0"], "offload to disk goes through host memory"),
+        (["--kv-memory", "much"], "--kv-memory is 'much': give a size such as 512MiB or 4GiB"),
+        (["--chunk-tokens", "100"], "--chunk-tokens is 100: it must be a multiple of --block-tokens (16)"),
+        (["--max-running", "0"], "--max-running is 0: it must be a whole number of 1 or more"),
+        (["--offload-disk", "kv", "--offload-host", "0"], "goes through host memory: give --offload-host a size"),
+        (["--threads", "0"], "--threads is 0: it must be a whole number of 1 or more"),
         (["--offload-disk-capacity", "1GiB"], "--offload-disk-capacity is 1GiB, but nothing is kept on disk"),
         (["--load-deadline", "3"], "--load-deadline is 3, but offload is off"),
-        (["--offload-host", "1GiB", "--load-deadline", "nan"], "load_deadline_s is nan: give a positive number"),
-        (["--temperature", "nan"], "temperature is nan: it must be a number in [0.0, 100.0]"),
-        (["--max-tokens", "-1"], "max_tokens is -1: it must be a whole number in [1, "),
-        (["--max-tokens", str(1 << 40)], "max_tokens is 1099511627776: it must be"),
-        (["--stop", ""], "stop holds an empty string"),
+        (["--offload-host", "1GiB", "--load-deadline", "nan"], "--load-deadline is nan: give a positive number"),
+        (["--temperature", "nan"], "--temperature is nan: it must be a number in [0.0, 100.0]"),
+        (["--max-tokens", "-1"], "--max-tokens is -1: it must be a whole number in [1, "),
+        (["--max-tokens", str(1 << 40)], "--max-tokens is 1099511627776: it must be"),
+        (["--stop", ""], "--stop holds an empty string"),
         (["--system", "Be brief."], "--system is given without --chat"),
         (["--prompt-file", "f"], "--prompt and --prompt-file f are both given"),
     ],
@@ -65,12 +68,52 @@ def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, argum
     [
         ("smollm2-135m-instuct", "did you mean smollm2-135m-instruct?"),
         ("/no/such/dir", "there is no such directory"),
+        ("someone/tiny", "model someone/tiny: it is not complete in the cache"),
     ],
 )
 def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str) -> None:
-    result = run("generate", model, "--prompt", "x")
+    for command in ("generate", "serve", "chat"):
+        result = run(command, model, *(["--prompt", "x"] if command == "generate" else []))
+        assert result.exit_code == 2
+        assert said in result.output
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["serve"], ["chat"]])
+def test_a_wrong_model_is_refused_before_torch_is_imported(command: list[str]) -> None:
+    program = (
+        "import sys, typer\nfrom sidestream.cli.app import app\n"
+        f"try: app({[command[0], 'no-such-model', *command[1:]]}, standalone_mode=False)\n"
+        "except (typer.Exit, SystemExit): pass\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "no model no-such-model" in ended.stderr
+    assert ended.returncode == 0
+
+
+@pytest.mark.parametrize(("command", "given"), [("serve", "--model=x"), ("generate", "--model"), ("chat", "--model")])
+def test_a_model_given_like_an_option_is_shown_as_the_argument(run: Run, command: str, given: str) -> None:
+    result = run(command, given, "x")
     assert result.exit_code == 2
-    assert said in result.output
+    assert f"error: give MODEL without --model: sidestream {command} MODEL" in result.output
+    assert "--draft-model" not in result.output
+
+
+def test_option_names_do_not_replace_parts_of_paths_or_plain_words() -> None:
+    parameters = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    assert with_option_names("kv_memory is 1: raise kv_memory, or max_running", parameters) == (
+        "--kv-memory is 1: raise --kv-memory, or --max-running"
+    )
+    for text in ("/tmp/kv_memory/model: the host and the port", "no file max_running.json", "'kv_memory' stays"):
+        assert with_option_names(text, parameters) == text
+
+
+def test_a_field_with_an_option_of_another_name_gets_that_name() -> None:
+    parameters = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    options = {option for parameter in parameters for option in parameter.opts}
+    for field, name in _FIELDS.items():
+        assert f"--{name.replace('_', '-')}" in options
+        assert with_option_names(f"{field} is 3", parameters) == f"--{name.replace('_', '-')} is 3"
 
 
 def test_a_timeline_that_could_not_be_written_is_refused_before_the_work(run: Run, tmp_path: Path) -> None:

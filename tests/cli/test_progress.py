@@ -1,6 +1,4 @@
-"""What a long command shows of where it is: bars in a terminal, elsewhere a line every ten seconds, and nothing of what
-is short.
-"""
+"""Long commands show bars in a terminal, and elsewhere a line every ten seconds; starts show a line every two seconds."""
 
 from __future__ import annotations
 
@@ -11,9 +9,10 @@ import threading
 import pytest
 from rich.console import Console
 
-from sidestream.cli import progress as progress_module
-from sidestream.cli.progress import Lines, Steps
+from sidestream import progress as progress_module
+from sidestream.cli.progress import Steps
 from sidestream.models.catalog import Progress
+from sidestream.progress import START_EVERY_S, Lines, start_lines
 
 
 class Clock:
@@ -32,7 +31,7 @@ class Clock:
 
 def test_a_step_has_a_line_after_two_seconds_and_every_ten_from_there() -> None:
     clock = Clock()
-    clock.lines.set_step("reading the weights", "")
+    clock.lines.update("reading the weights")
     clock.passes(24)
     assert clock.said == ["reading the weights (2 s)", "reading the weights (12 s)", "reading the weights (22 s)"]
 
@@ -40,7 +39,7 @@ def test_a_step_has_a_line_after_two_seconds_and_every_ten_from_there() -> None:
 def test_a_line_says_how_far_the_step_is_by_then() -> None:
     clock = Clock()
     for done in range(13):
-        clock.lines.set_step("others ask", f"{done} of 12")
+        clock.lines.update("others ask", done, 12)
         clock.passes(1)
     assert clock.said == ["others ask: 1 of 12 (2 s)", "others ask: 11 of 12 (12 s)"]
 
@@ -48,7 +47,7 @@ def test_a_line_says_how_far_the_step_is_by_then() -> None:
 def test_steps_that_end_within_two_seconds_leave_no_line() -> None:
     clock = Clock()
     for step in ("downloading", "unpacking", "converting", "checking"):
-        clock.lines.set_step(step, "")
+        clock.lines.update(step)
         clock.passes(1.5)
     assert clock.said == []
 
@@ -56,24 +55,59 @@ def test_steps_that_end_within_two_seconds_leave_no_line() -> None:
 def test_many_steps_of_some_seconds_have_one_line_every_ten_seconds() -> None:
     clock = Clock()
     for number in range(10):
-        clock.lines.set_step(f"round {number}", "")
+        clock.lines.update(f"round {number}")
         clock.passes(4)
     assert clock.said == ["round 0 (2 s)", "round 2 (4 s)", "round 5 (2 s)", "round 7 (4 s)"]
 
 
-def test_a_log_has_a_line_for_each_step_at_once_and_every_ten_seconds_of_it() -> None:
-    clock = Clock(first_after_s=0)
-    clock.lines.set_step("reading the weights", "")
-    clock.lines.set_step("capturing", "0 of 12")
-    clock.passes(9)
-    clock.lines.set_step("capturing", "7 of 12")
-    clock.passes(2)
-    clock.lines.set_step("warming up", "")
-    assert clock.said == ["reading the weights", "capturing: 0 of 12", "capturing: 7 of 12 (10 s)", "warming up"]
+def started(*, quiet_s: float) -> Clock:
+    return Clock(first_after_s=0, every_s=START_EVERY_S, quiet_s=quiet_s)
+
+
+def test_a_start_is_never_silent_for_more_than_two_seconds_and_names_the_current_step() -> None:
+    clock = started(quiet_s=0)
+    clock.lines.update("reading the weights")
+    clock.passes(4)
+    for number, rows in enumerate((1, 2, 4, 8)):  # of short steps, at most one line in 1.5 seconds
+        clock.lines.update(f"capturing ({rows} rows)", number, 4)
+        clock.passes(0.5)
+    clock.passes(3)
+    assert clock.said == [
+        "reading the weights",
+        "reading the weights (2 s)",
+        "reading the weights (3 s)",
+        "capturing (2 rows): 1 of 4",
+        "capturing (8 rows): 3 of 4 (1 s)",
+        "capturing (8 rows): 3 of 4 (2 s)",
+    ]
+
+
+def test_a_start_within_two_seconds_leaves_no_line_where_the_output_is_no_terminal() -> None:
+    clock = started(quiet_s=START_EVERY_S)
+    clock.lines.update("importing")
+    clock.passes(1)
+    clock.lines.update("reading the weights")
+    assert clock.said == []
+    clock.passes(1)
+    assert clock.said == ["reading the weights"]
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_start_in_a_program_prints_to_its_log_or_else_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], logs: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(progress_module, "START_EVERY_S", 0.0)
+    if not logs:
+        monkeypatch.setattr(logging.getLogger("sidestream"), "propagate", False)
+    start_lines().update("reading the weights")
+    assert [record.message for record in caplog.records] == ["reading the weights"] * logs
+    assert capsys.readouterr().err == ("" if logs else "sidestream: reading the weights\n")
 
 
 def test_a_step_that_reports_nothing_is_shown_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_FIRST_AFTER_S", 0.02)
+    monkeypatch.setattr(progress_module, "START_EVERY_S", 0.02)
+    monkeypatch.setattr("sidestream.cli.progress.START_EVERY_S", 0.02)
     monkeypatch.setattr(progress_module, "_POLL_S", 0.005)
     said = threading.Event()
 
@@ -83,7 +117,7 @@ def test_a_step_that_reports_nothing_is_shown_where_the_output_is_no_terminal(mo
             return super().write(text)
 
     output = Output()
-    with Steps(Console(file=output)) as steps:
+    with Steps(Console(file=output), starting=True) as steps:
         steps.update("asking")
         assert said.wait(20), "nothing is said"
     assert output.getvalue().startswith("asking")
@@ -130,7 +164,6 @@ def test_what_goes_to_a_log_is_not_drawn(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO)
     output = io.StringIO()
     with Steps(Console(file=output, force_terminal=True), say=logging.getLogger("a start").info) as steps:
-        steps.update("reading the weights", 0, 0)
         steps.update("capturing", 0, 12)
-    assert [record.message for record in caplog.records] == ["reading the weights", "capturing: 0 of 12"]
+    assert [record.message for record in caplog.records] == ["capturing: 0 of 12"]
     assert output.getvalue() == ""

@@ -156,7 +156,7 @@ def with_option_names(message: str, options: Sequence[Any]) -> str:
         if name.isalpha():
             message = re.sub(rf"^{name}(?= (is|has|holds) )", spelled[name], message)
         else:
-            message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w/'\"-])", spelled[name], message)
+            message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w/'\"-]|\.\w)", spelled[name], message)
     return message
 
 

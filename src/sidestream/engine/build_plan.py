@@ -73,6 +73,7 @@ class BuildPlan:
     max_drafts   largest number of drafts of a row
     num_blocks   number of blocks of the KV pool
     region       location of the recurrent states, after the blocks; None: the model has no recurrent state
+    origin       text for the log: where the size of the pool comes from
     group        the ranks that share the model; None: there is one rank
     """
 
@@ -85,6 +86,7 @@ class BuildPlan:
     num_blocks: int
     region: StateRegion | None
     bounds: Bounds
+    origin: str
     group: Group | None = None
 
     @property
@@ -124,6 +126,33 @@ class BuildPlan:
             if self.proposer is not None:
                 parts["draft_inputs"] = region.layout.draft_bytes(self.sizes.max_running + 1, self.max_drafts)
         return {**parts, "reserved": reserved}
+
+    def log_sizes(self) -> None:
+        """Log the sizes. Call it when the memory is allocated: until then, they may still be refused."""
+        layout, running = self.model.layout, self.sizes.max_running
+        logger.info(
+            "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
+            self.num_blocks * layout.block_bytes / 2**30,
+            self.device.kind,
+            self.bounds.pool_tokens,
+            self.origin,
+            running,
+        )
+        region = self.region
+        if region is None:
+            return
+        logger.info(
+            "recurrent states: %.2f GiB of the KV memory, %d states of %d bytes",
+            (region.num_states + RESERVED_STATES) * region.state_bytes / 2**30,
+            region.num_states,
+            region.state_bytes,
+        )
+        if region.num_states < running:
+            logger.warning(
+                "state memory holds %d recurrent states: at most that many requests run at once, not %d",
+                region.num_states,
+                running,
+            )
 
     def attention_spec(self) -> AttentionSpec:
         """The sizes that attention must support, including the sizes of a draft model."""
@@ -175,14 +204,6 @@ def plan_build(
         region = _size_states(model.state_layout, layout, config, sizes, kv_bytes, scratch=scratch)
         num_blocks = region.num_blocks - scratch
     pool_tokens = num_blocks * layout.block_tokens
-    logger.info(
-        "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
-        num_blocks * layout.block_bytes / 2**30,
-        device.kind,
-        pool_tokens,
-        origin,
-        sizes.max_running,
-    )
     if config.speculative is not None and max_drafts + 2 > pool_tokens:
         raise ConfigError(
             f"max_drafts is {max_drafts}, the pool holds {pool_tokens} tokens: at most {pool_tokens - 2} drafts fit "
@@ -195,7 +216,7 @@ def plan_build(
         vocab_size=model.vocab_size,
         max_unfinished=config.max_waiting + sizes.max_running,
     )
-    return BuildPlan(model, config, sizes, device, proposer, max_drafts, num_blocks, region, bounds, group)
+    return BuildPlan(model, config, sizes, device, proposer, max_drafts, num_blocks, region, bounds, origin, group)
 
 
 def _proposer(config: EngineConfig, given: Proposer | None) -> Proposer | None:
@@ -289,18 +310,6 @@ def _size_states(
     region = StateRegion(states, blocks.block_bytes, left // blocks.block_bytes + scratch, count)
     if region.stop_byte > budget + scratch * blocks.block_bytes:  # alignment moved the region: use fewer blocks
         region = StateRegion(states, blocks.block_bytes, 2 * region.num_blocks - region.first_block, count)
-    logger.info(
-        "recurrent states: %.2f GiB of the KV memory, %d states of %d bytes",
-        (budget - left) / 2**30,
-        count,
-        state_bytes,
-    )
-    if count < sizes.max_running:
-        logger.warning(
-            "state memory holds %d recurrent states: at most that many requests run at once, not %d",
-            count,
-            sizes.max_running,
-        )
     return region
 
 

@@ -128,6 +128,7 @@ def _allocate_pools(plan: BuildPlan) -> tuple[Memory, FencedPool, FencedPool | N
     """Allocate the device memory of blocks and recurrent states, and make their pools."""
     device, block_bytes, region = plan.device, plan.model.layout.block_bytes, plan.region
     memory = device.allocate("kv", plan.memory_bytes)
+    plan.log_sizes()
     blocks, states = FencedPool("device blocks", plan.num_blocks, tracer=device.tracer), None
     if device.tracer is not None:
         device.tracer.backed(blocks.name, memory.name, block_bytes)
