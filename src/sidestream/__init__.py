@@ -32,7 +32,7 @@ from sidestream.errors import (
     TierLost,
     TierTimeout,
 )
-from sidestream.progress import start_lines
+from sidestream.metrics.progress import start_lines
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 from sidestream.version import VERSION
 

@@ -21,13 +21,13 @@ from sidestream.engine.kv_sockets import check_endpoints
 from sidestream.errors import ConfigError, DeviceLost, ModelError, RaceError
 from sidestream.garbage import freeze_gc_heap
 from sidestream.metrics import Timeline
+from sidestream.metrics.progress import start_lines
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
 from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of
 from sidestream.models.mtp import attach_head
-from sidestream.progress import start_lines
 from sidestream.rank_processes import RankProcesses, check_ranks, threads_of_rank
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
@@ -47,7 +47,7 @@ OnStage = Callable[[str, int, int], None]
 def shown_start(
     model: str | Path, progress: Progress | None, on_stage: OnStage | None
 ) -> Iterator[tuple[Progress | None, OnStage]]:
-    """The caller's callbacks; without `on_stage`, callbacks that print lines (`sidestream.progress.start_lines`)."""
+    """The caller's callbacks; without `on_stage`, callbacks that print lines (`metrics/progress.py`)."""
     if on_stage is not None:
         yield progress, on_stage
         return

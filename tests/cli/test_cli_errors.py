@@ -104,7 +104,11 @@ def test_option_names_do_not_replace_parts_of_paths_or_plain_words() -> None:
     assert with_option_names("kv_memory is 1: raise kv_memory, or max_running", parameters) == (
         "--kv-memory is 1: raise --kv-memory, or --max-running"
     )
-    for text in ("/tmp/kv_memory/model: the host and the port", "no file max_running.json", "'kv_memory' stays"):
+    for text in (
+        "/tmp/kv_memory/model: the host and the port",
+        "generation_config.json: top_k is 3",
+        "'kv_memory' stays",
+    ):
         assert with_option_names(text, parameters) == text
 
 

@@ -1,4 +1,4 @@
-"""Long commands show bars in a terminal, and elsewhere a line every ten seconds; starts show a line every two seconds."""
+"""Long commands show bars in a terminal, and elsewhere a line every ten seconds; starts show one every two seconds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 import pytest
 from rich.console import Console
 
-from sidestream import progress as progress_module
 from sidestream.cli.progress import Steps
+from sidestream.metrics import progress as progress_module
+from sidestream.metrics.progress import START_EVERY_S, Lines, start_lines
 from sidestream.models.catalog import Progress
-from sidestream.progress import START_EVERY_S, Lines, start_lines
 
 
 class Clock:
@@ -76,9 +76,10 @@ def test_a_start_is_never_silent_for_more_than_two_seconds_and_names_the_current
         "reading the weights",
         "reading the weights (2 s)",
         "reading the weights (3 s)",
-        "capturing (2 rows): 1 of 4",
-        "capturing (8 rows): 3 of 4 (1 s)",
+        "capturing (1 rows): 0 of 4",
+        "capturing (8 rows): 3 of 4",
         "capturing (8 rows): 3 of 4 (2 s)",
+        "capturing (8 rows): 3 of 4 (4 s)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Progress of long commands: bars in a terminal; elsewhere lines (`sidestream.progress`), by default one every ten
+"""Progress of long commands: bars in a terminal; elsewhere lines (`metrics/progress.py`), by default one every ten
 seconds, and none for a step shorter than two seconds.
 """
 
@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from sidestream.progress import START_EVERY_S, Lines, Reported
+from sidestream.metrics.progress import START_EVERY_S, Lines, Reported
 
 
 class Steps(Reported):

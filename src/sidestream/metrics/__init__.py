@@ -1,4 +1,6 @@
-"""Metrics of an engine, and a timeline of the work on each stream. Imports no other package of Sidestream."""
+"""Metrics of an engine, a timeline of the work on each stream, and progress of long work as lines. Imports no other
+package of Sidestream.
+"""
 
 from sidestream.metrics.counters import METRICS, Metrics, MetricsSnapshot
 from sidestream.metrics.timeline import Timeline

@@ -95,11 +95,6 @@ def load_model(
         with _ONE_BUILDS:
             _parts_of_rank(config, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
             stored = check_files(directory)
-            if config.num_hidden_layers > len(stored):  # refused here, because making its layers could take hours
-                raise ModelError(
-                    f"{directory / CONFIG} gives num_hidden_layers as {config.num_hidden_layers}, but the weight files "
-                    f"hold only {len(stored)} tensors: fetch weights and config.json of the same model"
-                )
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
             module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
@@ -310,6 +305,11 @@ def read_module(
     `stored`: the tensors that `check_files` found in the directory. Raises ModelError when these do not match the
     module; exceptions of transformers pass through.
     """
+    if config.num_hidden_layers > len(stored):  # refused here, because making the layers could take hours
+        raise ModelError(
+            f"{directory / CONFIG} gives num_hidden_layers as {config.num_hidden_layers}, but the weight files hold "
+            f"only {len(stored)} tensors: fetch weights and config.json of the same model"
+        )
     module, loaded = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
