@@ -467,7 +467,7 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
             "compile_layers",
             fail if stage == "compile_layers" else partial(compile_layers, backend=counting([])),
         )
-        tell = lambda what, done, total: done or told.append(what.partition(" (")[0])  # noqa: E731
+        tell = lambda what, done, total: done or told.append(what)  # noqa: E731
         small = WarmUpSteps(2, parts.layout.block_tokens, 16)
         warm_up = partial(run_warm_up, executor, parts.blocks, small, tell)
         llm.engine.call(
@@ -476,7 +476,13 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
         assert executor._graphs is not None
         assert parts.blocks.num_available == blocks
     began = ["compiling forward passes"] if stage == "the first step" else []
-    assert told == [*began, "warming up the GPU's kernels", "capturing forward passes"]
+    assert [what.partition(" (")[0] for what in told] == [
+        *began,
+        "warming up the GPU's kernels",
+        "capturing forward passes",
+    ]
+    assert told[-1] == "capturing forward passes (2 decode rows, 0 prefill tokens)"
+    assert told[-2].startswith("warming up the GPU's kernels (2 rows, ")
     assert len(steps) > 2
     assert all(steps[len(began) :])
     assert "cannot be compiled and captured (RuntimeError: no compiler)" in caplog.text
