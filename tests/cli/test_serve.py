@@ -157,81 +157,84 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--port", 70000), "port is 70000: it must be a whole number in [0, 65535]"),
-        (("--api-key", "a b"), "api_key must be one or more printable ASCII characters"),
-        (("--max-body", "big"), "max_body is 'big': give a size"),
-        (("--max-body", 0), "max_body_bytes is 0"),
-        (("--drain-seconds", -1), "drain_s is -1.0: give a number of seconds, 0 or more"),
-        (("--served-model-name", ""), "served_model_name is empty"),
-        (("--host", ""), "host is empty"),
-        (("--head-timeout", 0), "head_timeout_s is 0"),
-        (("--stall-timeout", 0), "stall_timeout_s is 0: no reply could be sent"),
+        (("--port", 70000), "--port is 70000: it must be a whole number in [0, 65535]"),
+        (("--api-key", "a b"), "--api-key must be one or more printable ASCII characters"),
+        (("--max-body", "big"), "--max-body is 'big': give a size"),
+        (("--max-body", 0), "--max-body is 0"),
+        (("--drain-seconds", -1), "--drain-seconds is -1.0: give a number of seconds, 0 or more"),
+        (("--served-model-name", ""), "--served-model-name is empty"),
+        (("--host", ""), "--host is empty"),
+        (("--head-timeout", 0), "--head-timeout is 0"),
+        (("--stall-timeout", 0), "--stall-timeout is 0: no reply could be sent"),
         (
             ("--uds", "/tmp/s", "--port", 8000),
-            "uds is '/tmp/s' and port is 8000: give a Unix socket or an address, not both",
+            "--uds is '/tmp/s' and --port is 8000: give a Unix socket or an address, not both",
         ),
         (
             ("--uds", "/tmp/s", "--host", "127.0.0.1"),
-            "uds is '/tmp/s' and host is '127.0.0.1': give a Unix socket or an address, not both",
+            "--uds is '/tmp/s' and --host is '127.0.0.1': give a Unix socket or an address, not both",
         ),
         (("--uds", "/tmp/" + "s" * 200), "205 bytes: the path of a Unix socket has at most 107"),
         (
             ("--uds", "/no/such/directory/s"),
             "the directory /no/such/directory does not exist: create it, or give another path",
         ),
-        (("--root-path", "llm"), "root_path is 'llm': it must begin with a slash"),
-        (("--ssl-keyfile", "k"), "ssl_keyfile is k without ssl_certfile"),
-        (("--ssl-certfile", "none.pem"), "ssl_certfile is none.pem: No such file or directory"),
-        (("--max-connections", 0), "max_connections is 0: it must be a whole number in [1, 1048576]"),
-        (("--max-connections-per-address", -1), "max_connections_per_address is -1"),
-        (("--api-processes", 0), "api_processes is 0: give a whole number in [1, 64]"),
-        (("--api-processes", 65), "api_processes is 65: give a whole number in [1, 64]"),
+        (("--root-path", "llm"), "--root-path is 'llm': it must begin with a slash"),
+        (("--ssl-keyfile", "k"), "--ssl-keyfile is k without --ssl-certfile"),
+        (("--ssl-certfile", "none.pem"), "--ssl-certfile is none.pem: No such file or directory"),
+        (("--max-connections", 0), "--max-connections is 0: it must be a whole number in [1, 1048576]"),
+        (("--max-connections-per-address", -1), "--max-connections-per-address is -1"),
+        (("--api-processes", 0), "--api-processes is 0: give a whole number in [1, 64]"),
+        (("--api-processes", 65), "--api-processes is 65: give a whole number in [1, 64]"),
         (
             ("--api-processes", 2, "--single-process"),
-            "api_processes is 2 and single_process is on: give only one of the two",
+            "--api-processes is 2 and --single-process is on: give only one of the two",
         ),
-        (("--kv-events", "tcp://*"), "kv_events endpoint is 'tcp://*': give tcp://ADDRESS:PORT"),
+        (("--kv-events", "tcp://*"), "--kv-events is 'tcp://*': give tcp://ADDRESS:PORT"),
         (("--kv-events-replay", "tcp://*:1"), "--kv-events-replay is tcp://*:1, but no KV events are published"),
         (("--kv-events-topic", "kv"), "--kv-events-topic is kv, but no KV events are published"),
         (("--kv-events", "tcp://*:5557", "--kv-events-encoding", "maps"), "no encoding maps; did you mean map?"),
         (
             ("--cors-origin", "*", "--cors-origin", "http://a/"),
-            "cors_origins has 'http://a/': give an origin as browsers send it",
+            "--cors-origin has 'http://a/': give an origin as browsers send it",
         ),
     ],
 )
 def test_a_bad_server_option_is_said_before_anything_is_loaded(
-    run: Run, options: tuple[object, ...], said: str
+    run: Run, tiny: Path, options: tuple[object, ...], said: str
 ) -> None:
-    result = run("serve", "no-such-model", *options)
+    result = run("serve", tiny, *options)
     assert result.exit_code == 2
     assert said in result.output
+    assert "loading" not in result.output
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded(run: Run) -> None:
+def test_a_port_in_use_is_said_before_anything_is_loaded(run: Run, tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("serve", "no-such-model", "--port", port)
+        result = run("serve", tiny, "--port", port)
     assert result.exit_code == 2
     assert (
         f"cannot listen on 127.0.0.1:{port}: another program listens there: stop it, or choose another port"
         in result.output
     )
-    assert "no-such-model" not in result.output
+    assert "loading" not in result.output
 
 
-def test_an_address_of_another_machine_is_said_before_anything_is_loaded(run: Run) -> None:
-    result = run("serve", "no-such-model", "--host", "192.0.2.1")
+def test_an_address_of_another_machine_is_said_before_anything_is_loaded(run: Run, tiny: Path) -> None:
+    result = run("serve", tiny, "--host", "192.0.2.1")
     assert result.exit_code == 2
     assert "cannot listen on 192.0.2.1:8000: this machine does not have that address" in result.output
-    assert "no-such-model" not in result.output
+    assert "loading" not in result.output
 
 
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.startswith("sidestream.server")]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.split(".")[0] == "starlette"]:
         monkeypatch.setitem(sys.modules, name, None)
-    result = run("serve", "no-such-model")
+    result = run("serve", tiny)
     assert result.exit_code == 2
     assert "serving needs the package starlette: pip install 'sidestream[server]'" in result.output

@@ -154,7 +154,7 @@ def with_option_names(message: str, options: Sequence[Any]) -> str:
     spelled |= {field: spelled[name] for field, name in _FIELDS.items() if name in spelled}
     for name in sorted(spelled, key=len, reverse=True):
         if name.isalpha():
-            message = re.sub(rf"^{name}(?= (is|has|holds) )", spelled[name], message)
+            message = re.sub(rf"(^|(?<= and )){name}(?= (is|has|holds) )", spelled[name], message)
         else:
             message = re.sub(rf"(?<![\w./'\"-]){name}(?![\w/'\"-]|\.\w)", spelled[name], message)
     return message
