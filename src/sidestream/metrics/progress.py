@@ -50,7 +50,7 @@ class Reported:
 class Lines(Reported):
     """Prints progress as lines. A context manager; its thread calls `poll` every half second.
 
-    first_after_s   seconds from the start of a step to its first line
+    first_after_s   seconds from the start of a step to its first line; 0: a line at the start of each step
     every_s         seconds between lines
     quiet_s         seconds from now to the first line of all
     """
@@ -72,7 +72,7 @@ class Lines(Reported):
         self._current: str | None = None
         self._amount = ""
         self._began_s = 0.0
-        self._next_s = clock() + quiet_s
+        self._next_s = self._quiet_until_s = clock() + quiet_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="sidestream-progress", daemon=True)
 
@@ -80,9 +80,13 @@ class Lines(Reported):
         """Set the current step and its progress; prints a line if one is due."""
         with self._lock:
             self._amount = amount
-            if step != self._current:
-                self._current, self._began_s = step, self._clock()
-                self.poll()
+            if step == self._current:
+                return
+            before, self._current, self._began_s = self._current, step, self._clock()
+            # Sizes in brackets do not make another step: a hundred graphs must not print a hundred lines.
+            if self._first_after_s == 0 and (before or "").partition(" (")[0] != step.partition(" (")[0]:
+                self._next_s = self._quiet_until_s
+            self.poll()
 
     def poll(self) -> None:
         """Print the step if a line is due."""
