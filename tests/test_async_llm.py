@@ -269,7 +269,7 @@ def run_first(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
     monkeypatch.setattr(
         process_module,
         "child_command",
-        lambda module, *numbers: [*command(module, *numbers)[:-1], lines + command(module, *numbers)[-1]],
+        lambda *values, **options: [*command(*values, **options)[:-1], lines + command(*values, **options)[-1]],
     )
 
 

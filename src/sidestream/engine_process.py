@@ -5,9 +5,7 @@ Its owner is the process that started it. The engine's process ends when the own
 
 from __future__ import annotations
 
-import faulthandler
 import logging
-import signal
 import socket
 import sys
 from typing import Any
@@ -58,8 +56,6 @@ class _Owner:
 
 def main(descriptor: int) -> None:
     """Run an engine for its owner. `descriptor`: file descriptor of the socket to the owner."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, to see where a process hangs
     owner = _Owner(socket.socket(fileno=descriptor))
     start = owner.first_message()
     if start is None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -41,8 +39,6 @@ def leave_as_it_is(rank: int, device: Device) -> None:
 
 def main(descriptor: int, *, on_device: OnDevice = leave_as_it_is) -> None:
     """Run a rank. `descriptor`: the socket that is connected to rank 0's process, with which this process ends."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, to see where a process hangs
     link = RankConnection(socket.socket(fileno=descriptor))
     begin = link.wait_for_begin()
     if begin is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from sidestream.client.process import child_command, child_environment, how_it_ended, plain
+from sidestream.client.process import how_it_ended, plain, start_child
 from sidestream.config import EngineConfig
 from sidestream.device.choice import torch_device
 from sidestream.device.group import Group, open_group
@@ -170,23 +170,14 @@ class RankProcesses:
 
     def _start(self, rank: int, model: str, config: EngineConfig, device: torch.device) -> None:
         ours, theirs = socket.socketpair()
-        environment = {**child_environment(), **self._program.environment}
-        environment["OMP_NUM_THREADS"] = str(threads_of_rank(config))
+        environment = {**self._program.environment, "OMP_NUM_THREADS": str(threads_of_rank(config))}
         if on_gpu(device):
             given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             names = (given or list(map(str, range(self.size))))[: self.size]
             # A rank's own GPU is its first one. It sees the others, to map their memory.
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[rank:] + names[:rank])
         with theirs:
-            self._processes.append(
-                subprocess.Popen(
-                    child_command(self._program.module, theirs.fileno()),
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env=environment,
-                    process_group=0,  # so that Ctrl-C at the terminal reaches only the process of rank 0
-                )
-            )
+            self._processes.append(start_child(self._program.module, theirs, environment=environment))
         self._sockets.append(ours)
         self._decoders.append(decoder_of_reports())
         self._messages.append(deque())

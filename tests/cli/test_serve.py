@@ -126,7 +126,7 @@ def test_the_second_signal_aborts_what_runs(tiny: Path) -> None:
         assert '-H "Authorization: Bearer $SIDESTREAM_API_KEY"' in lines[1]
         pieces = reply.iter_lines()
         next(pieces)
-        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGHUP)  # drains like SIGTERM
         _wait_for_line(child, "draining 1 requests")
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(httpx.RemoteProtocolError):
@@ -144,9 +144,11 @@ def _wait_for_line(child: subprocess.Popen[str], part: str) -> None:
 
 def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
     program = (
-        "import signal, time\n"
-        "from sidestream.cli.serve import _signals_quit_at_once\n"
-        "with _signals_quit_at_once(lambda: print('cleaned up', flush=True)):\n"
+        "import functools, signal\n"
+        "from sidestream.cli.serve import _quit_at_once\n"
+        "from sidestream.signals import on_stop_signal\n"
+        "clean_up = lambda: print('cleaned up', flush=True)\n"
+        "with on_stop_signal(functools.partial(_quit_at_once, clean_up)):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    print('still here')\n"
     )

@@ -254,11 +254,15 @@ def test_connections_are_spread_and_each_process_shows_the_metrics_of_all(shared
         assert told['connections_refused_total{reason="malformed"}'] == 2
 
 
-def test_sigterm_to_every_process_but_the_supervisor_disturbs_no_request(shared: Server) -> None:
+def test_signals_to_every_process_but_the_supervisor_disturb_no_request(shared: Server) -> None:
     streams = [shared.stream(pid, max_tokens=50) for pid in shared.apis]
     processes = [shared.engine, *shared.apis]
     for pid in processes:
-        os.kill(pid, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
+    for pid in (shared.process.pid, *processes):
+        os.kill(pid, signal.SIGUSR1)  # prints stacks
+    until(lambda: sum("Current thread" in line for line in shared.log) == len(processes) + 1)
     assert [stream.ended.get(timeout=WAIT_S) for stream in streams] == ["done", "done"]
     assert [stream.num_tokens for stream in streams] == [50, 50]
     assert [shared.engine, *shared.apis] == processes
@@ -418,6 +422,36 @@ def test_a_signal_during_the_start_ends_everything(tiny: Path, number: signal.Si
     assert not any("Traceback" in line or "error" in line for line in log)
     assert len(processes) == 3
     until(lambda: not any(map(lives, processes)), within_s=10.0)
+
+
+ALL_API_PROCESSES_BUT_ONE_HANG = """
+import os, sys, threading
+if any("api_process" in argument for argument in sys.orig_argv):
+    from sidestream.client import process
+    end_with_owner = process.end_with_owner
+    def hanging(descriptor):
+        end_with_owner(descriptor)
+        try:
+            os.close(os.open({flag!r}, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            threading.Event().wait()
+    process.end_with_owner = hanging
+"""
+
+
+def test_signal_between_the_starts_of_two_api_processes_drains_although_sigint_was_ignored(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """A shell ignores SIGINT in all background jobs of a script."""
+    (tmp_path / "sitecustomize.py").write_text(ALL_API_PROCESSES_BUT_ONE_HANG.format(flag=str(tmp_path / "first")))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with serving(tiny, "--api-processes", 2, faults=tmp_path) as server:
+        until(lambda: any("serving on" in line for line in server.log))
+        server.process.send_signal(signal.SIGINT)
+        status, log = server.end()
+    assert status == 0
+    assert any("draining 0 requests" in line for line in log)
+    assert any("all requests have finished" in line for line in log)
 
 
 OWNER = """

@@ -12,10 +12,9 @@ import logging
 import os
 import resource
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from sidestream.cli.config_file import ConfigFile
@@ -28,6 +27,7 @@ from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.device.machine import process_age_s
 from sidestream.errors import ConfigError
 from sidestream.server.options import ServerOptions
+from sidestream.signals import on_stop_signal, print_stacks
 
 if TYPE_CHECKING:
     from sidestream.async_llm import AsyncLLM
@@ -74,18 +74,20 @@ def serve(
     "model: MODEL" sets the model. In the file, an option that may be given several times takes a list, and an option
     without a value takes true or false.
 
-    After the first interrupt (or SIGTERM), the server accepts no more requests, lets running requests finish, stores
-    the KV and exits. Each further interrupt skips the current wait.
+    After the first interrupt (or SIGTERM, or SIGHUP), the server accepts no more requests, lets running requests
+    finish, stores the KV and exits. Each further interrupt skips the current wait.
     """
     _check_processes(api_processes, single_process=single_process)
-    start_logging(log_level)
-    prepare_model(model)
-    _check_packages()
-    engine = dataclasses.replace(engine, kv_events=events)
-    if single_process:
-        _serve_in_one_process(model, server, engine, watch)
-    else:
-        _serve(model, server, engine, watch, _default_api_processes() if api_processes is None else api_processes)
+    with on_stop_signal(_exit):  # first, because the start takes long
+        print_stacks()
+        start_logging(log_level)
+        prepare_model(model)
+        _check_packages()
+        engine = dataclasses.replace(engine, kv_events=events)
+        if single_process:
+            _serve_in_one_process(model, server, engine, watch)
+        else:
+            _serve(model, server, engine, watch, _default_api_processes() if api_processes is None else api_processes)
 
 
 def _check_processes(api_processes: int | None, *, single_process: bool) -> None:
@@ -113,17 +115,17 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
     _allow_open_files()
     listeners = bind_shared(bind(options), api_processes)  # first, so that an error comes before the model is loaded
     level = log.getEffectiveLevel()
-    with _sigterm_exits(), Supervisor(listeners, options, log_level=level, log_format=LOG_FORMAT) as supervisor:
+    with Supervisor(listeners, options, log_level=level, log_format=LOG_FORMAT) as supervisor:
         engine: EngineProcess = start("client.process.EngineProcess", model, config=config, watch=watch)
-        try:
-            name = options.served_model_name or engine.info.model_name
-            drained = supervisor.run(
-                engine, on_ready=lambda running: _print_ready(running, name, keyed=options.api_key is not None)
-            )
-            log.info("all requests have finished" if drained else "unfinished requests were aborted")
-        finally:
-            if engine.ended() is None:
-                with _signals_quit_at_once(engine.kill):
+        name = options.served_model_name or engine.info.model_name
+        with on_stop_signal(partial(_quit_at_once, engine.kill)):  # before and after `run`, which drains
+            try:
+                drained = supervisor.run(
+                    engine, on_ready=lambda running: _print_ready(running, name, keyed=options.api_key is not None)
+                )
+                log.info("all requests have finished" if drained else "unfinished requests were aborted")
+            finally:
+                if engine.ended() is None:
                     _close(engine.close, config)
     log.info("stopped")
 
@@ -139,7 +141,7 @@ def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConf
         def ready(running: RunningServer) -> None:
             _print_ready(running, name, keyed=options.api_key is not None)
 
-        with _signals_quit_at_once(lambda: None):
+        with on_stop_signal(partial(_quit_at_once, lambda: None)):  # before and after `serve`, which drains
             try:
                 drained = serve(llm, options, listener=listener, on_ready=ready)
                 log.info("all requests have finished" if drained else "unfinished requests were aborted")
@@ -184,31 +186,16 @@ def _print_ready(running: RunningServer, name: str, *, keyed: bool) -> None:
     log.info("ready %.1f s after the start of this process", process_age_s())
 
 
-@contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """During the block, SIGTERM raises SystemExit, so that the stack unwinds and the started processes end."""
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _exit(number: int) -> None:
+    """On a stop signal during the start: unwind the stack, so that the started processes end."""
+    sys.exit(128 + number)
 
 
-@contextlib.contextmanager
-def _signals_quit_at_once(clean_up: Callable[[], None]) -> Iterator[None]:
-    """During the block, SIGINT and SIGTERM end the process at once. The disk tier is consistent at any moment, so only
-    blocks that are not stored yet are lost.
+def _quit_at_once(clean_up: Callable[[], None], number: int) -> None:
+    """End the process at once. The disk tier is consistent at any moment, so only blocks that are not stored yet are
+    lost.
     """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        clean_up()
-        sys.stderr.write("quit at once\n")
-        sys.stderr.flush()
-        os._exit(128 + number)
-
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    clean_up()
+    with contextlib.suppress(OSError):
+        os.write(2, b"quit at once\n")  # Python's own stream may be in use below this handler
+    os._exit(128 + number)

@@ -31,6 +31,7 @@ from sidestream.client.messages import (
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.frames import FrameEncoder
+from sidestream.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
 
 OnStage = Callable[[str, int, int], None]
 
@@ -75,8 +76,26 @@ def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[s
     ]
 
 
+def start_child(
+    module: str, connection: socket.socket, *, torch: bool = True, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that runs `module.main(descriptor)`, see `child_command`. It inherits `connection`, the socket
+    that ends it with this process, as `descriptor`.
+
+    environment   further environment variables
+    """
+    with stop_signals_blocked():  # until the child handles them
+        return subprocess.Popen(
+            child_command(module, connection.fileno(), torch=torch),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(connection.fileno(),),
+            env={**child_environment(), **(environment or {})},
+            process_group=0,  # Ctrl-C at the terminal reaches the owner only
+        )
+
+
 def run_child(module: str, descriptor: int, *, torch: bool) -> None:
-    """In the child: ignore signals, import `module` (which may take seconds), and run its `main`.
+    """In the child: ignore stop signals, import `module` (which may take seconds), and run its `main`.
 
     torch   False: hide torch, as if it was not installed. Otherwise, transformers would import torch even for a
             tokenizer, which takes 3 s and 0.3 GB
@@ -86,10 +105,8 @@ def run_child(module: str, descriptor: int, *, torch: bool) -> None:
     """
     os.set_inheritable(descriptor, False)
     end_with_owner(descriptor)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # An empty handler, because children of this process would inherit SIG_IGN, but do not inherit a handler.
-        signal.signal(number, lambda number, frame: None)
-        signal.siginterrupt(number, False)
+    print_stacks()
+    ignore_stop_signals()
     if not torch:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences "PyTorch was not found"
@@ -149,13 +166,7 @@ class EngineProcess:
         self._failed: Status | None = None
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                child_command("sidestream.engine_process", theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(),
-                process_group=0,  # Ctrl-C at the terminal reaches the owner only
-            )
+            self._process = start_child("sidestream.engine_process", theirs)
         try:
             self._send(_start(model, config, timeline, check_order))
             self.info = self._wait_for_start(progress, on_stage)

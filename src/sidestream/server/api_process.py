@@ -4,7 +4,6 @@ process. The supervisor, the process that the user starts, starts and stops API 
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import socket
 import sys
@@ -26,7 +25,6 @@ log = logging.getLogger("sidestream.server")
 
 def main(descriptor: int) -> None:
     """Serve until the supervisor sends STOP. `descriptor`: the socket to the supervisor."""
-    faulthandler.enable()
     supervisor = socket.socket(fileno=descriptor)
     packed, descriptors, _, _ = socket.recv_fds(supervisor, CONFIG_BYTES, 2)
     if not packed:  # the supervisor has ended

@@ -8,13 +8,10 @@ import asyncio
 import ipaddress
 import logging
 import math
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import uvicorn
 
@@ -25,10 +22,10 @@ from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
+from sidestream.signals import on_stop_signal
 
 log = logging.getLogger("sidestream.server")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ABORT_S = 5  # time for aborted requests to send their last event; then their connections are closed
 _BACKLOG = 2048
 
@@ -57,7 +54,7 @@ def serve(
     listener: socket.socket | None = None,
     on_ready: Callable[[RunningServer], None] | None = None,
 ) -> bool:
-    """Serve until SIGINT, SIGTERM or `RunningServer.stop`; blocks. True if every request has finished.
+    """Serve until SIGINT, SIGTERM, SIGHUP or `RunningServer.stop`; blocks. True if every request has finished.
 
     After the first signal, the server accepts no more requests, and aborts running requests after `options.drain_s`.
     The second signal aborts them at once. Signals are handled on the main thread only. The caller closes the backend
@@ -181,18 +178,11 @@ class _Server(uvicorn.Server):
                     connection.transport.abort()
             await asyncio.sleep(0.02)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.interrupt()
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """The same as in uvicorn, except that it does not raise the signals again at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous: dict[signal.Signals, Any] = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
-        try:
+        with on_stop_signal(lambda number: self.interrupt()):
             yield
-        finally:
-            for sig, handler in previous.items():
-                signal.signal(sig, handler)

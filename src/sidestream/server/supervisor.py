@@ -8,30 +8,30 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
-from sidestream.client.process import EngineProcess, child_command, child_environment, how_it_ended
+from sidestream.client.process import EngineProcess, how_it_ended, start_child
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server.control import ABORTED, GRACE_S, READY, STOP, ApiProcessConfig
 from sidestream.server.listen import bind_same_address
 from sidestream.server.options import ServerOptions
 from sidestream.server.run import RunningServer, running_server
+from sidestream.signals import on_stop_signal
 
 log = logging.getLogger("sidestream.server")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WATCH_S = 0.05
 """Interval at which the supervisor checks whether the engine's process has ended."""
 _EXIT_S = 10.0
 """Time for an API process to exit after its requests have ended; then it is killed."""
+_READY_S = 1.0
+"""Maximum time between the moment when an API process listens and its message READY."""
 _MAX_FAILURES = 3
 """Number of consecutive failures after which the server gives up."""
 _MIN_LIFE_S = 10.0
@@ -45,15 +45,10 @@ class _ApiProcess:
 
     def __init__(self) -> None:
         self.ready = False
+        self._configured = False
         self.control, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                child_command("sidestream.server.api_process", theirs.fileno(), torch=False),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(),
-                process_group=0,  # Ctrl-C at the terminal reaches the supervisor only
-            )
+            self._process = start_child("sidestream.server.api_process", theirs, torch=False)
         self.pid = self._process.pid
 
     def configure(self, config: bytes, engine: EngineProcess, listener: socket.socket) -> None:
@@ -63,6 +58,7 @@ class _ApiProcess:
         self.configured_s = time.monotonic()
         with contextlib.suppress(EngineStopped, OSError), engine.attach() as connection:
             socket.send_fds(self.control, [config], [connection.fileno(), listener.fileno()])
+            self._configured = True
         self.control.setblocking(False)
 
     async def wait(self, on_ready: Callable[[], None]) -> tuple[bytes, int]:
@@ -79,12 +75,16 @@ class _ApiProcess:
         return messages, status
 
     def stop(self) -> None:
-        """Make the process drain; the second call makes it quit. A process that does not serve yet is killed."""
-        if not self.ready:
+        """Make the process drain; the second call makes it quit. A process that does not serve yet, and does not serve
+        within a second, is killed.
+        """
+        if not self._configured:
             self._process.kill()
             return
         with contextlib.suppress(OSError):  # the process has ended
             self.control.send(STOP)
+        if not self.ready:  # it may listen already, and have requests
+            asyncio.get_running_loop().call_later(_READY_S, lambda: self.ready or self._process.kill())
 
     def kill_if_running(self) -> None:
         """If the process has not ended, log an error and kill it."""
@@ -135,9 +135,9 @@ class Supervisor:
             raise
 
     def run(self, engine: EngineProcess, *, on_ready: Callable[[RunningServer], None]) -> bool:
-        """Serve until SIGINT or SIGTERM. True if every request has finished.
+        """Serve until a stop signal. True if every request has finished.
 
-        The first signal drains, the second aborts. Signal handlers are installed when all API processes serve. Raises
+        The first signal drains, the second aborts; signals are handled before the first API process listens. Raises
         ProcessFailed if the engine's process ends by itself, or if API processes end as soon as they start.
         """
         asyncio.run(self._run(engine, on_ready))
@@ -158,7 +158,6 @@ class Supervisor:
 
     async def _run(self, engine: EngineProcess, on_ready: Callable[[RunningServer], None]) -> None:
         loop = asyncio.get_running_loop()
-        handlers = contextlib.ExitStack()
         not_ready = set(range(len(self._listeners)))
 
         def stop() -> None:
@@ -168,12 +167,11 @@ class Supervisor:
             if index in not_ready:
                 not_ready.remove(index)
                 if not not_ready:
-                    handlers.enter_context(_signals_call(stop))
                     on_ready(running_server(self._listeners[0], self._options, stop))
 
         watch = asyncio.create_task(self._watch_engine(engine))
         try:
-            with handlers:
+            with on_stop_signal(lambda number: stop()):
                 await asyncio.gather(
                     *(
                         self._keep_running(index, engine, partial(on_one_ready, index))
@@ -243,7 +241,8 @@ class Supervisor:
             if engine.closed_itself():
                 await self._wait_for_end(engine)
             if self._stopping:
-                self._drained &= status == 0 and ABORTED not in messages
+                if api.ready:  # otherwise it had no requests, and `stop` has killed it
+                    self._drained &= status == 0 and ABORTED not in messages
                 return
             if self._failure is not None:
                 return
@@ -262,18 +261,3 @@ class Supervisor:
             )
             self._replace_listener(index)
             self._processes[index] = _ApiProcess()
-
-
-@contextlib.contextmanager
-def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop` inside the context. asyncio's `add_signal_handler` is not used, because at its end
-    it restores the system's handlers, not the previous handlers.
-    """
-    previous: dict[signal.Signals, Any] = {
-        number: signal.signal(number, lambda number, frame: stop()) for number in _SIGNALS
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
