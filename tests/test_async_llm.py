@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +37,7 @@ from sidestream import (
 )
 from sidestream.client import process as process_module
 from sidestream.config import NEUTRAL
+from sidestream.errors import ProcessFailed
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.types import Delta
@@ -437,6 +439,28 @@ def test_a_tokenizer_that_cannot_be_loaded_here_ends_the_process(monkeypatch: py
     with pytest.raises(ModelError, match="injected: whale has no tokenizer"):
         AsyncLLM("a whale", **SIZES)
     assert killed == ["a whale"]
+
+
+def test_a_stopped_engine_process_is_stalled_and_close_ends_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_SILENCE_S", 0.5)
+    model = AsyncLLM(directory, **SIZES, watchdog_timeout_s=0.2)
+    assert model.engine_pid is not None
+
+    async def use() -> None:
+        while model.health().status == "stalled":  # the process may be slow
+            await asyncio.sleep(0.01)
+        os.kill(model.engine_pid, signal.SIGSTOP)
+        while model.health().status == "ok":
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineStopped, match="the engine is stalled"):
+            await model.flush()
+        with pytest.raises(ProcessFailed, match=r"it did not answer for 0\.5 s and was killed"):
+            await model.close()
+
+    asyncio.run(asyncio.wait_for(use(), 30.0))
+    assert model.health().status == "failed"
 
 
 def test_options_are_given_one_way() -> None:

@@ -323,6 +323,8 @@ class EngineConfig:
                     kv_memory is the size for one rank; the tiers' sizes are totals of all ranks
     self_check      share of steps whose forward pass runs a second time and is compared with the first, and share of
                     blocks in host memory that get a checksum (docs/self-check.md); 0: off
+    watchdog_timeout_s  seconds that a step, or an answer of the engine's process, may take; then the engine counts as
+                    stalled until it goes on
     """
 
     dtype: str = "auto"
@@ -349,6 +351,7 @@ class EngineConfig:
     kv_events: KVEventsConfig | None = None
     tensor_parallel: int = 1
     self_check: float = 0.0
+    watchdog_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -385,6 +388,9 @@ class EngineConfig:
             raise ConfigError(
                 f"self_check is {share!r}: give the share of steps to check, from 0 (off) to 1 (all steps)"
             )
+        timeout_s = self.watchdog_timeout_s
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+            raise ConfigError(f"watchdog_timeout_s is {timeout_s!r}: give a number of seconds above 0, such as 120")
         if self.kv_events is not None and not self.prefix_cache:
             raise ConfigError("KV events report on the prefix cache: leave prefix_cache on, or leave kv_events out")
         self.sizes("cuda" if self.device == "cuda" else "cpu")

@@ -433,7 +433,7 @@ class StepPlan:
 class Health:
     """State of an engine.
 
-    status   `"ok"`, `"draining"` or `"failed"`
+    status   `"ok"`, `"stalled"` (it hangs, and may go on), `"draining"` or `"failed"`
     detail   the reason; with `"ok"`, why a tier fails at present, else empty
     """
 

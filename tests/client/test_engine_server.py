@@ -16,7 +16,7 @@ from border_rig import Remote, ask, border, check_nothing_left, run, tokens_of
 from engine_rig import PATIENCE_S, Rig, prompts
 
 from sidestream import frames
-from sidestream.client import engine_server
+from sidestream.client import engine_server, pulse, remote
 from sidestream.client.engine_server import Connection
 from sidestream.client.messages import (
     Abort,
@@ -25,12 +25,15 @@ from sidestream.client.messages import (
     Close,
     Count,
     Outputs,
+    Ping,
     Rejected,
     Reply,
+    Snapshot,
     Status,
     Submit,
     Welcome,
     decoder_of_outputs,
+    decoder_of_requests,
 )
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
@@ -438,3 +441,46 @@ def test_a_refusal_names_the_stream_and_nothing_more_comes_of_it() -> None:
         assert (refused.stream, refused.failure.kind) == (2, "QueueFull")
         hold.release()
         assert raw.tokens(2) == {stream: made.rig.model.expected(PROMPT, 4) for stream in range(2)}
+
+
+def test_an_engine_that_does_not_answer_is_stalled_and_shows_its_last_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "_METRICS_S", 0.05)
+    monkeypatch.setattr(pulse, "PULSE_S", 0.0)
+    ours, engine = socket.socketpair()
+    encoder, decoder = FrameEncoder(), decoder_of_requests()
+    engine.sendall(encoder.encode(Welcome(msgspec.structs.replace(info(), watchdog_timeout_s=0.05))))
+    client = RemoteClient.connect(ours)
+
+    def answer() -> None:
+        for message in decoder.feed(engine.recv(1 << 16)):
+            snapshot = Snapshot({"steps_total": [((), 7.0)]}, {})
+            engine.sendall(encoder.encode(message if isinstance(message, Ping) else Reply(1, snapshot=snapshot)))
+
+    async def use() -> None:
+        with pytest.raises(EngineStopped, match="does not answer, and has sent no metrics yet"):
+            await client.metrics_snapshot()
+        answer()
+        while client._known_metrics is None:
+            await asyncio.sleep(0)
+        while client.health().status == "ok":
+            await asyncio.sleep(0.001)
+        assert client.health().detail == (
+            "the engine's process has not answered for more than 0.05 s (watchdog_timeout_s)"
+        )
+        known = await client.metrics_snapshot()
+        assert known.values["steps_total"] == {(): 7.0}
+        assert known.values["metrics_age_seconds"][()] > 0.05
+        with pytest.raises(EngineStopped, match="the engine is stalled: the engine's process has not answered"):
+            client.submit(PROMPT, SamplingParams(max_tokens=4))
+        with pytest.raises(EngineStopped, match="the engine is stalled"):
+            await client.flush(timeout_s=60)
+        answer()
+        while client.health().status == "stalled":
+            await asyncio.sleep(0.001)
+        client.submit(PROMPT, SamplingParams(max_tokens=4))
+
+    run(use())
+    client.close()
+    engine.close()

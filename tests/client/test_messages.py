@@ -21,6 +21,7 @@ from sidestream.client.messages import (
     Failure,
     OutputDetail,
     Outputs,
+    Ping,
     Progress,
     Rejected,
     Reply,
@@ -72,6 +73,7 @@ FACTS = EngineInfo(
     b"\0" * 16,
     1,
     SamplingDefaults({"temperature": 0.5, "top_k": 20}),
+    120.0,
     4321,
 )
 SNAPSHOT = Snapshot({"requests_total": [(("stop",), 2.0)]}, {"ttft_seconds": [((), ([0, 1], 0.25, 1))]})
@@ -91,6 +93,7 @@ TO_ENGINE: list[Any] = [
     Abort(3, 6, "stop"),
     Call(1, "flush", 2.5),
     Count("http_requests_total", 1.0, ("/health", "200")),
+    Ping(),
     Attach(),
     Close(30.0),
 ]
@@ -101,6 +104,7 @@ TO_CLIENT: list[Any] = [
     Outputs([1, 2, 1], [17, -1, 18], {1: DETAIL}),
     Rejected(3, 5, Failure("QueueFull", "try again later")),
     Status("failed", "DeviceLost: gone"),
+    Ping(),
     Reply(1, None, False, SNAPSHOT),
 ]
 

@@ -27,7 +27,19 @@ def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(
     settled: list[bool] = []
     monkeypatch.setattr(api_process, "freeze_gc_heap", lambda: settled.append(True))
     info = EngineInfo(
-        VERSION, str(tiny_model_dir("llama", tmp_path, seed=1)), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, 1
+        VERSION,
+        str(tiny_model_dir("llama", tmp_path, seed=1)),
+        "tiny",
+        64,
+        64,
+        16,
+        100,
+        4,
+        b"\0" * 16,
+        0,
+        NEUTRAL,
+        9.0,
+        1,
     )
     line, supervisor = socket.socketpair()
     connection, engine = socket.socketpair()

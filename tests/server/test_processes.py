@@ -403,6 +403,65 @@ def test_a_signal_while_the_kv_is_stored_leaves_no_process(tiny: Path, tmp_path:
     assert not any(map(lives, processes))
 
 
+HANGING_ENGINE = """
+import os, sys
+if any(argument == "serve" for argument in sys.orig_argv):
+    from sidestream.client import process
+    process._SILENCE_S = 0.5
+"""
+
+
+def test_a_stopped_engine_process_is_noticed_and_does_not_delay_the_end_for_long(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGING_ENGINE)
+    options = ("--api-processes", 1, "--watchdog-timeout", 1)
+    with (
+        serving(tiny, *options, faults=tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+    ):
+        connection = server.connect()
+        assert metrics(connection)["metrics_age_seconds"] < 1
+        engine, stalled = server.engine, "the engine's process has not answered for more than 1 s (watchdog_timeout_s)"
+        os.kill(engine, signal.SIGSTOP)
+        health = until(lambda: (reply := client.get("/health")).status_code == 503 and reply.json())
+        assert health == {"status": "stalled", "detail": stalled}
+        assert metrics(connection)["metrics_age_seconds"] > 1
+        refused = client.post("/v1/completions", json={"model": "tiny", "prompt": "Hello"})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, f"the engine is stalled: {stalled}")
+        until(lambda: any(stalled in line for line in server.log))
+        os.kill(engine, signal.SIGCONT)
+        until(lambda: client.get("/health").status_code == 200)
+        until(lambda: any(line.endswith("it answers again") for line in server.log))
+        os.kill(engine, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        status, log = server.end()
+    assert status == 1
+    assert log[-1] == (
+        "error: the engine's process ended before it stored all complete blocks: "
+        "it did not answer for 0.5 s and was killed"
+    )
+    assert not lives(engine)
+
+
+HANGING_END_IN_ONE_PROCESS = """
+import sys, threading
+if "--single-process" in sys.orig_argv:
+    from sidestream.client import process
+    from sidestream.loading import LoadedEngine
+    process.CLOSE_S = 0.5
+    LoadedEngine.close = lambda engine, drain_s: threading.Event().wait()
+"""
+
+
+def test_an_engine_that_does_not_close_ends_a_single_process_after_a_bound(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANGING_END_IN_ONE_PROCESS)
+    with serving(tiny, "--single-process", faults=tmp_path) as server:
+        assert server.url
+        server.process.send_signal(signal.SIGTERM)
+        status, log = server.end()
+    assert status == 1
+    assert "the engine did not close within 0.5 s" in log[-1]
+
+
 def test_no_process_outlives_a_killed_supervisor(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 1) as server:
         server.stream()

@@ -230,6 +230,15 @@ _SelfCheck = Annotated[
         parse=number,
     ),
 ]
+_WatchdogTimeout = Annotated[
+    float,
+    _engine(
+        "--watchdog-timeout",
+        "Seconds that a step may take; then /health says stalled (503) until it ends.",
+        "SECONDS",
+        parse=number,
+    ),
+]
 _Salt = Annotated[str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)]
 _OffloadHost = Annotated[
     str | None,
@@ -289,6 +298,7 @@ def engine_config(
     offload_disk: _OffloadDisk = None,
     offload_disk_capacity: _OffloadDiskCapacity = None,
     load_deadline: _LoadDeadline = None,
+    watchdog_timeout: _WatchdogTimeout = _ENGINE.watchdog_timeout_s,
 ) -> EngineConfig:
     """The engine's config. Offload is on when `offload_host` or `offload_disk` is given. Raises ConfigError."""
     return EngineConfig(
@@ -310,6 +320,7 @@ def engine_config(
         eager=eager,
         salt=salt,
         self_check=self_check,
+        watchdog_timeout_s=watchdog_timeout,
         speculative=_speculative_config(speculative, max_drafts, max_slowdown, draft_head, draft_model),
         generation_config=generation_config,
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),

@@ -13,6 +13,7 @@ import os
 import resource
 import shlex
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -131,6 +132,7 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
 
 
 def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConfig, watch: Watching) -> None:
+    from sidestream.client.process import CLOSE_S
     from sidestream.server import bind, serve
 
     _allow_open_files()
@@ -146,7 +148,11 @@ def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConf
                 drained = serve(llm, options, listener=listener, on_ready=ready)
                 log.info("all requests have finished" if drained else "unfinished requests were aborted")
             finally:
+                bound = threading.Timer(CLOSE_S, _end_hung_close, (CLOSE_S,))
+                bound.daemon = True
+                bound.start()
                 _close(lambda: asyncio.run(llm.close()), config)
+                bound.cancel()
     log.info("stopped")
 
 
@@ -156,6 +162,11 @@ def _close(close: Callable[[], None], config: EngineConfig) -> None:
     with Steps(say=log.info) as steps:
         steps.update("closing")
         close()
+
+
+def _end_hung_close(seconds: float) -> None:
+    log.critical("the engine did not close within %g s: KV that was not stored yet is lost", seconds)
+    os._exit(1)
 
 
 def _default_api_processes() -> int:

@@ -32,6 +32,7 @@ from sidestream.client.messages import (
     Failure,
     OutputDetail,
     Outputs,
+    Ping,
     Rejected,
     Reply,
     Snapshot,
@@ -251,6 +252,7 @@ def engine_info(engine: Engine, *, model: str, model_name: str) -> EngineInfo:
         key_root=scheduler.key_root,
         keys_version=scheduler.keys_version,
         sampling_defaults=engine.parts.defaults,
+        watchdog_timeout_s=engine.parts.watchdog_timeout_s,
         pid=os.getpid(),
     )
 
@@ -422,6 +424,8 @@ class EngineServer:
                 self._calls.submit(self._answer, front_end, message)
             case Count(name, value, labels):
                 self._engine.parts.metrics.inc(name, value, *labels)
+            case Ping():
+                front_end.send(message)
             case Attach() if front_end is self._owner:
                 self.attach(socket.socket(fileno=self._descriptors.pop(0)))
             case Close() if front_end is self._owner:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sidestream.client.base import OutputQueue, other_loop_error, unread_error
+from sidestream.client.base import OutputQueue, other_loop_error, stopped_error, unread_error
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.metrics import MetricsSnapshot
@@ -75,6 +75,8 @@ class InProcessClient:
     ) -> OutputQueue:
         """See `EngineClient`. QueueFull is raised here, not by `OutputQueue.read`."""
         queue = self._queue_of(asyncio.get_running_loop())
+        if (health := self._engine.health()).status == "stalled":
+            raise stopped_error(health)
         outputs = OutputQueue(self._number + 1, params.n)
         sink = functools.partial(queue.put, self, outputs)
         handle = self._engine.submit(prompt, params, sink, priority=priority, cache_salt=cache_salt)

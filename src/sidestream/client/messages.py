@@ -27,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
                        of its tokens and the previous block's key. Empty without a prefix cache
     keys_version       version of the weights to which these keys belong
     sampling_defaults  the model's sampling defaults
+    watchdog_timeout_s  seconds after which a process that does not answer counts as stalled
     pid                process id of the engine's process
     """
 
@@ -41,6 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     key_root: bytes
     keys_version: int
     sampling_defaults: SamplingDefaults
+    watchdog_timeout_s: float
     pid: int
 
 
@@ -110,6 +112,10 @@ class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
     name: str
     value: float
     labels: tuple[str, ...]
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The process answers with the same message."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -217,8 +223,8 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     snapshot: Snapshot | None = None
 
 
-ToEngine = Start | Submit | Abort | Call | Count | Attach | Close
-ToClient = Progress | Started | Welcome | Outputs | Rejected | Status | Reply
+ToEngine = Start | Submit | Abort | Call | Count | Ping | Attach | Close
+ToClient = Progress | Started | Welcome | Outputs | Rejected | Status | Ping | Reply
 
 
 def decoder_of_requests() -> FrameDecoder:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from sidestream.client.messages import (
     Attach,
     Close,
     EngineInfo,
+    Ping,
     Progress,
     Reply,
     Start,
@@ -28,6 +30,7 @@ from sidestream.client.messages import (
     Status,
     decoder_of_outputs,
 )
+from sidestream.client.pulse import PULSE_S, Pulse
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.frames import FrameEncoder
@@ -49,8 +52,10 @@ class Downloads(Protocol):
 
 
 _READ_BYTES = 1 << 16
-_CLOSE_S = 60.0
+CLOSE_S = 60.0
 """Maximum time for a process to store all complete blocks and exit, after its drain."""
+_SILENCE_S = 15.0
+"""Maximum time without an answer of a process that closes; then it is killed."""
 _KILL_S = 10.0
 """Maximum time to wait for the exit of a killed process; a GPU driver may delay it."""
 
@@ -164,6 +169,7 @@ class EngineProcess:
         self._inbox: list[Any] = []
         self._reply: Reply | None = None
         self._failed: Status | None = None
+        self._pulse = Pulse(lambda: self._send(Ping()))
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = start_child("sidestream.engine_process", theirs)
@@ -198,6 +204,15 @@ class EngineProcess:
         self._read_received()
         return "" if self._failed is None else self._failed.detail
 
+    def stalled(self) -> bool:
+        """Whether the process has not answered for the engine's `watchdog_timeout_s`. Each call may ask it, so call
+        this again and again.
+        """
+        self._read_received()
+        with contextlib.suppress(OSError):  # the process has ended
+            self._pulse.ask()
+        return self._pulse.silent_s > self.info.watchdog_timeout_s
+
     def why_gone(self) -> str:
         """Call this after the connection was lost: a text that says how the process ended. Waits up to half a second
         for the exit status.
@@ -224,25 +239,35 @@ class EngineProcess:
         if self._process.poll() is not None:
             self._control.close()
             return
-        timeout_s = drain_s + _CLOSE_S
-        hung = f"it did not end within {timeout_s:g} s and was killed"
-        ended: str | None = None
         try:
-            self._send(Close(drain_s))
-            self._control.settimeout(timeout_s)
-            while self._receive() is not None:
-                pass
-            ended = self.ended(timeout_s=5.0)
-        except TimeoutError:
-            pass
-        except OSError:  # the process has closed its end
-            ended = self.ended(timeout_s=5.0)
+            ended = self._wait_for_close(drain_s)
         finally:
             self.kill()
         if self._reply is None:
-            raise ProcessFailed(f"the engine's process ended before it stored all complete blocks: {ended or hung}")
+            raise ProcessFailed(f"the engine's process ended before it stored all complete blocks: {ended}")
         if self._reply.failure is not None:
             raise self._reply.failure.error()
+
+    def _wait_for_close(self, drain_s: float) -> str:
+        """Ask the process to close, and wait. Returns how it ended, or why it must be killed."""
+        timeout_s = drain_s + CLOSE_S
+        until_s = time.monotonic() + timeout_s
+        self._control.settimeout(PULSE_S)
+        with contextlib.suppress(OSError):  # the process has closed its end
+            self._send(Close(drain_s))
+            while time.monotonic() < until_s:
+                try:
+                    if self._receive() is None:
+                        break
+                except TimeoutError:
+                    pass
+                if self._reply is None:  # afterwards it answers no more, and may take seconds to free its memory
+                    self._pulse.ask()
+                    if self._pulse.silent_s > _SILENCE_S:
+                        return f"it did not answer for {_SILENCE_S:g} s and was killed"
+            else:
+                return f"it did not end within {timeout_s:g} s and was killed"
+        return self.ended(timeout_s=5.0) or "it closed its connection, did not end, and was killed"
 
     def kill(self) -> None:
         """Kill the process. Signal handlers may call it. Only blocks that were not stored yet are lost."""
@@ -252,7 +277,7 @@ class EngineProcess:
             self._process.wait(_KILL_S)
         self._control.close()
 
-    def _send(self, message: Start | Close) -> None:
+    def _send(self, message: Start | Close | Ping) -> None:
         with self._lock:
             self._control.sendall(self._encoder.encode(message))
 
@@ -269,9 +294,12 @@ class EngineProcess:
                 data = self._control.recv(_READ_BYTES, flags)
                 if not data:
                     return None
+                self._pulse.heard()
                 self._inbox.extend(self._decoder.feed(data))
             message = self._inbox.pop(0)
             match message:
+                case Ping():
+                    self._pulse.answered()
                 case Reply():
                     self._reply = message
                 case Status(status="failed"):

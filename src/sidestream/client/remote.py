@@ -11,10 +11,12 @@ import dataclasses
 import itertools
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +28,7 @@ from sidestream.client.messages import (
     EngineInfo,
     OutputDetail,
     Outputs,
+    Ping,
     Rejected,
     Reply,
     Snapshot,
@@ -35,6 +38,7 @@ from sidestream.client.messages import (
     Welcome,
     decoder_of_outputs,
 )
+from sidestream.client.pulse import PULSE_S, Pulse, silence
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped
 from sidestream.frames import FrameEncoder
@@ -50,7 +54,8 @@ _READ_BYTES = 1 << 16
 only between two reads. Otherwise, the backlog after a pause of this process could abort requests.
 """
 _GONE = "the engine's process has ended"
-
+_METRICS_S = 2.0
+"""Maximum time to wait for new metrics; then the last known ones are given."""
 
 _NOTHING_CACHED = CachedTokens()
 
@@ -93,6 +98,8 @@ class RemoteClient:
         self._call_numbers = itertools.count(1)
         self._health = Health("ok", "")
         self._closed = False
+        self._pulse = Pulse(lambda: self._send(Ping()))
+        self._known_metrics: tuple[float, Snapshot] | None = None  # when they came
 
     @classmethod
     def connect(cls, connection: socket.socket, *, why_gone: Callable[[], str] | None = None) -> RemoteClient:
@@ -142,8 +149,8 @@ class RemoteClient:
             prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
         )
         self.listen()
-        if self._health.status != "ok":
-            raise stopped_error(self._health)
+        if (health := self._known_health()).status != "ok":
+            raise stopped_error(health)
         first = self._next_stream  # rule: stream-numbers-are-not-reused
         frame = self._encoder.encode(_submit(first, checked))  # before any state changes, because it may raise
         self._next_stream += params.n
@@ -171,9 +178,22 @@ class RemoteClient:
     # ------------------------------------------------------------------ the engine
 
     def health(self) -> Health:
-        """Whether the engine serves. If no event loop reads the socket, this reads the received messages first."""
+        """Whether the engine serves. It counts as stalled when its process has not answered for `watchdog_timeout_s`.
+        Each call may ask it, so call this again and again. If no event loop reads the socket, this reads the received
+        messages first.
+        """
         if not self._closed and (self._loop is None or not self._loop.is_running()):
             self._read()
+        if not self._closed:
+            self._pulse.ask()
+        return self._known_health()
+
+    def _known_health(self) -> Health:
+        timeout_s = self.info.watchdog_timeout_s
+        if not self._closed and self._pulse.silent_s > timeout_s:
+            self._read()  # this process may have been stopped, too
+            if self._health.status == "ok" and self._pulse.silent_s > timeout_s:
+                return Health("stalled", silence(timeout_s))
         return self._health
 
     def count(self, name: str, value: float, *labels: str) -> None:
@@ -182,10 +202,26 @@ class RemoteClient:
             self._send(Count(name, value, labels))
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
-        """A copy of all values. Raises EngineStopped."""
-        reply = await self._call("metrics")
+        """A copy of all values. If the engine's process does not answer within `_METRICS_S`, the last known values,
+        with their age as the gauge `metrics_age_seconds`. Raises EngineStopped.
+        """
+        try:
+            async with asyncio.timeout(_METRICS_S):
+                reply = await self._call("metrics")
+        except (TimeoutError, EngineStopped) as error:
+            if self._closed:
+                raise
+            if self._known_metrics is None:
+                raise EngineStopped("the engine's process does not answer, and has sent no metrics yet") from error
+            came_s, snapshot = self._known_metrics
+            aged = {**snapshot.values, "metrics_age_seconds": [((), time.monotonic() - came_s)]}
+            return _metrics(msgspec.structs.replace(snapshot, values=aged))
         assert reply.snapshot is not None
         return _metrics(reply.snapshot)
+
+    def request_metrics(self) -> None:
+        """Ask for metrics, so that some are known if the engine hangs later. Does not wait."""
+        self._send(Call(next(self._call_numbers), "metrics"))
 
     async def flush(self, *, timeout_s: float) -> bool:
         """See `EngineClient`."""
@@ -208,7 +244,10 @@ class RemoteClient:
         self._calls[number] = future
         try:
             self._send(Call(number, method, timeout_s))
-            reply = await future
+            while not (await asyncio.wait([future], timeout=PULSE_S))[0]:
+                if (health := self.health()).status == "stalled":
+                    raise stopped_error(health)
+            reply = future.result()
         finally:
             self._calls.pop(number, None)
         if reply.failure is not None:
@@ -274,6 +313,7 @@ class RemoteClient:
         if not data:
             self._on_lost(_GONE)
             return
+        self._pulse.heard()
         try:
             for message in self._decoder.feed(data):
                 self._on_message(message)
@@ -281,6 +321,8 @@ class RemoteClient:
             self._on_lost(str(error))
 
     def _on_message(self, message: Any) -> None:
+        if isinstance(message, Reply) and message.snapshot is not None:
+            self._known_metrics = time.monotonic(), message.snapshot
         match message:
             case Outputs():
                 self._on_outputs(message)
@@ -291,6 +333,8 @@ class RemoteClient:
                         sample.outputs.fail(failure.error())
             case Status(status, detail):
                 self._health = Health(status, detail)
+            case Ping():
+                self._pulse.answered()
             case Reply(number) if (future := self._calls.get(number)) is not None and not future.done():
                 future.set_result(message)
             case _:

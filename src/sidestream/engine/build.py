@@ -168,6 +168,7 @@ def _build_parts(
         bounds=plan.bounds,
         inbox=inbox,
         asynchronous=plan.config.asynchronous,
+        watchdog_timeout_s=plan.config.watchdog_timeout_s,
         salt=plan.config.salt,
         transfers=transfers,
         tiers=rank.tiers,

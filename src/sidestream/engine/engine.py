@@ -154,8 +154,8 @@ class Engine:
     # ------------------------------------------------------------------ state
 
     def health(self) -> Health:
-        """Whether the engine serves. If it serves while a tier fails, the detail says why. Never blocks."""
-        health, transfers = self.serving.health, self.parts.transfers
+        """Whether the engine serves, or hangs. If it serves while a tier fails, the detail says why. Never blocks."""
+        health, transfers = self.loop.watchdog.judge(self.serving.health), self.parts.transfers
         if health.status == "ok" and transfers is not None and (faults := transfers.tier_faults):
             return Health("ok", "; ".join(faults))
         return health

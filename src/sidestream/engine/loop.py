@@ -15,6 +15,7 @@ from sidestream.engine.parts import Parts
 from sidestream.engine.self_check import SelfCheck
 from sidestream.engine.spec_stats import SpecStats
 from sidestream.engine.stats import Gauges, StepTimes
+from sidestream.engine.watchdog import Watchdog
 from sidestream.engine.weights import WeightUpdates
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
@@ -46,6 +47,7 @@ class StepLoop:
         # steps.
         self.asynchronous = parts.asynchronous
         self.num_steps = 0
+        self.watchdog = Watchdog(parts.watchdog_timeout_s, parts.device.now)
         self.times = StepTimes(parts)
         self.spec_stats = SpecStats(parts.metrics, parts.proposer, parts.device.now)
         self._self_check = SelfCheck(parts.self_check, parts.metrics, parts.device.now)
@@ -75,6 +77,7 @@ class StepLoop:
         """The main function of the engine thread: run steps until `stop`. An error ends the engine (`fail`)."""
         try:
             while not self._stopping:
+                self.watchdog.begin()
                 if not self.step() and not self._stopping:
                     self._idle()
                 self._gauges.update()
@@ -216,7 +219,9 @@ class StepLoop:
         else:
             self._gauges.update(force=True)
             patience_s = None if self._rested else _REST_AFTER_S
+        self.watchdog.rest()
         rung = parts.inbox.bell.wait(patience_s)
+        self.watchdog.begin()
         self._rested = not busy and not rung
         if self._rested:
             parts.device.rest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sidestream.config import SamplingDefaults
@@ -36,6 +37,7 @@ class Parts:
     ranks         the other ranks of tensor parallelism; None: the engine has one rank
     kv_events     publishes which blocks can be reused; None: no events
     self_check    share of steps that run twice
+    watchdog_timeout_s  seconds after which a turn of the engine thread counts as hanging
     """
 
     device: Device
@@ -61,3 +63,4 @@ class Parts:
     ranks: Ranks | None = None
     kv_events: KVEvents | None = None
     self_check: float = 0.0
+    watchdog_timeout_s: float = math.inf

@@ -74,6 +74,7 @@ METRICS: Mapping[str, Declared] = {
     "kv_event_batches_total": Declared("counter", "batches of KV events, by outcome", ("outcome",)),
     "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
     "engine_ready_seconds": Declared("gauge", "time from the start of the process until its engine served"),
+    "metrics_age_seconds": Declared("gauge", "age of all other values: above 0 while the engine does not answer"),
     "requests_running": Declared("gauge", "running requests"),
     "requests_waiting": Declared("gauge", "requests that are queued or whose KV is being loaded"),
     "blocks_free": Declared("gauge", "free device blocks"),

@@ -4,6 +4,7 @@ process. The supervisor, the process that the user starts, starts and stops API 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import sys
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from sidestream.client.pulse import PULSE_S
 from sidestream.client.remote import RemoteClient
 from sidestream.errors import SidestreamError
 from sidestream.front_end import FrontEnd
@@ -57,6 +59,8 @@ def _serve(
     def on_ready(server: RunningServer) -> None:
         threading.Thread(target=wait_for_stop, args=(server,), name="sidestream-supervisor", daemon=True).start()
         client.listen()
+        client.request_metrics()
+        _keep_asking(asyncio.get_running_loop(), client)
         # Without its connection to the engine, this process stops after GRACE_S. If the engine still runs, the
         # supervisor then starts another API process.
         client.on_lost = threading.Timer(GRACE_S, server.stop).start
@@ -67,3 +71,9 @@ def _serve(
     with ThreadPoolExecutor(1, thread_name_prefix="sidestream-api") as thread:
         drained = thread.submit(serve, backend, config.options, listener=listener, on_ready=on_ready).result()
     return DRAINED if drained else ABORTED
+
+
+def _keep_asking(loop: asyncio.AbstractEventLoop, client: RemoteClient) -> None:
+    """Ask the engine every second whether it still answers."""
+    client.health()
+    loop.call_later(PULSE_S, _keep_asking, loop, client)

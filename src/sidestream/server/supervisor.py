@@ -17,6 +17,7 @@ from typing import Self
 import msgspec
 
 from sidestream.client.process import EngineProcess, how_it_ended, start_child
+from sidestream.client.pulse import silence
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server.control import ABORTED, GRACE_S, READY, STOP, ApiProcessConfig
 from sidestream.server.listen import bind_same_address
@@ -212,7 +213,12 @@ class Supervisor:
             ended.close()
 
     async def _watch_engine(self, engine: EngineProcess) -> None:
+        stalled = False
         while (ended := engine.ended()) is None:
+            if stalled != engine.stalled():
+                stalled = not stalled
+                said = f"{silence(engine.info.watchdog_timeout_s)}: is it stopped?" if stalled else "it answers again"
+                log.log(logging.CRITICAL if stalled else logging.WARNING, "engine process %d: %s", engine.pid, said)
             await asyncio.sleep(_WATCH_S)
         self._failure = ProcessFailed(f"the engine's process has ended: {ended}")
         if self._stopping:
