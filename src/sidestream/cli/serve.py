@@ -12,7 +12,6 @@ import logging
 import os
 import resource
 import shlex
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -79,16 +78,15 @@ def serve(
     finish, stores the KV and exits. Each further interrupt skips the current wait.
     """
     _check_processes(api_processes, single_process=single_process)
-    with on_stop_signal(_exit):  # first, because the start takes long
-        print_stacks()
-        start_logging(log_level)
-        prepare_model(model)
-        _check_packages()
-        engine = dataclasses.replace(engine, kv_events=events)
-        if single_process:
-            _serve_in_one_process(model, server, engine, watch)
-        else:
-            _serve(model, server, engine, watch, _default_api_processes() if api_processes is None else api_processes)
+    print_stacks()
+    start_logging(log_level)
+    prepare_model(model)
+    _check_packages()
+    engine = dataclasses.replace(engine, kv_events=events)
+    if single_process:
+        _serve_in_one_process(model, server, engine, watch)
+    else:
+        _serve(model, server, engine, watch, _default_api_processes() if api_processes is None else api_processes)
 
 
 def _check_processes(api_processes: int | None, *, single_process: bool) -> None:
@@ -195,11 +193,6 @@ def _print_ready(running: RunningServer, name: str, *, keyed: bool) -> None:
     )
     print(*lines, sep="\n", flush=True)
     log.info("ready %.1f s after the start of this process", process_age_s())
-
-
-def _exit(number: int) -> None:
-    """On a stop signal during the start: unwind the stack, so that the started processes end."""
-    sys.exit(128 + number)
 
 
 def _quit_at_once(clean_up: Callable[[], None], number: int) -> None:
