@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -416,6 +417,35 @@ def test_a_start_that_fails_raises_why_once_and_leaves_no_process(
     assert all(process.returncode is not None and is_gone(process.pid) for process in started)
     said = capfd.readouterr().err
     assert str(of_model) not in said and str(of_size) not in said
+
+
+NO_THREADS = """
+import _thread, sys, threading
+def refuse(*arguments):
+    raise RuntimeError("can't start new thread")
+def import_engine(name, *rest):
+    if name == "sidestream.loading":
+        threading._start_new_thread = refuse
+sys.meta_path.insert(0, type("Finder", (), {"find_spec": staticmethod(import_engine)}))
+"""
+
+
+def test_a_thread_that_the_system_refuses_is_an_error_with_its_limits(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_first(monkeypatch, NO_THREADS)
+    limits = (
+        r"the system refused a new thread or process; its limits: .*\d+ threads of this machine \(kernel.threads-max"
+    )
+    with pytest.raises(SidestreamError, match=limits):
+        AsyncLLM(directory, **SIZES)
+
+    def fork(*values: Any, **options: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(process_module.subprocess, "Popen", fork)
+    with pytest.raises(ConfigError, match=limits):
+        AsyncLLM(directory, **SIZES)
 
 
 def test_a_tokenizer_that_cannot_be_loaded_here_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

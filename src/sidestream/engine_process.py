@@ -15,6 +15,7 @@ from sidestream.client.messages import Failure, Progress, Reply, Start, Started,
 from sidestream.client.process import config_of
 from sidestream.errors import EngineStopped, SidestreamError
 from sidestream.frames import FrameEncoder
+from sidestream.system_limits import refused_threads_named
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ def main(descriptor: int) -> None:
         sys.exit(1)
     logging.basicConfig(level=start.log_level, **_layout(start))
     try:
-        serve(start, owner)
+        with refused_threads_named():
+            serve(start, owner)
     except SidestreamError as error:
         owner.send(Reply(0, Failure.of(error)))
         sys.exit(1)

@@ -25,6 +25,7 @@ from sidestream.models import load_model
 from sidestream.rank_processes import COLLECTIVE_S, threads_of_rank
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving
+from sidestream.system_limits import refused_threads_named
 from sidestream.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ def main(descriptor: int, *, on_device: OnDevice = leave_as_it_is) -> None:
         sys.exit(1)
     logging.basicConfig(level=begin.log_level, format=f"rank {begin.rank}: %(levelname)s %(name)s %(message)s")
     try:
-        follow(begin, link, on_device)
+        with refused_threads_named():
+            follow(begin, link, on_device)
     except BaseException as error:
         log.critical("rank %d of %d failed", begin.rank, begin.size, exc_info=error)
         kind = type(error).__name__ if isinstance(error, SidestreamError) else "ProcessFailed"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -23,6 +20,7 @@ from sidestream.device.group import Group, open_group
 from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, EngineStopped, ProcessFailed
 from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.owned_directory import OwnedDirectory
 from sidestream.ranks.leader import error_named
 from sidestream.ranks.link import SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving, ToLeader
@@ -87,7 +85,7 @@ class RankProcesses:
         """
         self.size = config.tensor_parallel
         self._program = program
-        self._directory = Path(tempfile.mkdtemp(prefix="sidestream-ranks-"))
+        self._directory = OwnedDirectory("sidestream-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._sockets: list[socket.socket] = []
         self._decoders: list[FrameDecoder] = []
@@ -101,7 +99,7 @@ class RankProcesses:
             for rank in range(1, self.size):
                 self._expect(rank, Arrived)
             self.group: Group = open_group(
-                self._directory,
+                self._directory.path,
                 rank=0,
                 size=self.size,
                 device=device,
@@ -166,19 +164,18 @@ class RankProcesses:
                 each.close()
             if hasattr(self, "group"):  # otherwise the start failed before the group existed
                 self.group.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
 
     def _start(self, rank: int, model: str, config: EngineConfig, device: torch.device) -> None:
-        ours, theirs = socket.socketpair()
         environment = {**self._program.environment, "OMP_NUM_THREADS": str(threads_of_rank(config))}
         if on_gpu(device):
             given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             names = (given or list(map(str, range(self.size))))[: self.size]
             # A rank's own GPU is its first one. It sees the others, to map their memory.
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[rank:] + names[:rank])
-        with theirs:
-            self._processes.append(start_child(self._program.module, theirs, environment=environment))
-        self._sockets.append(ours)
+        process, connection = start_child(self._program.module, environment=environment)
+        self._processes.append(process)
+        self._sockets.append(connection)
         self._decoders.append(decoder_of_reports())
         self._messages.append(deque())
         begin = Begin(
@@ -187,10 +184,10 @@ class RankProcesses:
             config=plain(config),
             rank=rank,
             size=self.size,
-            directory=str(self._directory),
+            directory=str(self._directory.path),
             log_level=logging.getLogger("sidestream").getEffectiveLevel(),
         )
-        ours.sendall(FrameEncoder().encode(begin))
+        connection.sendall(FrameEncoder().encode(begin))
 
     def _expect(self, rank: int, kind: type[ToLeader], *, timeout_s: float = _START_S) -> None:
         """Wait for a rank's next message. Raises its error, or ProcessFailed if it ended or sent nothing in time."""

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from sidestream.cli.declare import Group
 from sidestream.errors import InvariantError, ProcessFailed, RaceError, SidestreamError
+from sidestream.system_limits import refused_threads_named
 
 _BUGS = (InvariantError, RaceError)
 
@@ -38,7 +39,8 @@ class Commands(Group):
 def reported(*, debug: bool = False) -> Iterator[None]:
     """Turn expected exceptions of the block into a message and `typer.Exit`."""
     try:
-        yield
+        with refused_threads_named():
+            yield
         sys.stdout.flush()  # otherwise a closed pipe would print a traceback at the interpreter's exit
     except SidestreamError as error:
         if debug:

@@ -35,6 +35,7 @@ from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.frames import FrameEncoder
 from sidestream.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
+from sidestream.system_limits import thread_refused
 
 OnStage = Callable[[str, int, int], None]
 
@@ -82,21 +83,31 @@ def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[s
 
 
 def start_child(
-    module: str, connection: socket.socket, *, torch: bool = True, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a process that runs `module.main(descriptor)`, see `child_command`. It inherits `connection`, the socket
-    that ends it with this process, as `descriptor`.
+    module: str, *, torch: bool = True, environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process that runs `module.main(descriptor)`, see `child_command`. `descriptor` is its end of a socket
+    whose other end is returned. The process ends when that end is closed.
 
     environment   further environment variables
+
+    Raises ConfigError if the system refuses a new process.
     """
-    with stop_signals_blocked():  # until the child handles them
-        return subprocess.Popen(
-            child_command(module, connection.fileno(), torch=torch),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(connection.fileno(),),
-            env={**child_environment(), **(environment or {})},
-            process_group=0,  # Ctrl-C at the terminal reaches the owner only
-        )
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, stop_signals_blocked():  # until the child handles them
+            process = subprocess.Popen(
+                child_command(module, theirs.fileno(), torch=torch),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**child_environment(), **(environment or {})},
+                process_group=0,  # Ctrl-C at the terminal reaches the owner only
+            )
+    except BaseException as error:
+        ours.close()
+        if isinstance(error, BlockingIOError):
+            raise thread_refused() from error
+        raise
+    return process, ours
 
 
 def run_child(module: str, descriptor: int, *, torch: bool) -> None:
@@ -170,9 +181,7 @@ class EngineProcess:
         self._reply: Reply | None = None
         self._failed: Status | None = None
         self._pulse = Pulse(lambda: self._send(Ping()))
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_child("sidestream.engine_process", theirs)
+        self._process, self._control = start_child("sidestream.engine_process")
         try:
             self._send(_start(model, config, timeline, check_order))
             self.info = self._wait_for_start(progress, on_stage)

@@ -49,6 +49,7 @@ from sidestream.models.weights import (
     pack_linears,
     stored_dtype_and_bytes,
 )
+from sidestream.system_limits import refused_threads_named
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ def naming_model(name: str) -> Iterator[None]:
     ProcessFailed passes through.
     """
     try:
-        with quiet_transformers():
+        with quiet_transformers(), refused_threads_named():
             yield
     except ConfigError as error:
         raise ModelError(f"model {name}: {error}") from error

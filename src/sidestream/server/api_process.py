@@ -20,6 +20,7 @@ from sidestream.front_end import FrontEnd
 from sidestream.garbage import freeze_gc_heap
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
 from sidestream.server.run import RunningServer, serve
+from sidestream.system_limits import refused_threads_named
 from sidestream.tokenizer import Tokenizer
 
 log = logging.getLogger("sidestream.server")
@@ -35,7 +36,8 @@ def main(descriptor: int) -> None:
     logging.basicConfig(level=config.log_level, format=config.log_format, datefmt=config.log_dates)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        supervisor.sendall(_serve(supervisor, config, *map(_socket, descriptors)))
+        with refused_threads_named():
+            supervisor.sendall(_serve(supervisor, config, *map(_socket, descriptors)))
     except SidestreamError as error:
         log.error("an API process cannot serve: %s", error)
         sys.exit(1)

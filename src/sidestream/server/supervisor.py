@@ -47,9 +47,7 @@ class _ApiProcess:
     def __init__(self) -> None:
         self.ready = False
         self._configured = False
-        self.control, theirs = socket.socketpair()
-        with theirs:
-            self._process = start_child("sidestream.server.api_process", theirs, torch=False)
+        self._process, self.control = start_child("sidestream.server.api_process", torch=False)
         self.pid = self._process.pid
 
     def configure(self, config: bytes, engine: EngineProcess, listener: socket.socket) -> None:
