@@ -7,6 +7,8 @@ import json
 import pytest
 
 from sidestream.testing.mutations import applied, find
+from sidestream.testing.torture import hunt_device, torture_device
+from sidestream.testing.torture.hardware import WORLDS
 
 from .conftest import Run
 
@@ -69,6 +71,21 @@ def test_figures_say_how_many_blocks_moved_and_that_none_was_wrong(run: Run) -> 
     assert figures["torture_blocks"]["bound"] == "at least 500"
     assert figures["torture_wrong"]["value"] == figures["findings"]["value"] == 0
     assert all(figure["holds"] is not False for figure in report["figures"])
+
+
+def test_progress_is_reported_before_the_first_round_of_transfers_ends() -> None:
+    reports: list[tuple[int, str]] = []
+    torture_device("cpu", blocks=200, worlds=WORLDS[:1], tell=lambda done, text: reports.append((done, text)))
+    before = [text for done, text in reports if done == 0]
+    assert before[0] == f"{WORLDS[0].name}, 0 not compared yet"
+    assert len(set(before)) > 2
+    with pytest.raises(InterruptedError):
+        hunt_device("cpu", tell=interrupt)
+
+
+def interrupt(done: int, text: str) -> None:
+    assert text == f"the unmodified code, {WORLDS[0].name}"
+    raise InterruptedError
 
 
 def test_ranks_in_processes_transfer_blocks_and_answer_right(run: Run) -> None:

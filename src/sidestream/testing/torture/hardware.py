@@ -194,7 +194,7 @@ def torture_device(
     """Transfer `blocks` blocks and compare each with its pattern. Stops after the first round with an error. Blocks.
 
     check_order   attach the checker, which makes the test several times slower
-    tell          receives the number of blocks so far
+    tell          receives the number of compared blocks so far, and in words what is being done
 
     Raises ConfigError when the device does not exist, and any error that ends the transfer engine.
     """
@@ -206,10 +206,14 @@ def torture_device(
     for index, world in enumerate(worlds):
         until = blocks * (index + 1) // len(worlds)
         checker = Checker(allowed_waits=frozenset({"torture"})) if check_order else None
+
+        def tell_moved(moved: int, world: World = world) -> None:
+            tell(tally.blocks, f"{world.name}, {moved:,} not compared yet")
+
+        tell_moved(0)
         with _traffic(kind, world, seed=seed + index, tally=tally, checker=checker) as traffic:
             while tally.blocks < until and not tally.wrong:
-                traffic.round(min(_round_blocks(kind), 2 * (until - tally.blocks)))
-                tell(tally.blocks, world.name)
+                traffic.round(min(_round_blocks(kind), 2 * (until - tally.blocks)), tell_moved)
         if checker is not None:
             objections += [str(finding) for finding in (*checker.findings, *checker.check_idle())]
         if tally.wrong or objections:
@@ -237,6 +241,7 @@ def hunt_device(
             raise ConfigError(unknown_name("mutation for a device", mutation.name, ON_HARDWARE))
         changed_functions(mutation)  # a mutation that does not match the code must fail now, not half an hour later
     for index, world in enumerate(WORLDS):
+        tell(0, f"the unmodified code, {world.name}")
         if said := _run_late(kind, world, seed=seed + index, tally=Tally(), abrupt=True, rounds=1):
             raise InvariantError(f"the unmodified code fails: {said}: results with mutations would mean nothing")
     found: list[Missed] = []

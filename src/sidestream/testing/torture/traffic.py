@@ -231,14 +231,17 @@ class Traffic:
         self._progress_s = time.monotonic()
         self.broken_off = False
 
-    def round(self, blocks: int) -> None:
+    def round(self, blocks: int, tell: Callable[[int], None] = lambda moved: None) -> None:
         """Transfer about this many blocks, wait for all transfers, and check all bytes. Raises DeviceError when no
         request ends for `patience_s`, and any error of the rig.
+
+        tell   receives the number of blocks so far
         """
         self._round += 1
         self._moved = 0
         while self._moved < blocks and self._patterns.looks_left > 2 * (_CROWD + _RUNS):
             self._step()
+            tell(self._moved)
         self._settle()
         self._checks.judge(self._where, self._streams[0], self._runs, self._generation)
         self._loading.clear()
