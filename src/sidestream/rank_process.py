@@ -19,13 +19,13 @@ from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.group import open_group
 from sidestream.device.kinds import on_gpu
+from sidestream.device.thread_limits import refused_threads_named
 from sidestream.engine.build import build_follower
 from sidestream.errors import ProcessFailed, SidestreamError
 from sidestream.models import load_model
 from sidestream.rank_processes import COLLECTIVE_S, threads_of_rank
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving
-from sidestream.system_limits import refused_threads_named
 from sidestream.version import VERSION
 
 log = logging.getLogger(__name__)

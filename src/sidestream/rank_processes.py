@@ -20,10 +20,10 @@ from sidestream.device.group import Group, open_group
 from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, EngineStopped, ProcessFailed
 from sidestream.frames import FrameDecoder, FrameEncoder
-from sidestream.owned_directory import OwnedDirectory
 from sidestream.ranks.leader import error_named
 from sidestream.ranks.link import SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving, ToLeader
+from sidestream.ranks.owned_directory import OwnedDirectory
 from sidestream.version import VERSION
 
 log = logging.getLogger(__name__)

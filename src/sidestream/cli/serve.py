@@ -23,11 +23,11 @@ from sidestream.cli.loading import LOG_FORMAT, prepare_model, start, start_loggi
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
 from sidestream.cli.progress import Steps
 from sidestream.cli.server_options import kv_events_config, server_options
+from sidestream.client.signals import on_stop_signal, print_stacks
 from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.device.machine import process_age_s
 from sidestream.errors import ConfigError
 from sidestream.server.options import ServerOptions
-from sidestream.signals import on_stop_signal, print_stacks
 
 if TYPE_CHECKING:
     from sidestream.async_llm import AsyncLLM

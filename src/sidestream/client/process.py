@@ -31,11 +31,11 @@ from sidestream.client.messages import (
     decoder_of_outputs,
 )
 from sidestream.client.pulse import PULSE_S, Pulse
+from sidestream.client.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
 from sidestream.config import EngineConfig
+from sidestream.device.thread_limits import thread_refused
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.frames import FrameEncoder
-from sidestream.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
-from sidestream.system_limits import thread_refused
 
 OnStage = Callable[[str, int, int], None]
 
@@ -220,7 +220,7 @@ class EngineProcess:
         self._read_received()
         with contextlib.suppress(OSError):  # the process has ended
             self._pulse.ask()
-        return self._pulse.silent_s > self.info.watchdog_timeout_s
+        return self._pulse.is_silent(self.info.watchdog_timeout_s, self._read_received)
 
     def why_gone(self) -> str:
         """Call this after the connection was lost: a text that says how the process ended. Waits up to half a second
@@ -272,7 +272,7 @@ class EngineProcess:
                     pass
                 if self._reply is None:  # afterwards it answers no more, and may take seconds to free its memory
                     self._pulse.ask()
-                    if self._pulse.silent_s > _SILENCE_S:
+                    if self._pulse.is_silent(_SILENCE_S):
                         return f"it did not answer for {_SILENCE_S:g} s and was killed"
             else:
                 return f"it did not end within {timeout_s:g} s and was killed"

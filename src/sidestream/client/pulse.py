@@ -28,12 +28,14 @@ class Pulse:
             self._unheard_since_s, self._next_s = now_s, now_s + PULSE_S
             self._send_ping()
 
-    @property
-    def silent_s(self) -> float:
-        """Seconds for which nothing has come although an answer is due. Before you act on it, read what has come: this
-        process itself may have been stopped.
+    def is_silent(self, timeout_s: float, read: Callable[[], None] = lambda: None) -> bool:
+        """Whether nothing has come for `timeout_s` although an answer is due. Calls `read`, which reads what has come,
+        before it returns True: this process itself may have been stopped.
         """
-        return 0.0 if self._unheard_since_s is None else time.monotonic() - self._unheard_since_s
+        if self._unheard_s <= timeout_s:
+            return False
+        read()
+        return self._unheard_s > timeout_s
 
     def heard(self) -> None:
         """Something has come, which may have been sent before the `Ping` arrived."""
@@ -43,6 +45,10 @@ class Pulse:
     def answered(self) -> None:
         """The answer has come."""
         self._unheard_since_s = None
+
+    @property
+    def _unheard_s(self) -> float:
+        return 0.0 if self._unheard_since_s is None else time.monotonic() - self._unheard_since_s
 
 
 def silence(timeout_s: float) -> str:

@@ -178,22 +178,16 @@ class RemoteClient:
     # ------------------------------------------------------------------ the engine
 
     def health(self) -> Health:
-        """Whether the engine serves. It counts as stalled when its process has not answered for `watchdog_timeout_s`.
-        Each call may ask it, so call this again and again. If no event loop reads the socket, this reads the received
-        messages first.
-        """
+        """Whether the engine serves, or its process does not answer. Asks it at most once a second."""
         if not self._closed and (self._loop is None or not self._loop.is_running()):
-            self._read()
+            self._read()  # because no event loop does
         if not self._closed:
             self._pulse.ask()
         return self._known_health()
 
     def _known_health(self) -> Health:
-        timeout_s = self.info.watchdog_timeout_s
-        if not self._closed and self._pulse.silent_s > timeout_s:
-            self._read()  # this process may have been stopped, too
-            if self._health.status == "ok" and self._pulse.silent_s > timeout_s:
-                return Health("stalled", silence(timeout_s))
+        if not self._closed and self._pulse.is_silent(timeout_s := self.info.watchdog_timeout_s, self._read):
+            return Health("stalled", silence(timeout_s)) if self._health.status == "ok" else self._health
         return self._health
 
     def count(self, name: str, value: float, *labels: str) -> None:
@@ -202,25 +196,19 @@ class RemoteClient:
             self._send(Count(name, value, labels))
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
-        """A copy of all values. If the engine's process does not answer within `_METRICS_S`, the last known values,
-        with their age as the gauge `metrics_age_seconds`. Raises EngineStopped.
-        """
+        """A copy of all values or, if none come within `_METRICS_S`, the last known ones. Raises EngineStopped."""
         try:
             async with asyncio.timeout(_METRICS_S):
                 reply = await self._call("metrics")
-        except (TimeoutError, EngineStopped) as error:
+        except (TimeoutError, EngineStopped):
             if self._closed:
                 raise
-            if self._known_metrics is None:
-                raise EngineStopped("the engine's process does not answer, and has sent no metrics yet") from error
-            came_s, snapshot = self._known_metrics
-            aged = {**snapshot.values, "metrics_age_seconds": [((), time.monotonic() - came_s)]}
-            return _metrics(msgspec.structs.replace(snapshot, values=aged))
+            return _last_known(self._known_metrics)
         assert reply.snapshot is not None
         return _metrics(reply.snapshot)
 
     def request_metrics(self) -> None:
-        """Ask for metrics, so that some are known if the engine hangs later. Does not wait."""
+        """Ask for metrics without a wait, so that some are known if the engine hangs later."""
         self._send(Call(next(self._call_numbers), "metrics"))
 
     async def flush(self, *, timeout_s: float) -> bool:
@@ -435,3 +423,12 @@ def _metrics(snapshot: Snapshot) -> MetricsSnapshot:
             for name, series in snapshot.histograms.items()
         },
     )
+
+
+def _last_known(known: tuple[float, Snapshot] | None) -> MetricsSnapshot:
+    """Metrics and when they came, with their age as a gauge."""
+    if known is None:
+        raise EngineStopped("the engine's process does not answer, and has sent no metrics yet")
+    came_s, snapshot = known
+    aged = {**snapshot.values, "metrics_age_seconds": [((), time.monotonic() - came_s)]}
+    return _metrics(msgspec.structs.replace(snapshot, values=aged))

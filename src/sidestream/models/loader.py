@@ -22,6 +22,7 @@ from sidestream.checkpoint_files import CONFIG
 from sidestream.config import default_block_tokens, unknown_name
 from sidestream.device.group import Group
 from sidestream.device.kinds import CPU, on_gpu, on_host
+from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import ConfigError, ModelError, ProcessFailed
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
@@ -49,7 +50,6 @@ from sidestream.models.weights import (
     pack_linears,
     stored_dtype_and_bytes,
 )
-from sidestream.system_limits import refused_threads_named
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import msgspec
 
 from sidestream.client.pulse import PULSE_S
 from sidestream.client.remote import RemoteClient
+from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import SidestreamError
 from sidestream.front_end import FrontEnd
 from sidestream.garbage import freeze_gc_heap
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
 from sidestream.server.run import RunningServer, serve
-from sidestream.system_limits import refused_threads_named
 from sidestream.tokenizer import Tokenizer
 
 log = logging.getLogger("sidestream.server")

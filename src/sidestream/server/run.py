@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from sidestream.client.signals import on_stop_signal
 from sidestream.server.app import create_app
 from sidestream.server.backend import Backend
 from sidestream.server.cancellation import CallbackEvent
@@ -22,7 +23,6 @@ from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
-from sidestream.signals import on_stop_signal
 
 log = logging.getLogger("sidestream.server")
 

@@ -18,12 +18,12 @@ import msgspec
 
 from sidestream.client.process import EngineProcess, how_it_ended, start_child
 from sidestream.client.pulse import silence
+from sidestream.client.signals import on_stop_signal
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server.control import ABORTED, GRACE_S, READY, STOP, ApiProcessConfig
 from sidestream.server.listen import bind_same_address
 from sidestream.server.options import ServerOptions
 from sidestream.server.run import RunningServer, running_server
-from sidestream.signals import on_stop_signal
 
 log = logging.getLogger("sidestream.server")
 
@@ -83,7 +83,11 @@ class _ApiProcess:
         with contextlib.suppress(OSError):  # the process has ended
             self.control.send(STOP)
         if not self.ready:  # it may listen already, and have requests
-            asyncio.get_running_loop().call_later(_READY_S, lambda: self.ready or self._process.kill())
+            asyncio.get_running_loop().call_later(_READY_S, self._kill_if_not_ready)
+
+    def _kill_if_not_ready(self) -> None:
+        if not self.ready:
+            self._process.kill()
 
     def kill_if_running(self) -> None:
         """If the process has not ended, log an error and kill it."""

@@ -233,9 +233,7 @@ class Traffic:
 
     def round(self, blocks: int, tell: Callable[[int], None] = lambda moved: None) -> None:
         """Transfer about this many blocks, wait for all transfers, and check all bytes. Raises DeviceError when no
-        request ends for `patience_s`, and any error of the rig.
-
-        tell   receives the number of blocks so far
+        request ends for `patience_s`, and any error of the rig. `tell` receives the number of blocks so far.
         """
         self._round += 1
         self._moved = 0

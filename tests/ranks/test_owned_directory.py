@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.owned_directory import OwnedDirectory
+from sidestream.ranks.owned_directory import OwnedDirectory
 
 OWNER = """
-from sidestream.owned_directory import OwnedDirectory
+from sidestream.ranks.owned_directory import OwnedDirectory
 print(OwnedDirectory("sidestream-ranks-").path, flush=True)
 input()
 """
