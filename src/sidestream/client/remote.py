@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -430,5 +429,5 @@ def _last_known(known: tuple[float, Snapshot] | None) -> MetricsSnapshot:
     if known is None:
         raise EngineStopped("the engine's process does not answer, and has sent no metrics yet")
     came_s, snapshot = known
-    aged = {**snapshot.values, "metrics_age_seconds": [((), time.monotonic() - came_s)]}
-    return _metrics(msgspec.structs.replace(snapshot, values=aged))
+    age: list[tuple[tuple[str, ...], float]] = [((), time.monotonic() - came_s)]
+    return _metrics(Snapshot({**snapshot.values, "metrics_age_seconds": age}, snapshot.histograms))

@@ -77,7 +77,7 @@ class StepLoop:
         """The main function of the engine thread: run steps until `stop`. An error ends the engine (`fail`)."""
         try:
             while not self._stopping:
-                self.watchdog.begin()
+                self.watchdog.watch()
                 if not self.step() and not self._stopping:
                     self._idle()
                 self._gauges.update()
@@ -219,9 +219,9 @@ class StepLoop:
         else:
             self._gauges.update(force=True)
             patience_s = None if self._rested else _REST_AFTER_S
-        self.watchdog.rest()
+        self.watchdog.pause()
         rung = parts.inbox.bell.wait(patience_s)
-        self.watchdog.begin()
+        self.watchdog.watch()
         self._rested = not busy and not rung
         if self._rested:
             parts.device.rest()

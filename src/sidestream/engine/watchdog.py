@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Measures the turn of the engine thread that has not ended. The engine thread calls `begin` and `rest`, any thread
-    `judge`.
+    """Measures the turn of the engine thread that has not ended. The engine thread calls `watch` and `pause`, any
+    thread calls `judge`.
 
     timeout_s  seconds after which a turn counts as hanging
     """
@@ -24,11 +24,11 @@ class Watchdog:
         self._began_s: float | None = None
         self._stalled = False  # as logged
 
-    def begin(self) -> None:
+    def watch(self) -> None:
         """A turn begins."""
         self._began_s = self._clock()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """The turn has ended, and the next one has not begun."""
         self._began_s = None
 

@@ -169,7 +169,7 @@ class Supervisor:
         def on_one_ready(index: int) -> None:
             if index in not_ready:
                 not_ready.remove(index)
-                if not not_ready:
+                if not not_ready and not self._stopping:
                     on_ready(running_server(self._listeners[0], self._options, stop))
 
         watch = asyncio.create_task(self._watch_engine(engine))
