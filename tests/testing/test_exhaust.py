@@ -148,8 +148,21 @@ def test_a_program_that_does_something_else_each_time_is_refused() -> None:
         for number in range(2 + len(runs) % 2):
             device.stream(f"stream {number}").submit(lambda: None, label="work")
 
-    with pytest.raises(ConfigError, match="it depends on something else"):
+    with pytest.raises(ConfigError, match="the program depends on something else"):
         exhaust(program)
+
+
+def test_a_program_whose_only_order_differs_in_the_second_run_is_refused() -> None:
+    runs = list[int]()
+
+    def once_alone(device: SimDevice) -> None:
+        runs.append(1)
+        for number in range(min(len(runs), 2)):
+            own = device.allocate(f"memory {number}", 1).data
+            device.stream(f"stream {number}").submit(partial(own.fill_, 1), writes=[own], label="work")
+
+    with pytest.raises(ConfigError, match=r"differs when it runs again: .* decisions instead of"):
+        exhaust(once_alone)
 
 
 @pytest.mark.parametrize("wrong", [{"limit": 0}, {"patience": 0}])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 from sidestream.device.sim import SimDevice
 from sidestream.errors import ConfigError
-from sidestream.testing.explore import Rules, explore, replay
+from sidestream.testing.exhaust import exhaust
+from sidestream.testing.explore import Program, Rules, explore, replay
 
 
 def store(device: SimDevice, *, waits: bool) -> None:
@@ -225,6 +227,7 @@ def test_the_host_waits_for_the_reasons_that_the_rules_name_only() -> None:
     late = ("late",)
     found = explore(flush, policies=late).found
     assert found is not None and found.problem.kind == ("checker", "stall")
+    assert "waited for the reason `flush` (host" in found.problem.text and "`Rules.waits`" in found.problem.text
     assert explore(flush, policies=late, schedules=3, rules=Rules(waits=("flush",))).found is None
 
 
@@ -237,6 +240,58 @@ def test_a_program_that_an_earlier_run_has_changed_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="does not fail again with assertion: only the first run fails"):
         explore(once)
+
+
+@pytest.mark.parametrize("differs", [lambda run: run % 2, lambda run: run > 5])
+def test_a_program_whose_second_run_differs_is_refused_without_a_finding(differs: Callable[[int], bool]) -> None:
+    """One program alternates, the other changes after its fifth run: its first schedule runs again after the last."""
+    runs = list[int]()
+
+    def changing(device: SimDevice) -> None:
+        runs.append(1)
+        device.stream("copies").submit(lambda: None, label="long" if differs(len(runs)) else "short")
+
+    with pytest.raises(ConfigError, match=r"submits copies:1 `(long|short)` instead of .* an earlier run has changed"):
+        explore(changing, schedules=10)
+
+
+def nothing_declared(device: SimDevice) -> None:
+    kv = device.allocate("kv", 64).data
+    device.stream("compute").submit(partial(kv.fill_, 1), label="step")
+
+
+def another_memory_declared(device: SimDevice) -> None:
+    kv, other = device.allocate("kv", 64).data, device.allocate("other", 64).data
+    device.stream("compute").submit(partial(kv.fill_, 1), writes=[other], label="step")
+
+
+def producer_undeclared(device: SimDevice) -> None:
+    """The producer and its consumer race, and only the consumer declares what it touches."""
+    kv, out = device.allocate("kv", 64).data, device.allocate("out", 64).data
+    device.stream("compute").submit(partial(kv.fill_, 1), label="step")
+    device.stream("store").submit(partial(out.copy_, kv), reads=[kv], writes=[out], label="store")
+
+
+@pytest.mark.parametrize("program", [nothing_declared, another_memory_declared, producer_undeclared])
+def test_a_write_that_its_work_does_not_declare_is_a_finding_in_every_schedule(program: Program) -> None:
+    for policy in ("random", "late", "early"):
+        kinds = [problem.kind for problem in replay(program, policy).problems]
+        assert ("checker", "undeclared") in kinds
+    assert explore(program).found is not None
+    assert exhaust(program).problem is not None
+
+
+def test_a_read_that_its_work_does_not_declare_has_a_wrong_result() -> None:
+    def program(device: SimDevice) -> None:
+        kv, out = device.allocate("kv", 64).data, device.allocate("out", 64).data
+        compute = device.stream("compute")
+        compute.submit(partial(kv.fill_, 1), writes=[kv], label="step")
+        device.wait_host(compute.submit(partial(out.copy_, kv), writes=[out], label="store"), reason="step")
+        device.host_touched(reads=[out], label="compare")
+        assert out.tolist() == [1] * 64
+
+    found = explore(program).found
+    assert found is not None and found.problem.oracle == "assertion"
 
 
 def test_numbers_and_policies_out_of_range_are_errors() -> None:

@@ -35,7 +35,17 @@ from sidestream.device.sim.turns import Actor
 from sidestream.errors import ConfigError
 from sidestream.testing import shadow
 from sidestream.testing.checker import Checker
-from sidestream.testing.explore import DEFAULT_RULES, Problem, Program, Rules, Run, run_program, shrink
+from sidestream.testing.explore import (
+    DEFAULT_RULES,
+    DEPENDS,
+    Problem,
+    Program,
+    Rules,
+    Run,
+    check_repeats,
+    run_program,
+    shrink,
+)
 from sidestream.testing.trace import Recorder, TraceLine
 from sidestream.types import Access, Accesses, Fence
 
@@ -87,12 +97,15 @@ def exhaust(
     """
     if limit < 1 or patience < 1:
         raise ConfigError(f"limit is {limit}, patience {patience}: give whole numbers from 1")
-    schedules = 0
+    schedules, first = 0, None
     for schedules, run in enumerate(all_orders(program, patience=patience, rules=rules), 1):
+        first = first or run
         if run.problems:
             return Exhaustion(schedules, False, run.problems[0], shrink(program, run, rules)[0])
         if schedules == limit:
             return Exhaustion(limit, False)
+    if first is not None:
+        check_repeats(program, first, rules)
     return Exhaustion(schedules, True)
 
 
@@ -182,7 +195,7 @@ class _Search:
 
         run = run_program(watched, self, rules=rules, make_recorder=partial(_Footprints, self))
         if self._depth < len(self._path):
-            raise ConfigError(f"the program made {self._depth} decisions, and {len(self._path)} before: {_DIFFERS}")
+            raise ConfigError(f"the program made {self._depth} decisions, and {len(self._path)} before: {DEPENDS}")
         return run
 
     def go_on(self) -> bool:
@@ -213,7 +226,7 @@ class _Search:
         if self._depth < len(self._path):
             node = self._path[self._depth]
             if node.able != able:
-                raise ConfigError(f"{able} could run at decision {self._depth}, and {node.able} before: {_DIFFERS}")
+                raise ConfigError(f"{able} could run at decision {self._depth}, and {node.able} before: {DEPENDS}")
         else:
             first = last.actor if last.actor in awake and last.actor in choice.able else awake[0]
             node = _Node(able, first, {first} if self._reduce else set(able), dict(self._sleep))
@@ -344,9 +357,6 @@ class _Search:
             node.todo.update(node.able)
         elif not node.todo.intersection(possible):
             node.todo.add(step.actor if step.actor in possible else possible[0])
-
-
-_DIFFERS = "it depends on something else, such as a clock, or objects that an earlier run has changed"
 
 
 def _join(clock: dict[str, int], other: dict[str, int]) -> None:

@@ -18,6 +18,7 @@ import random
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from sidestream.device.sim import Deadlock, Policy, SimDevice, make_policy
@@ -26,6 +27,7 @@ from sidestream.errors import ConfigError
 from sidestream.testing import shadow
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding
+from sidestream.testing.guard import Guard
 from sidestream.testing.steering import Watched, minimise
 from sidestream.testing.trace import Recorder, TraceLine, explain, render
 from sidestream.types import Fence
@@ -35,6 +37,7 @@ Program = Callable[[SimDevice], object]
 SCHEDULES = 300
 """Default number of schedules of `explore`."""
 
+DEPENDS = "the program depends on something else, such as a clock, or objects that an earlier run has changed"
 _SHRINK_RUNS = 200
 shadow.hide_frames_of(__file__)
 
@@ -168,18 +171,22 @@ def explore(
 
     The policies take turns (see `sidestream.device.sim.policies`). The default is random, late, early, PCT
     (probabilistic concurrency testing) of depth 2 and 3, and one policy for each stream or thread that runs it as late
-    as possible. Schedule `n` has seed `seed + n`. The result depends only on the arguments, if the program itself is
-    deterministic.
+    as possible. Schedule `n` has seed `seed + n`. The result depends only on the arguments. To make sure of that, a
+    failing schedule is run again, and without one the first schedule: directly after itself, and after the last.
 
-    Raises ConfigError for an unknown policy, a number out of range, or a program that fails differently each time.
+    Raises ConfigError for an unknown policy, a number out of range, or a program whose second run differs.
     """
     if schedules < 1:
         raise ConfigError(f"schedules is {schedules}: give a whole number from 1")
+    first: Run | None = None
     for number, (policy, run) in enumerate(_schedules(program, schedules, seed, policies, rules)):
+        first = first or run
         if run.problems:
             shrunk, runs = shrink(program, run, rules)
             found = Found(number + 1, policy, seed + number, run.problems[0], shrunk.turns, shrunk, runs)
             return Exploration(number + 1, found)
+        if number in (0, schedules - 1):
+            check_repeats(program, first, rules)
     return Exploration(schedules, None)
 
 
@@ -207,7 +214,8 @@ def run_program(
     trace: bool = False,
     make_recorder: Callable[[Checker, Callable[[], str], list[TraceLine] | None], Recorder] = Recorder,
 ) -> Run:
-    """Run `program` once on a new device, run its unfinished work to the end, and apply the oracles.
+    """Run `program` once on a new device, run its unfinished work to the end, and apply the oracles. A guard verifies
+    the accesses that work declares.
 
     Never raises for an error of the program, except for an interrupt.
     """
@@ -222,7 +230,7 @@ def run_program(
     checker = Checker(poison=poison, allowed_waits=frozenset(rules.waits))
     recorder = make_recorder(checker, actor, lines if trace else None)
     watched = Watched(policy)
-    device = SimDevice(watched, tracer=recorder)
+    device = SimDevice(watched, tracer=recorder, guard=Guard(checker))
     device.sticky = rules.sticky
     raised: list[Problem] = []
     try:
@@ -245,17 +253,32 @@ def run_program(
 def _schedules(
     program: Program, schedules: int, seed: int, policies: Sequence[str], rules: Rules
 ) -> Iterator[tuple[str, Run]]:
-    """Run the schedules one by one; yields policy and run of each. The default policies depend on the stream names and
-    the number of decisions of earlier runs.
+    """Run the schedules one by one; yields policy and run of each, the first run with its events. The default policies
+    depend on the stream names and the number of decisions of earlier runs.
     """
     for number in range(schedules):
         policy = policies[number % len(policies)] if policies else "random"
-        run = replay(program, policy, seed + number, rules=rules, trace=False)
+        run = replay(program, policy, seed + number, rules=rules, trace=number == 0)
         if not policies:
             length = max(run.decisions, 1)
             starving = (f"starve:{name}" for name in run.actors if name != HOST)
             policies = ("random", "late", "early", f"pct:2:{length}", f"pct:3:{length}", *starving)
         yield policy, run
+
+
+def check_repeats(program: Program, run: Run, rules: Rules) -> None:
+    """Run the schedule of `run` again. Raises ConfigError if a decision, an event or a problem differs."""
+    again = replay(program, run.turns, rules=rules, trace=bool(run.lines))
+    if again == run:
+        return
+    if again.problems:
+        differs = f"it ends with {again.problems[0]}"
+    elif pair := next((pair for pair in zip_longest(run.lines, again.lines) if pair[0] != pair[1]), None):
+        texts = [f"`{line.actor}` {line.text}" if line is not None else "nothing" for line in pair]
+        differs = f"{texts[1]} instead of {texts[0]}"
+    else:
+        differs = f"{again.decisions} decisions instead of {run.decisions}"
+    raise ConfigError(f"the same schedule differs when it runs again: {differs}: {DEPENDS}")
 
 
 def shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
@@ -276,10 +299,7 @@ def shrink(program: Program, run: Run, rules: Rules) -> tuple[Run, int]:
 
     turns = sorted(run.turns.items())
     if not fails(turns):
-        raise ConfigError(
-            f"the same schedule does not fail again with {run.problems[0]}: the program depends on something else, "
-            "such as a clock, or objects that an earlier run has changed"
-        )
+        raise ConfigError(f"the same schedule does not fail again with {run.problems[0]}: {DEPENDS}")
     shrunk = replay(program, dict(minimise(turns, fails)), rules=rules)
     return shrunk, _SHRINK_RUNS - left
 

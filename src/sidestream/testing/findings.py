@@ -82,7 +82,8 @@ class Report:
             if cell.write is None
             else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
         )
-        self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, accesses=("reads",))
+        message = f"{op} reads {_bytes(where)}, which no work {since} (declare a write of the host with host_touched)"
+        self._add("unwritten", message, where, op, accesses=("reads",))
 
     def withdraw_unwritten(self, op: Op) -> None:
         """Take back that `op` read bytes that were not written, because it failed: nothing comes of what it read. Such
@@ -188,8 +189,12 @@ class Report:
 
     def stall(self, op: Op, allowed: frozenset[str]) -> None:
         """Report that the host was blocked by `op`."""
-        only = ", ".join(sorted(allowed)) or "nothing"
-        self._add("stall", f"the host was blocked by {op}; it may be blocked by: {only}", ("", 0, 0), op)
+        only = ", ".join(f'"{reason}"' for reason in sorted(allowed)) or "none"
+        message = (
+            f"the host waited for the reason {op}; allowed reasons: {only} "
+            "(others: `Rules.waits` of explore, `allowed_waits` of Checker)"
+        )
+        self._add("stall", message, ("", 0, 0), op)
 
     def leak(self, pool: Pool, held: Sequence[Item]) -> Finding | None:
         """Report that ids of a pool are still leased at the end. Returns None if `max_findings` is reached."""
