@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sidestream.testing.torture.campaign import SCHEDULES_PER_WORKLOAD
+from sidestream.testing.torture.campaign import num_workloads
 
 
 def campaign_table(reports: Sequence[Mapping[str, Any]]) -> str:
@@ -25,15 +25,22 @@ def campaign_table(reports: Sequence[Mapping[str, Any]]) -> str:
         figures = {figure["name"]: figure["value"] for figure in report["figures"]}
         environment = report["environment"]
         schedules, findings = schedules + figures["schedules"], findings + figures["findings"]
-        next_free = int(seed) + -(-figures["schedules"] // SCHEDULES_PER_WORKLOAD)
+        next_free = int(seed) + num_workloads(figures["schedules"])
         rate = f"{figures['schedules_per_minute']:.0f}"
-        machine = f"{environment['cpu']}, {environment['cores']} cores, {environment['date']}"
+        machine = f"{cpu_of(environment)}, {environment['date']}"
         lines.append(
             f"| {seed} | {minutes} | {workers} | {figures['schedules']:,} | {figures['findings']} | {rate} | "
             f"{machine} |"
         )
     lines.append(f"| all | | | {schedules:,} | {findings} | | |")
     return "\n".join([*lines, ""])
+
+
+def cpu_of(environment: Mapping[str, Any]) -> str:
+    """The machine's CPU and, in results since 2026-11-28, its speed: milliseconds for a fixed Python loop."""
+    loop_ms = environment.get("python_loop_ms")
+    speed = "" if loop_ms is None else f" (Python loop {loop_ms:.0f} ms)"
+    return f"{environment['cpu']}, {environment['cores']} cores{speed}"
 
 
 def _option(report: Mapping[str, Any], name: str) -> str:

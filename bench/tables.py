@@ -27,7 +27,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from campaigns import campaign_table
+from campaigns import campaign_table, cpu_of
 from hazards import hazard_table
 from mutants import mutant_table
 from races import race_table
@@ -79,7 +79,7 @@ def selected_table(rows: str) -> str:
         report = _report(name)
         figure = {figure["name"]: figure for figure in report["figures"]}[wanted]
         environment = report["environment"]
-        machine = environment.get("gpu") or f"{environment['cpu']}, {environment['cores']} cores"
+        machine = environment.get("gpu") or cpu_of(environment)
         lines.append(f"| {words} | {_value(figure)} | {figure['bound'] or ''} | {_holds(figure)} | {machine} |")
     return "\n".join([*lines, ""])
 
@@ -126,10 +126,7 @@ def _holds(figure: dict[str, Any]) -> str:
 def _machine(report: dict[str, Any]) -> str:
     e = report["environment"]
     gpu = f"{e['gpu']}, " if "gpu" in e else ""
-    return (
-        f"{gpu}{e['cpu']}, {e['cores']} cores, torch {e['torch']}, transformers {e['transformers']}, "
-        f"{e['model']}, {e['date']}"
-    )
+    return f"{gpu}{cpu_of(e)}, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
 
 
 def _wrapped(text: str) -> str:

@@ -1,7 +1,9 @@
 """What `import sidestream` offers is what it says it offers."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import sidestream
 from sidestream import errors
@@ -18,6 +20,20 @@ def test_every_error_is_exported_and_has_the_one_root() -> None:
     tree = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     assert tree <= set(sidestream.__all__)
     assert all(issubclass(getattr(sidestream, name), sidestream.SidestreamError) for name in tree)
+
+
+def test_no_package_exports_a_name_that_hides_one_of_its_modules() -> None:
+    """After `from package.hunt import hunt`, `package.hunt` is a function, and the module cannot be reached."""
+    root, hidden = Path(sidestream.__file__).parent, list[str]()
+    for page in root.rglob("__init__.py"):
+        modules = {path.stem for path in page.parent.glob("*.py")} | {
+            path.parent.name for path in page.parent.glob("*/__init__.py")
+        }
+        package = ".".join(page.parent.relative_to(root.parent).parts)
+        for node in ast.parse(page.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module != package:
+                hidden += [f"{package}.{name.name}" for name in node.names if (name.asname or name.name) in modules]
+    assert hidden == []
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

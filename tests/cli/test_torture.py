@@ -19,7 +19,16 @@ from sidestream.engine import Engine
 from sidestream.errors import ConfigError
 from sidestream.testing import torture
 from sidestream.testing.mutations import Equivalent, applied, find
-from sidestream.testing.torture import Failure, campaign, draw_workload, excuses, load_replay, run_one
+from sidestream.testing.torture import (
+    Failure,
+    Report,
+    Workload,
+    campaign,
+    draw_workload,
+    excuses,
+    load_replay,
+    run_one,
+)
 from sidestream.testing.torture.replay import Replay
 
 from .conftest import Run
@@ -52,7 +61,13 @@ def figures(stdout: str) -> dict[str, float]:
         (("--excuses", "--schedules", "-1"), "schedules is -1: give a whole number from 0"),
         (("--excuses", "--mutations"), "--excuses does not work with --mutations: leave one of them out"),
         (("--mutations", "finish-release"), "finish-releases"),
-        (("--mutations", "--policy", "late"), "--policy is given, and --mutations uses all policies"),
+        (("--mutations", "--policy", "late"), "--policy is given, and --mutations uses all policies and workloads"),
+        (("--mutations", "--with", "states"), "--with is given, and --mutations uses all policies and workloads"),
+        (("--excuses", "--first"), "--excuses does not work with --first: leave one of them out"),
+        (("--auto-mutants", "--with", "states"), "--auto-mutants does not work with --with: leave one of them out"),
+        (("--replay", "none.json", "--first"), "leave --first out"),
+        (("--with", "state"), "no feature state; did you mean states?"),
+        (("--with", "states", "--with", "self_check"), "no workload has self_check and states: the self-check refuses"),
         (("--replay", "none.json"), "none.json cannot be read: No such file or directory"),
         (("--replay", "none.json", "--seed", "0"), "--replay takes everything from its file: leave --seed out"),
         (("--replay", "none.json", "--workers", "2", "--policy", "late"), "leave --policy out"),
@@ -106,7 +121,7 @@ def test_a_clean_campaign_ends_with_0_and_its_figures(run: Run, tmp_path: Path) 
 def test_as_many_as_the_minutes_allow(run: Run, tmp_path: Path) -> None:
     result = run("torture", "--minutes", "0.001", "--json", "--save", tmp_path)
     assert result.exit_code == 0
-    assert figures(result.stdout)["schedules"] == 8  # whatever was begun is finished: the schedules of one workload
+    assert figures(result.stdout)["schedules"] == 2  # whatever was begun is finished: the schedules of one workload
 
 
 def test_only_the_policies_that_are_named(run: Run, tmp_path: Path) -> None:
@@ -122,7 +137,7 @@ def test_only_the_policies_that_are_named(run: Run, tmp_path: Path) -> None:
 def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_path: Path) -> None:
     with applied(find(RACE)):
         result = run(
-            "torture", "--schedules", "8", "--seed", "53", "--policy", "starve:compute", "--json", "--save", tmp_path
+            "torture", "--schedules", "8", "--seed", "81", "--policy", "starve:compute", "--json", "--save", tmp_path
         )
     assert result.exit_code == 1
     assert figures(result.stdout)["findings"] > 0
@@ -144,7 +159,47 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     assert "the schedule no longer fails; it failed with: checker: race: " in fixed.stdout
 
 
-FAILS = ("torture", "--schedules", "16", "--seed", "53", "--policy", "starve:compute")
+def test_the_first_finding_ends_the_campaign_if_that_is_asked_for(run: Run, tmp_path: Path) -> None:
+    with applied(find(RACE)):
+        result = run(*FAILS, "--first", "--json", "--save", tmp_path)
+    assert result.exit_code == 1
+    told = figures(result.stdout)
+    assert (told["schedules"], told["findings"]) == (7, 1)
+    assert "bound missed: findings is 1 schedules, and must be at most 0" in result.stderr
+
+
+def test_only_workloads_with_the_features_that_are_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workloads = list[Workload]()
+
+    def noted(seed: int) -> Workload:
+        workloads.append(draw_workload(seed))
+        return workloads[-1]
+
+    monkeypatch.setattr(campaign, "draw_workload", noted)
+    result = run(
+        "torture", "--schedules", "4", "--with", "states", "--with", "speculative", "--json", "--save", tmp_path
+    )
+    assert result.exit_code == 0
+    assert len(workloads) == 2
+    assert all({"states", "speculative"} <= workload.features for workload in workloads)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "options", "status"), [(2000, (), 1), (500, (), 0), (2000, ("--policy", "late"), 0)]
+)
+def test_a_slow_campaign_of_all_policies_misses_its_bound_and_ends_with_1(
+    schedules: int, options: tuple[str, ...], status: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torture, "torture", lambda **_: Report(schedules=schedules, seconds=3600.0))
+    result = run("torture", *options, "--json", "--save", tmp_path)
+    assert result.exit_code == status
+    assert ("bound missed: schedules_per_minute is 33.3333 schedules/min/core" in result.stderr) == bool(status)
+    assert json.loads(result.stdout)["environment"]["python_loop_ms"] > 0
+
+
+FAILS = ("torture", "--schedules", "8", "--seed", "81", "--policy", "starve:compute")
 
 
 def interrupted(*_: object, **__: object) -> NoReturn:
@@ -162,7 +217,7 @@ def test_an_interrupt_while_a_failure_is_shrunk_loses_neither_the_schedule_nor_t
         count = figures(result.stdout)["findings"]
         saved = sorted(tmp_path.iterdir())
         assert len(saved) == count > 1
-        assert "policy starve:compute, seed 424: not shrunk" in result.stderr
+        assert "policy starve:compute, seed 654: not shrunk" in result.stderr
         assert f"sidestream torture --replay {saved[0]}" in result.stderr
         assert run("torture", "--replay", saved[0]).exit_code == 1
     assert run("torture", "--replay", saved[0]).exit_code == 0
@@ -356,5 +411,5 @@ if __name__ == "__main__":
         finally:
             child.kill()
     assert child.returncode == 130
-    assert figures(out)["schedules"] >= 24
+    assert figures(out)["schedules"] >= 6
     assert "Traceback" not in err

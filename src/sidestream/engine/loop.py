@@ -183,7 +183,8 @@ class StepLoop:
         times.end_wait()
         self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-committed
         if step.gated:
-            self._listener.apply_failed_loads()  # preempts their requests: the commit discards the rows
+            # They preempt their requests, so the commit discards the rows.
+            self._listener.apply_failed_loads()  # rule: failed-loads-are-looked-up-at-the-commit
         if step.fence.failure is not None:  # rule: results-of-a-failed-step-are-discarded
             self._failures.end_step(step)
             return

@@ -17,7 +17,7 @@ from sidestream.schedule.validation import CheckedRequest
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.torture import POLICIES, Workload, draw_workload, run_one
 from sidestream.testing.torture.border import Border
-from sidestream.testing.torture.shrink import simpler_workloads
+from sidestream.testing.torture.shrinking import simpler_workloads
 from sidestream.testing.wire import wire_pair
 from sidestream.types import Delta
 

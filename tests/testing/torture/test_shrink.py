@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 from typing import Any
 
@@ -12,13 +11,10 @@ import pytest
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, find
 from sidestream.testing.steering import minimise
-from sidestream.testing.torture import Failure, Outcome, kill, render, rerun, shrink
+from sidestream.testing.torture import Failure, Outcome, kill, render, rerun, shrink, shrinking
 from sidestream.testing.torture.drawing import draw_workload
-from sidestream.testing.torture.shrink import simpler_workloads
+from sidestream.testing.torture.shrinking import simpler_workloads
 from sidestream.testing.torture.workload import blocks_for
-
-# The package's `shrink` is the function.
-shrinking = importlib.import_module("sidestream.testing.torture.shrink")
 
 RULES = ("release-waits-for-the-last-step", "settled-blocks-are-released", "store-waits-for-step")
 """Missed by the checker, by the loop, and by the checker again, in bytes that nobody has written yet."""

@@ -704,8 +704,7 @@ def _report(
     if not bounded:
         figures = [Figure(figure.name, figure.value, figure.unit) for figure in figures]
     dtype = None if served is None else _dtype(*served)
-    if not publish(name, model, figures, as_json=as_json, console=Console(), dtype=dtype):
-        raise typer.Exit(1)
+    publish(name, model, figures, as_json=as_json, console=Console(), dtype=dtype)
 
 
 def _dtype(model: str, dtype: str, device: str) -> str:

@@ -12,11 +12,16 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Literal
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.cli.bench.machine import python_loop_ms
 from sidestream.device.machine import cpu_name, instruction_set
 from sidestream.version import VERSION
+
+INTERRUPTED = 130
+"""Exit status of a benchmark that an interrupt has ended early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ def environment(model: str, dtype: str | None = None) -> dict[str, object]:
         "cpu": cpu_name(),
         "instruction_set": instruction_set(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python_loop_ms": python_loop_ms(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -121,11 +127,14 @@ def publish(
     console: Console,
     dtype: str | None = None,
     details: Mapping[str, object] | None = None,
-) -> bool:
-    """Print the figures as one JSON object or as a table; returns whether all bounds hold.
+    interrupted: bool = False,
+) -> None:
+    """Print the figures as one JSON object or as a table. The last call of every benchmark: raises typer.Exit with 1 if
+    a bound does not hold, after a line for each such figure on standard error, and with 130 after an interrupt.
 
-    dtype     data type of the loaded model; only in the JSON object
-    details   further keys of the JSON object
+    dtype        data type of the loaded model; only in the JSON object
+    details      further keys of the JSON object
+    interrupted  an interrupt has ended the measurement early
     """
     if as_json:
         report: dict[str, object] = {
@@ -144,4 +153,9 @@ def publish(
             verdict = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[figure.holds]
             table.add_row(figure.name, f"{figure.value:.4g}", figure.unit, str(figure.bound or ""), verdict)
         console.print(table)
-    return all(figure.holds is not False for figure in figures)
+    missed = [figure for figure in figures if figure.holds is False]
+    for figure in missed:
+        text = f"bound missed: {figure.name} is {figure.value:.6g} {figure.unit}, and must be {figure.bound}"
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    if missed or interrupted:
+        raise typer.Exit(1 if missed else INTERRUPTED)

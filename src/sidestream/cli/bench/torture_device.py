@@ -26,8 +26,8 @@ ShowProgress = Callable[[float, str], None]
 
 def show_campaign(
     device: str, *, seed: int, blocks: int | None, check_order: bool, as_json: bool, show: ShowProgress
-) -> bool:
-    """Test block transfers. Print the figures, and findings on standard error. Returns whether all bounds hold.
+) -> None:
+    """Test block transfers. Print the figures, and findings on standard error.
 
     blocks   number of block transfers; None: the default of the device
     """
@@ -45,7 +45,7 @@ def show_campaign(
     )
     show_findings((*report.tally.findings, *report.objections))
     figures = _figures(report, least=blocks, checked=check_order)
-    return publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console())
+    publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console())
 
 
 def show_findings(findings: Sequence[str]) -> None:
@@ -64,10 +64,9 @@ def show_hunt(
     requests: int | None,
     as_json: bool,
     show: ShowProgress,
-) -> bool:
+) -> None:
     """Check that the test detects (kills) mutations: those of transfers or, with `requests`, those of a whole engine's
-    gates (the waits of steps for loads). Print the figures, and a table on standard error. Returns whether all were
-    detected.
+    gates (the waits of steps for loads). Print the figures, and a table on standard error.
     """
     from sidestream.testing.torture import GATES, HUNT_BLOCKS, ON_HARDWARE, hunt_device, hunt_service
 
@@ -95,11 +94,11 @@ def show_hunt(
         ]
     }
     what = "transfers" if requests is None else "toy"
-    return publish("torture", f"{what} on {device}", figures, as_json=as_json, console=Console(), details=details)
+    publish("torture", f"{what} on {device}", figures, as_json=as_json, console=Console(), details=details)
 
 
-def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: ShowProgress) -> bool:
-    """Test a whole engine. Print the figures, and findings on standard error. Returns whether all bounds hold."""
+def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: ShowProgress) -> None:
+    """Test a whole engine. Print the figures, and findings on standard error."""
     from sidestream.testing.torture import torture_service
 
     report = torture_service(
@@ -122,7 +121,7 @@ def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: 
         Figure("failed_slices", report.failed_slices, "slices"),
         Figure("seconds", report.seconds, "s"),
     ]
-    return publish("torture", f"toy on {device}", figures, as_json=as_json, console=Console())
+    publish("torture", f"toy on {device}", figures, as_json=as_json, console=Console())
 
 
 def _figures(report: DeviceReport, *, least: int, checked: bool) -> list[Figure]:

@@ -23,10 +23,8 @@ def show_excuses(
     workers: int,
     as_json: bool,
     show: Callable[[float, str], None],
-) -> tuple[bool, bool]:
-    """Check the excuses of the rules `names` (of all rules if `names` is empty), and print the figures. Returns whether
-    all checked excuses are right, and whether an interrupt ended the check.
-    """
+) -> None:
+    """Check the excuses of the rules `names` (of all rules if `names` is empty), and print the figures."""
     from sidestream.testing.torture import SCHEDULES_PER_EXCUSE, check_excuses
 
     def on_progress(report: Excuses) -> None:
@@ -40,15 +38,22 @@ def show_excuses(
         on_progress=on_progress,
     )
     figures = [
-        Figure("excuses_checked", len(report.rows), "rules", at_least(report.total)),
+        Figure("excuses_checked", len(report.rows), "rules", None if report.interrupted else at_least(report.total)),
         Figure("excuses_wrong", len(report.wrong), "rules", at_most(0)),
         Figure("excuses_with_a_test", sum(bool(row.noticed_by) for row in report.rows), "rules"),
         Figure("schedules", report.schedules, "schedules"),
     ]
     _show_wrong(report.wrong)
     details = {"excuses": [_as_json(row) for row in report.rows]}
-    publish("torture", "toy", figures, as_json=as_json, console=Console(), details=details)
-    return not report.wrong, report.interrupted
+    publish(
+        "torture",
+        "toy",
+        figures,
+        as_json=as_json,
+        console=Console(),
+        details=details,
+        interrupted=report.interrupted,
+    )
 
 
 def _as_json(row: ExcuseRow) -> dict[str, object]:

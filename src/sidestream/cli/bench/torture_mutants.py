@@ -28,10 +28,8 @@ def show_mutants(
     save: Path,
     as_json: bool,
     show: Callable[[float, str], None],
-) -> tuple[bool, bool]:
-    """Hunt the automatic mutants whose names match `only`, or all, and print the figures. Returns whether enough of
-    them were detected, and whether an interrupt ended the hunt.
-    """
+) -> None:
+    """Hunt the automatic mutants whose names match `only`, or all, and print the figures."""
     from sidestream.testing.torture import SCHEDULES_PER_MUTANT, hunt_mutants
 
     def on_progress(step: str, report: MutantHunt) -> None:
@@ -56,13 +54,21 @@ def show_mutants(
             markup=False,
         )
     details = {"mutants": [_as_json(row) for row in report.rows]}
-    publish("torture", "toy", _figures(report), as_json=as_json, console=Console(), details=details)
-    return report.share >= _SHARE, report.interrupted
+    publish(
+        "torture",
+        "toy",
+        _figures(report),
+        as_json=as_json,
+        console=Console(),
+        details=details,
+        interrupted=report.interrupted,
+    )
 
 
 def _figures(report: MutantHunt) -> list[Figure]:
+    total = None if report.interrupted else at_least(report.total)
     return [
-        Figure("auto_mutants_total", len(report.rows), "mutants", at_least(report.total)),
+        Figure("auto_mutants_total", len(report.rows), "mutants", total),
         Figure("auto_mutants_detected_by_schedules", len(report.by("schedules")), "mutants"),
         Figure("auto_mutants_detected_by_tests", len(report.by("tests")), "mutants"),
         Figure("auto_mutants_equivalent", len(report.by("reason")), "mutants"),

@@ -20,9 +20,8 @@ def show_ranks(
     blocks: int | None,
     as_json: bool,
     show: ShowProgress,
-) -> bool:
-    """Test a model on several ranks. Print the figures, and findings on standard error. Returns whether all bounds
-    hold.
+) -> None:
+    """Test a model on several ranks. Print the figures, and findings on standard error.
 
     blocks   number of block transfers on all ranks together; None: the default of the device
     """
@@ -57,4 +56,4 @@ def show_ranks(
         Figure("failed_transfers", report.failed, "transfers"),
         Figure("seconds", report.seconds, "s"),
     ]
-    return publish("torture", f"model on {ranks} ranks, {device}", figures, as_json=as_json, console=Console())
+    publish("torture", f"model on {ranks} ranks, {device}", figures, as_json=as_json, console=Console())

@@ -47,6 +47,12 @@ MUTATIONS = (
         also=(Change("mailbox-is-read-after-its-step", Delete()),),
     ),
     Mutation(
+        name="failed-loads-are-looked-up-at-the-commit",
+        hazard="H9",
+        consequence="a client receives a token of a step whose load has failed, because the offload worker is late",
+        needs=frozenset({"failing_load", "offload"}),
+    ),
+    Mutation(
         name="bell-does-not-end-the-wait-for-a-step",
         hazard="H12",
         change=Once(),

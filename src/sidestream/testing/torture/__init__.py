@@ -41,13 +41,13 @@ from sidestream.testing.torture.hardware import (
     hunt_device,
     torture_device,
 )
-from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hunt, kill, kill_miniature
+from sidestream.testing.torture.hunting import MAX_SCHEDULES, Hunt, Killed, Row, hunt, kill, kill_miniature
 from sidestream.testing.torture.mutants import SCHEDULES_PER_MUTANT, MutantHunt, MutantRow, hunt_mutants
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
 from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.service import EAGER_GATES, GATES, ServiceReport, hunt_service, torture_service
-from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
+from sidestream.testing.torture.shrinking import Shrunk, rerun, shrink
 from sidestream.testing.torture.verdict import ORACLES, Finding
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload
 from sidestream.testing.trace import TraceLine, explain, render

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sidestream.device.sim import make_policy
@@ -28,13 +28,19 @@ POLICIES = (
     "starve:compute",
     "starve:store",
     "starve:load",
+    "starve:offload",
     "starve:rank1",
     "pct:2",
     "pct:3",
     "pct:4",
 )
 SCHEDULES_PER_WORKLOAD = 8
-"""Number of schedules that share a workload and its reference."""
+"""Number of schedules that share a workload and its reference, after the first `SHORT_CAMPAIGN` schedules."""
+
+SHORT_CAMPAIGN = 5000
+"""The first schedules of a campaign, of which fewer share a workload: pairs of features before more orders of each."""
+
+_OF_SHORT_CAMPAIGN = 2
 
 _REPORT_EVERY_S = 0.2
 _MAX_FAILURES = 20
@@ -85,21 +91,28 @@ def torture(
     schedules: int = 2000,
     seed: int = 0,
     policies: Sequence[str] = POLICIES,
+    features: Collection[str] = (),
     minutes: float | None = None,
     workers: int = 1,
+    first: bool = False,
     on_progress: Progress | None = None,
 ) -> Report:
     """Run `schedules` schedules; if `minutes` is given, run as many as fit into this time. Blocks.
 
     The policies take turns. `on_progress` is called at each failure, and otherwise at most five times a second. An
-    interrupt (KeyboardInterrupt) ends the campaign early and returns the results so far. Raises ConfigError for an
-    unknown policy or a number out of range.
+    interrupt (KeyboardInterrupt) ends the campaign early and returns the results so far.
+
+    features   run only workloads that have all these features (`FEATURES`)
+    first      end the campaign at the first failure
+
+    Raises ConfigError for an unknown policy or feature, for features that no workload has together, and for a number
+    out of range.
     """
     _check(schedules, policies, minutes, workers)
     report, start = Report(workers=workers), time.monotonic()
     until = None if minutes is None else start + minutes * 60
-    coverage = Coverage()
-    jobs = _jobs(seed, policies, None if minutes is not None else schedules, coverage)
+    coverage = Coverage(seed, features)
+    jobs = _jobs(seed, policies, None if minutes is not None else schedules, coverage, first=first)
     reported_s = start
     try:
         for results in spread(jobs, workers=workers):
@@ -120,7 +133,8 @@ def torture(
                 reported_s = now
                 on_progress(report)
             report.interrupted = results.interrupted
-            if report.interrupted or (until is not None and now >= until):
+            ended = (first and report.num_failures > 0) or (until is not None and now >= until)
+            if report.interrupted or ended:
                 break
     except KeyboardInterrupt:
         report.interrupted = True
@@ -156,10 +170,11 @@ class _Results:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The schedules of one workload: policies and seeds."""
+    """The schedules of one workload: policies and seeds. `first`: stop at the first failure."""
 
     workload_seed: int
     runs: tuple[tuple[str, int], ...]
+    first: bool
 
     def run(self) -> _Results:
         results: list[tuple[Failure | None, int, int]] = []
@@ -170,21 +185,29 @@ class _Job:
                 outcome = run_one(workload, policy, seed, reference)
                 failure = Failure(workload, policy, seed, outcome) if outcome.findings else None
                 results.append((failure, outcome.steps, outcome.decisions))
+                if self.first and failure is not None:
+                    break
         except KeyboardInterrupt:
             return _Results(tuple(results), interrupted=True)
         return _Results(tuple(results), interrupted=False)
 
 
-def _jobs(seed: int, policies: Sequence[str], schedules: int | None, coverage: Coverage) -> Iterator[_Job]:
-    number = 0
+def num_workloads(schedules: int) -> int:
+    """Number of workloads that so many schedules of a campaign have."""
+    short = min(schedules, SHORT_CAMPAIGN)
+    return -(-short // _OF_SHORT_CAMPAIGN) + -(-(schedules - short) // SCHEDULES_PER_WORKLOAD)
+
+
+def _jobs(
+    seed: int, policies: Sequence[str], schedules: int | None, coverage: Coverage, *, first: bool
+) -> Iterator[_Job]:
+    number, first_seed = 0, seed * SCHEDULES_PER_WORKLOAD  # campaigns with other seeds have other schedules
     while schedules is None or number < schedules:
-        stop = number + SCHEDULES_PER_WORKLOAD
+        stop = number + (_OF_SHORT_CAMPAIGN if number < SHORT_CAMPAIGN else SCHEDULES_PER_WORKLOAD)
         if schedules is not None:
             stop = min(stop, schedules)
-        # Workloads are counted from `seed`, so campaigns with other seeds have other workloads.
-        first = seed * SCHEDULES_PER_WORKLOAD
-        runs = tuple((deal(first + at, policies), first + at) for at in range(number, stop))
-        yield _Job(coverage.choose(seed + number // SCHEDULES_PER_WORKLOAD), runs)
+        runs = tuple((deal(at, policies), at) for at in range(first_seed + number, first_seed + stop))
+        yield _Job(coverage.choose(), runs, first)
         number = stop
 
 

@@ -7,14 +7,16 @@ workloads are drawn at random: in 250 random workloads, one pair of sixteen neve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Collection, Mapping
+from itertools import combinations, islice
 
+from sidestream.config import unknown_name
+from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Feature
 from sidestream.testing.torture.drawing import draw_workload
-from sidestream.testing.torture.workload import FEATURES, Workload
+from sidestream.testing.torture.workload import FEATURES
 
-CANDIDATES = 8
+CANDIDATES = 32
 """Number of seeds from which each workload's seed is chosen."""
 
 NEVER_TOGETHER: Mapping[tuple[Feature, Feature], str] = {
@@ -31,13 +33,32 @@ NEVER_TOGETHER: Mapping[tuple[Feature, Feature], str] = {
 """Pairs of features, in alphabetical order, that no workload has → the reason."""
 
 _COMPARED = 6  # the rarest pairs of a candidate that decide
+_MOST_DRAWS = 20_000  # in search of a workload with all needed features, before the search ends
 _MOST_PAIRS = len(FEATURES) * (len(FEATURES) - 1) // 2 - len(NEVER_TOGETHER)
 
 
 class Coverage:
-    """The pairs of features in the workloads that were chosen so far."""
+    """Chooses the workloads of a campaign, and counts the pairs of features in them.
 
-    def __init__(self) -> None:
+    While a pair is missing, each workload is the one of `CANDIDATES` with the most missing pairs; among equal ones, the
+    one whose pairs ran least. Afterwards, every second workload is an ordinary one, drawn at random.
+    """
+
+    def __init__(self, seed: int, needs: Collection[str] = ()) -> None:
+        """`seed` is the campaign's; its workloads are drawn from seeds from `seed * CANDIDATES` on. All chosen
+        workloads have the features `needs`.
+
+        Raises ConfigError for an unknown feature, and for features that never meet.
+        """
+        for name in needs:
+            if name not in FEATURES:
+                raise ConfigError(unknown_name("feature", name, FEATURES))
+        for pair, reason in NEVER_TOGETHER.items():
+            if set(pair) <= set(needs):
+                raise ConfigError(f"no workload has {pair[0]} and {pair[1]}: {reason}: leave one of them out")
+        self._needs = frozenset(needs)
+        self._next = seed * CANDIDATES
+        self._chosen = 0
         self._pairs = Counter[tuple[str, str]]()
 
     @property
@@ -45,26 +66,28 @@ class Coverage:
         """Number of pairs of features that no chosen workload has, without those of `NEVER_TOGETHER`."""
         return _MOST_PAIRS - len(self._pairs.keys() - NEVER_TOGETHER.keys())
 
-    def choose(self, number: int) -> int:
-        """The seed of workload `number` of a campaign: of the seeds from `number * CANDIDATES`, the one whose workload
-        has the pairs that ran least. Every second workload has the first of these seeds, so that ordinary workloads
-        run, too.
-        """
-        first = number * CANDIDATES
-        seeds = range(first, first + (1 if number % 2 == 0 else CANDIDATES))
-        drawn = {seed: _features_of(draw_workload(seed)) for seed in seeds}
+    def choose(self) -> int:
+        """The seed of the next workload. Raises ConfigError if no workload seems to have the needed features."""
+        ordinary = not self.missing and self._chosen % 2 == 0
+        drawn = self._draw(1 if ordinary else CANDIDATES)
 
-        def rarest(seed: int) -> list[int]:
-            return sorted(self._pairs[pair] for pair in combinations(drawn[seed], 2))[:_COMPARED]
+        def rank(seed: int) -> tuple[int, list[int]]:
+            counts = sorted(self._pairs[pair] for pair in combinations(drawn[seed], 2))
+            return -counts.count(0), counts[:_COMPARED]
 
-        chosen = min(seeds, key=rarest)
-        self.add(drawn[chosen])
-        return chosen
+        seed = min(drawn, key=rank)
+        self._pairs.update(combinations(drawn[seed], 2))
+        self._chosen += 1
+        return seed
 
-    def add(self, features: Sequence[str]) -> None:
-        """Count a workload with these features, in alphabetical order."""
-        self._pairs.update(combinations(features, 2))
-
-
-def _features_of(workload: Workload) -> list[str]:
-    return sorted(name for name, has in FEATURES.items() if has(workload))
+    def _draw(self, most: int) -> dict[int, list[str]]:
+        """Up to `most` of the next seeds whose workloads have the needed features → the features, in order."""
+        for first in range(self._next, self._next + _MOST_DRAWS, CANDIDATES):
+            features = ((seed, draw_workload(seed).features) for seed in range(first, first + CANDIDATES))
+            fitting = ((seed, sorted(names)) for seed, names in features if self._needs <= names)
+            if drawn := dict(islice(fitting, most)):
+                self._next = first + CANDIDATES
+                return drawn
+        raise ConfigError(
+            f"none of {_MOST_DRAWS:,} workloads has all of {', '.join(sorted(self._needs))}: leave one of them out"
+        )

@@ -20,7 +20,7 @@ from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import EQUIVALENT, Equivalent
 from sidestream.testing.mutations.marks import PACKAGE
-from sidestream.testing.torture.hunt import Killed, Table, kill
+from sidestream.testing.torture.hunting import Killed, Table, kill
 
 SCHEDULES_PER_EXCUSE = 200
 

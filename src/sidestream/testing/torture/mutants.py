@@ -32,7 +32,7 @@ from sidestream.testing.mutations.mutant_tables import conftest_folder, equivale
 from sidestream.testing.torture.apart import HANG_STATUS, Apart, ProcessEnded, watched
 from sidestream.testing.torture.campaign import POLICIES, SCHEDULES_PER_WORKLOAD, deal, run_one
 from sidestream.testing.torture.drawing import draw_workload
-from sidestream.testing.torture.hunt import workloads_with
+from sidestream.testing.torture.hunting import workloads_with
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.reach import Reach, reach_of, seeds_that_reach
 from sidestream.testing.torture.verdict import Finding
