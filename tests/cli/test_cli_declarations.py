@@ -16,7 +16,7 @@ from sidestream.cli.app import app
 from .conftest import Run
 
 # An option's name is its parameter's, but where Python has taken the name.
-_OTHER_NAMES = {"as_json": "--json"}
+_OTHER_NAMES = {"as_json": "--json", "features": "--with"}
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     """Raise ConfigError for an option that would have no effect."""
     of_device = {name: f"--{name.replace('_', '-')}" for name in _OF_DEVICE}
     of_simulation = ("schedules", "minutes", "seed", "mutations", "excuses", "only", "workers", "save")
-    flags = {name: f"--{name}" for name in of_simulation} | _OF_CAMPAIGN | of_device
+    flags = _OF_CAMPAIGN | {name: f"--{name}" for name in of_simulation} | of_device
     flags["auto_mutants"] = "--auto-mutants"
     given = [flag for name, flag in flags.items() if was_given(context, name)]
     of_campaign = _OF_CAMPAIGN.values()

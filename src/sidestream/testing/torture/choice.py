@@ -59,7 +59,7 @@ class Coverage:
         self._needs = frozenset(needs)
         self._next = seed * CANDIDATES
         self._chosen = 0
-        self._pairs = Counter[tuple[str, str]]()
+        self._pairs = Counter[tuple[Feature, Feature]]()
 
     @property
     def missing(self) -> int:
@@ -80,7 +80,7 @@ class Coverage:
         self._chosen += 1
         return seed
 
-    def _draw(self, most: int) -> dict[int, list[str]]:
+    def _draw(self, most: int) -> dict[int, list[Feature]]:
         """Up to `most` of the next seeds whose workloads have the needed features → the features, in order."""
         for first in range(self._next, self._next + _MOST_DRAWS, CANDIDATES):
             features = ((seed, draw_workload(seed).features) for seed in range(first, first + CANDIDATES))
