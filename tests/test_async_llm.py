@@ -159,7 +159,7 @@ class Broken:
 
 def test_a_tokenizer_that_fails_ends_its_sample_alone(model: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     made = iter([Broken(), model.tokenizer.detokenizer()])
-    monkeypatch.setattr(model.tokenizer, "detokenizer", lambda: next(made))
+    monkeypatch.setattr(model.tokenizer, "detokenizer", lambda after: next(made))
 
     async def use() -> list[Delta]:
         async with ending(model, error=1, length=1):

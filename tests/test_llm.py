@@ -314,9 +314,8 @@ def test_the_engine_thread_needs_no_tokenizer_though_stop_strings_are_looked_for
 
         monkeypatch.setattr(owner, name, use)
 
-    for name in ("detokenizer", "decode"):
-        watched(llm.tokenizer, name)
-    for name in ("push", "finish"):
+    watched(llm.tokenizer, "detokenizer")
+    for name in ("push", "finish", "decode"):
         watched(Detokenizer, name)
     assert llm.generate(PROMPTS[3], params)[0].completions[0].finish_reason == "stop"
     assert [delta.finish_reason for delta in llm.stream(PROMPTS[3], params)][-1] == "stop"
@@ -327,14 +326,30 @@ def test_the_engine_thread_needs_no_tokenizer_though_stop_strings_are_looked_for
 def test_a_tokenizer_that_fails_is_an_error_of_the_request_and_leaves_nothing_running(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm.tokenizer, "detokenizer", _Broken)
+    monkeypatch.setattr(llm.tokenizer, "detokenizer", lambda after: _Broken())
     with pytest.raises(RequestError, match="the tokenizer failed: injected"):
         list(llm.stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True)))
     wait_until_idle(llm)
-    monkeypatch.setattr(llm.tokenizer, "decode", lambda tokens: _Broken().push(tokens) * _Broken().missing)  # type: ignore[attr-defined]
-    with pytest.raises(RequestError, match="the tokenizer failed: '_Broken' object has no attribute 'missing'"):
+    with pytest.raises(RequestError, match="the tokenizer failed: '_Broken' object has no attribute 'decode'"):
         llm.generate(PROMPTS[0], GREEDY)
     wait_until_idle(llm)
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(llm: LLM) -> None:
+    (end,) = llm.tokenizer.encode("<|im_end|>")
+    params = SamplingParams(max_tokens=4, logit_bias={end: 100.0}, stop=("<|im_end|>",))
+    completion = llm.generate(PROMPTS[0], params)[0].completions[0]
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("", (end,), "stop")
+    assert [delta.finish_reason for delta in llm.stream(PROMPTS[0], params)] == ["stop"]
+
+
+def test_more_token_ids_than_embeddings_are_warned_of_at_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = tiny_model_dir("llama", tmp_path / "few", seed=1, vocab_size=258)
+    with caplog.at_level("WARNING", logger="sidestream.loading"), LLM(few, kv_memory="8MiB", compute_threads=1):
+        assert "the tokenizer has 259 token ids, the model 258 embeddings" in caplog.text
+        assert (
+            "('<|im_end|>') is refused; the chat template writes one of them, so every chat is refused" in caplog.text
+        )
 
 
 def test_token_ids_are_one_prompt_and_must_be_whole_numbers(llm: LLM) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +66,21 @@ def metaspace_style() -> PreTrainedTokenizerFast:
     return sentencepiece(decoders.Metaspace(prepend_scheme="first"))
 
 
+def gemma_style() -> PreTrainedTokenizerFast:
+    """Sentencepiece with bytes, all spaces kept."""
+    return sentencepiece(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """A unigram model without bytes: an unknown character has no text."""
+    words = ["<unk>", "<s>", "</s>", "▁", "▁the", "▁a", "the", "a", "n", "b", "é", "日", ".", "▁an"]
+    backend = Backend(models.Unigram([(word, -float(len(words) - i)) for i, word in enumerate(words)], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
 def sentencepiece(decoder: Any) -> PreTrainedTokenizerFast:
     vocab = {token: index for index, token in enumerate(sentencepiece_tokens())}
     backend = Backend(models.BPE(vocab, [("▁", "a"), ("▁a", "n"), ("▁", "▁")], unk_token="<unk>", byte_fallback=True))
@@ -80,7 +94,8 @@ def wrapped(backend: PreTrainedTokenizerFast) -> Tokenizer:
     return Tokenizer(backend, eos_ids=[backend.eos_token_id])
 
 
-TOKENIZERS = {style.__name__: wrapped(style()) for style in (byte_level, llama_style, metaspace_style)}
+STYLES = (byte_level, llama_style, gemma_style, metaspace_style, unigram)
+TOKENIZERS = {style.__name__: wrapped(style()) for style in STYLES}
 if (directory := prepared("smollm2-135m-instruct")) is not None:
     TOKENIZERS["smollm2"] = Tokenizer.load(str(directory))
 
@@ -119,6 +134,68 @@ def assert_joins(tokenizer: Tokenizer, tokens: list[int]) -> None:
         text += detokenizer.push(token)
         assert whole.startswith(text)
     assert text + detokenizer.finish() == whole
+    assert whole.replace("\ufffd", "") == tokenizer._bytes._decode(with_valid_bytes(tokenizer, tokens)).replace(
+        "\ufffd", ""
+    )
+
+
+def with_valid_bytes(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """The tokens without byte tokens that are part of no character. For these, the library loses the valid characters
+    beside them.
+    """
+    names = tokenizer.token_strings(tokens)
+    kept, run = list[int](), list[int]()
+    for token, name in [*zip(tokens, names, strict=True), (-1, "")]:
+        if name.startswith("<0x") and tokenizer._bytes[token] != name.encode():
+            run.append(token)
+        elif token not in tokenizer.special_ids:  # the library joins the bytes before and behind a special token
+            data = b"".join(tokenizer._bytes[part] for part in run)
+            valid = data.decode("utf-8", "ignore").encode()
+            kept += [tokenizer._backend.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in valid]
+            run = []
+            kept += [token] * (token >= 0)
+    return kept
+
+
+@every_tokenizer
+@settings(max_examples=200)
+@given(data=st.data())
+def test_output_behind_a_prompt_is_the_rest_of_the_text_of_both(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer.encode(data.draw(any_text), add_special_tokens=False)
+    cut = data.draw(st.integers(0, len(tokens)))
+    prompt = tokenizer.decode(tokens[:cut])
+    if prompt.endswith("\ufffd"):  # the prompt ends inside a character
+        return
+    assert prompt + tokenizer.detokenizer(tokens[:cut]).decode(tokens[cut:]) == tokenizer.decode(tokens)
+
+
+def test_the_space_of_a_continuation_is_kept_and_that_of_an_answer_is_not() -> None:
+    for name in ("llama_style", "metaspace_style", "unigram"):
+        tokenizer = TOKENIZERS[name]
+        prompt, output = tokenizer.encode("an"), tokenizer.encode("a a")[-1:] * 2
+        assert tokenizer.detokenizer(prompt).decode(output) == " a a"
+        assert tokenizer.detokenizer().decode(output) == "a a"
+        assert tokenizer.detokenizer([*tokenizer.eos_ids]).decode(output) == "a a"  # special tokens are no text
+
+
+@pytest.mark.parametrize("name", ["llama_style", "gemma_style"])
+def test_byte_tokens_come_with_the_byte_that_completes_a_character(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    detokenizer = tokenizer.detokenizer()
+    tokens = [tokenizer._backend.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "x\té👍".encode()]
+    assert [detokenizer.push(token) for token in tokens] == ["x", "\t", "", "é", "", "", "", "👍"]
+    assert detokenizer.push(tokens[2]) + detokenizer.push(tokens[0]) == "\ufffdx"
+
+
+def test_a_decoder_whose_text_depends_on_later_tokens_is_refused() -> None:
+    letters = [chr(code) for code in range(33, 127)]
+    vocab = {name: index for index, name in enumerate([*letters, *(f"{letter}</w>" for letter in letters)])}
+    words = Backend(models.BPE(vocab, [], end_of_word_suffix="</w>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.WhitespaceSplit(), decoders.BPEDecoder()
+    backend = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="!")
+    with pytest.raises(ModelError, match="depends on the tokens behind them"):
+        wrapped(backend)
 
 
 @every_tokenizer
@@ -143,53 +220,6 @@ def test_an_incomplete_character_at_the_end_is_one_replacement_character() -> No
     assert "".join(detokenizer.push(token) for token in tokenizer.encode("x😀")[:-1]) == "x"
     assert detokenizer.finish() == "\ufffd"
     assert detokenizer.finish() == ""
-
-
-class Counting(Tokenizer):
-    """Counts how many tokens are decoded."""
-
-    decoded = 0
-
-    def decode(self, token_ids: Any) -> str:
-        self.decoded += len(token_ids)
-        return super().decode(token_ids)
-
-
-def ordinary(backend: PreTrainedTokenizerFast) -> list[int]:
-    return backend.encode(sample_text())[:4000]
-
-
-def broken_bytes(backend: PreTrainedTokenizerFast) -> list[int]:
-    """Never a complete character: the first byte of an emoji, again and again."""
-    return backend.encode("😀")[-4:-3] * 4000
-
-
-def straddling_bytes(backend: PreTrainedTokenizerFast) -> list[int]:
-    """Never a complete character, and every token ends inside one: E5, A0 E5, A0 E5 and so on."""
-    return backend.convert_tokens_to_ids(["å", *["łå"] * 4000])
-
-
-@pytest.mark.parametrize(
-    ("style", "tokens"),
-    [
-        (byte_level, ordinary),
-        (byte_level, broken_bytes),
-        (byte_level, straddling_bytes),
-        (llama_style, ordinary),
-        (llama_style, broken_bytes),
-    ],
-)
-def test_the_work_per_token_does_not_grow_with_the_text(
-    style: Callable[[], PreTrainedTokenizerFast], tokens: Callable[[PreTrainedTokenizerFast], list[int]]
-) -> None:
-    backend = style()
-    tokenizer = Counting(backend, eos_ids=[])
-    detokenizer = tokenizer.detokenizer()
-    ids = tokens(backend)
-    pieces = [detokenizer.push(token) for token in ids]
-    # two decodes of two tokens for ordinary text; for broken bytes, nine of the window every eighth of its length
-    assert tokenizer.decoded <= 100 * len(ids)
-    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids)
 
 
 naive_alphabet = st.text("ab", max_size=12)
@@ -357,6 +387,44 @@ def test_a_template_that_lays_any_role_out_is_not_taken_to_know_tools(model_dir:
     with pytest.raises(RequestRejected, match=r"knows no messages\[0\]\.tool_calls") as refused:
         tokenizer.chat(CALLING)
     assert refused.value.param == "messages[0].tool_calls"
+
+
+TEXT_OF_PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+PARTS = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ m.content }}",
+        "{{ m['content'] + '' }}",
+        TEXT_OF_PARTS,
+        "{{ m.content[0].text }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}" + TEXT_OF_PARTS + "{% endif %}",
+        # a form for each role
+        "{% if m.role == 'user' %}" + TEXT_OF_PARTS + "{% else %}{{ m.content + '' }}{% endif %}",
+        "{% if m.role != 'user' %}" + TEXT_OF_PARTS + "{% else %}{{ m.content + '' }}{% endif %}",
+    ],
+)
+def test_each_template_gets_content_in_the_form_that_it_reads(model_dir: Path, content: str) -> None:
+    tokenizer = Tokenizer.load(str(model_dir))
+    tokenizer._backend.chat_template = "{% for m in messages %}<s>{{ m.role }}: " + content + "</s>{% endfor %}"
+    for given_content in ("hi", PARTS):
+        messages = [*ask("no", "system"), *ask(given_content), *ask(given_content, "assistant"), *ask("yes")]
+        text = "<s>system: no</s><s>user: hi</s><s>assistant: hi</s><s>user: yes</s>"
+        assert tokenizer.chat(messages) == tokenizer.encode(text)
+        continued = tokenizer.chat(messages[:3], continue_final_message=True)
+        assert continued == tokenizer.encode("<s>system: no</s><s>user: hi</s><s>assistant: hi")
+
+
+def test_content_that_the_template_leaves_out_is_refused(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(str(model_dir))
+    only_user = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    tokenizer._backend.chat_template = only_user
+    assert tokenizer.chat(ask()) == tokenizer.encode("hi")
+    with pytest.raises(RequestRejected, match="whose content this model's chat template leaves out") as refused:
+        tokenizer.chat([*ask("no", "system"), *ask()])
+    assert refused.value.param == "messages[0].role"
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "documents", "return_tensors"])

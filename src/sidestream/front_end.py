@@ -10,7 +10,7 @@ from sidestream.client.base import EngineClient
 from sidestream.client.output import OutputProcessor
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.metrics import MetricsSnapshot
-from sidestream.prompts import Prompt, checked_params, ids_of
+from sidestream.prompts import Prompt, checked_params, ids_of, with_special_stops
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import Delta, Health
 
@@ -56,6 +56,7 @@ class FrontEnd:
         priority: int = 0,
         request_name: str = "",
         cache_salt: str = "",
+        continues: bool = True,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output of one prompt's samples as it is generated. Closing or cancelling the generator aborts the
         samples.
@@ -63,11 +64,18 @@ class FrontEnd:
         priority      requests with a lower number run earlier
         request_name  accepted for callers that name their requests; not used
         cache_salt    only requests with the same salt share KV, in all tiers
+        continues     the output continues the prompt's text. False: it begins a text, as the answer in a chat does;
+                      some tokenizers omit the space in front of a text's first word
 
         Raises RequestError or EngineStopped before the first delta.
         """
         return self._answer(
-            lambda: ids_of(prompt, self.tokenizer), params, priority, cache_salt, in_thread=isinstance(prompt, str)
+            lambda: ids_of(prompt, self.tokenizer),
+            params,
+            priority,
+            cache_salt,
+            continues=continues,
+            in_thread=isinstance(prompt, str),
         )
 
     def chat(
@@ -83,7 +91,9 @@ class FrontEnd:
 
         messages   each has a `role` and a `content`; a worker thread formats them with the model's chat template
         """
-        return self._answer(lambda: self.tokenizer.chat(messages), params, priority, cache_salt, in_thread=True)
+        return self._answer(
+            lambda: self.tokenizer.chat(messages), params, priority, cache_salt, continues=False, in_thread=True
+        )
 
     def _check_open(self) -> None:
         pass
@@ -95,6 +105,7 @@ class FrontEnd:
         priority: int,
         cache_salt: str,
         *,
+        continues: bool,
         in_thread: bool,
     ) -> AsyncGenerator[Delta, None]:
         """Submit the token ids that `encode` returns, and yield the deltas of the samples with their text.
@@ -102,9 +113,9 @@ class FrontEnd:
         in_thread   run `encode` on a worker thread, because tokenizing a long text takes milliseconds
         """
         self._check_open()
-        chosen = checked_params(params)
+        chosen = with_special_stops(checked_params(params), self.tokenizer)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
-        processor = OutputProcessor(self.tokenizer, chosen)
+        processor = OutputProcessor(self.tokenizer, chosen, after=ids if continues else ())
         outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt)
         left = chosen.n
         try:

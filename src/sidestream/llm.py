@@ -21,7 +21,7 @@ from sidestream.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.metrics import Metrics
 from sidestream.models.catalog import Progress
 from sidestream.models.directory import name_of
-from sidestream.prompts import Prompt, as_list, checked_params, ids_of, params_of_each
+from sidestream.prompts import Prompt, as_list, checked_params, ids_of, params_of_each, with_special_stops
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 
@@ -138,22 +138,25 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        continues: bool = True,
     ) -> list[RequestOutput]:
         """Continue one prompt, or several prompts in one batch. The results have the prompts' order.
 
         params       one object for all prompts, or a list with one object for each prompt
         cache_salt   only requests with the same salt share KV, in all tiers
+        continues    the outputs continue the prompts' texts. False: each begins a text, as the answer in a chat does;
+                     some tokenizers omit the space in front of a text's first word
 
         Raises RequestError for the first invalid prompt, before any prompt is started.
         """
         self._check_open()
         many = as_list(prompts)
-        each = params_of_each(params, len(many))
+        each = [with_special_stops(one, self.tokenizer) for one in params_of_each(params, len(many))]
         encoded = [ids_of(prompt, self.tokenizer, f"prompts[{index}]") for index, prompt in enumerate(many)]
         requests = list(zip(encoded, each, strict=True))
         for ids, chosen in requests:
             self.engine.check(ids, chosen, cache_salt=cache_salt)
-        batch = _Batch(self.engine, self.tokenizer, cache_salt)
+        batch = _Batch(self.engine, self.tokenizer, cache_salt, continues)
         try:
             outputs: list[RequestOutput] = []
             for ids, chosen in requests:
@@ -171,16 +174,25 @@ class LLM:
     ) -> RequestOutput:
         """Answer a conversation. Each message has a `role` and a `content`; the model's chat template formats them."""
         self._check_open()
-        return self.generate([self.tokenizer.chat(messages)], checked_params(params), cache_salt=cache_salt)[0]
+        prompt = self.tokenizer.chat(messages)
+        return self.generate([prompt], checked_params(params), cache_salt=cache_salt, continues=False)[0]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        continues: bool = True,
     ) -> Generator[Delta, None, None]:
-        """Yield the output of one prompt's samples as it is generated. Leaving the loop aborts the request."""
+        """Yield the output of one prompt's samples as it is generated. Leaving the loop aborts the request. Parameters
+        and errors are those of `generate`.
+        """
         self._check_open()
-        request = _StreamedRequest(
-            self.engine, self.tokenizer, ids_of(prompt, self.tokenizer), checked_params(params), cache_salt
-        )
+        chosen = with_special_stops(checked_params(params), self.tokenizer)
+        ids = ids_of(prompt, self.tokenizer)
+        processor = OutputProcessor(self.tokenizer, chosen, after=ids if continues else ())
+        request = _StreamedRequest(self.engine, processor, ids, chosen, cache_salt)
         try:
             yield from request.deltas()
         finally:
@@ -214,10 +226,10 @@ class _StreamedRequest:
     """One submitted prompt of `LLM.stream`. The caller's thread reads its deltas one by one."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str
+        self, engine: Engine, processor: OutputProcessor, prompt: list[int], params: SamplingParams, cache_salt: str
     ) -> None:
         self._engine = engine
-        self._processor = OutputProcessor(tokenizer, params)
+        self._processor = processor
         self._outputs: SimpleQueue[Delta] = SimpleQueue()
         self._num_samples = params.n
         self.handle: Handle = engine.submit(prompt, params, self._outputs.put, cache_salt=cache_salt)
@@ -249,10 +261,11 @@ class _Sample:
 class _Batch:
     """The prompts of one call of `LLM.generate`, in the caller's order."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, cache_salt: str) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, cache_salt: str, continues: bool) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._cache_salt = cache_salt
+        self._continues = continues
         self._outputs: _Outputs = SimpleQueue()
         self.pending = deque[_CollectedRequest]()
 
@@ -267,7 +280,13 @@ class _Batch:
         try:
             self.pending.append(
                 _CollectedRequest(
-                    self._engine, self._tokenizer, prompt, params, cache_salt=self._cache_salt, outputs=self._outputs
+                    self._engine,
+                    self._tokenizer,
+                    prompt,
+                    params,
+                    cache_salt=self._cache_salt,
+                    after=prompt if self._continues else (),
+                    outputs=self._outputs,
                 )
             )
         except QueueFull:
@@ -311,12 +330,14 @@ class _CollectedRequest:
         params: SamplingParams,
         *,
         cache_salt: str,
+        after: Sequence[int],
         outputs: _Outputs,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._include_stop = params.include_stop
-        self._processor = OutputProcessor(tokenizer, params) if params.stop else None
+        self._after = after
+        self._processor = OutputProcessor(tokenizer, params, after) if params.stop else None
         self._outputs = outputs
         self._samples = [_Sample() for _ in range(params.n)]
         self._left = params.n
@@ -388,7 +409,7 @@ class _CollectedRequest:
     def _text(self, sample: _Sample) -> str:
         token_ids = tokens_with_text(tuple(sample.token_ids), sample.finish_reason, include_stop=self._include_stop)
         try:
-            return self._tokenizer.decode(token_ids)
+            return self._tokenizer.detokenizer(self._after).decode(token_ids)
         except Exception as error:  # a tokenizer is third-party code
             raise RequestError(f"the tokenizer failed: {error}") from error
 

@@ -18,7 +18,7 @@ from sidestream.device.choice import torch_device
 from sidestream.device.machine import process_age_s
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
-from sidestream.errors import ConfigError, DeviceLost, ModelError, RaceError
+from sidestream.errors import ConfigError, DeviceLost, ModelError, RaceError, RequestRejected
 from sidestream.garbage import freeze_gc_heap
 from sidestream.metrics import Timeline
 from sidestream.metrics.progress import start_lines
@@ -139,6 +139,7 @@ class LoadedEngine:
             max_model_len=config.max_model_len,
             group=group,
         )
+        _warn_of_missing_rows(self.tokenizer, loaded.vocab_size)
         proposer = self._proposer(loaded, draft_path, on_stage)
         on_stage("building the engine", 0, 0)
         engine = build_engine(
@@ -230,6 +231,29 @@ class LoadedEngine:
             )
         num_layers = attach_draft(model, draft, max_model_len=max_model_len, num_tokens=self.tokenizer.vocab_size)
         return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)
+
+
+def _warn_of_missing_rows(tokenizer: Tokenizer, num_rows: int) -> None:
+    """Log a warning if the tokenizer has token ids that the model has no embedding for."""
+    missing = tokenizer.vocab_size - num_rows
+    if missing <= 0:
+        return
+    chat = ""
+    if tokenizer.has_chat_template:
+        with contextlib.suppress(RequestRejected):
+            ids = tokenizer.chat([{"role": "user", "content": "Hello"}])
+            chat = "; the chat template writes one of them, so every chat is refused" if max(ids) >= num_rows else ""
+    names = ", ".join(repr(name) for name in tokenizer.token_strings(range(num_rows, tokenizer.vocab_size)[:4]))
+    log.warning(
+        "the tokenizer has %d token ids, the model %d embeddings: a prompt with one of the last %d ids (%s%s) "
+        "is refused%s; take the tokenizer that belongs to the weights",
+        tokenizer.vocab_size,
+        num_rows,
+        missing,
+        names,
+        ", …" if missing > 4 else "",
+        chat,
+    )
 
 
 @contextlib.contextmanager

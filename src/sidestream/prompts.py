@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
@@ -58,6 +59,14 @@ def checked_params(params: SamplingParams | None, where: str = "params") -> Samp
         example = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in params.items())
     reason = f"{where} is {value}: give a SamplingParams object, such as SamplingParams({example})"
     raise RequestRejected(reason, param=where)
+
+
+def with_special_stops(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """`params` with a stop token for each stop string that is a special token, such as `<|im_end|>`. Special tokens
+    have no text, so no search in the text finds them.
+    """
+    ids = tuple(token_id for stop in params.stop if (token_id := tokenizer.special_id(stop)) is not None)
+    return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
 
 
 def _items(value: object, where: str, expected: str) -> list[Any]:

@@ -5,27 +5,13 @@ Knows nothing about requests or the engine. A `Detokenizer` and a `StopStrings` 
 
 from __future__ import annotations
 
+import codecs
 import importlib.resources
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-
-_LONG_WINDOW = 32  # tokens; far more than the tokens of one character
-_UNDECIDED = "\ufffd"  # decoders return it for bytes that are no complete character
 
 # Every eighth topic of the sample tasks is held out from training.
 _HELD_OUT_EVERY = 8
-
-
-class DetokenizerLike(Protocol):
-    """Incremental detokenizer of one sample: `Detokenizer`, or a fake in tests."""
-
-    def push(self, token_id: int) -> str:
-        """Add a token; returns the text that became certain with this token."""
-        ...
-
-    def finish(self) -> str:
-        """The text that `push` has not returned yet."""
-        ...
 
 
 class TokenizerLike(Protocol):
@@ -73,97 +59,66 @@ class TokenizerLike(Protocol):
         """The vocabulary's string for each token."""
         ...
 
-    def detokenizer(self) -> DetokenizerLike:
-        """A new incremental detokenizer, for one sample."""
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        """A new incremental detokenizer, for one sample.
+
+        after   token ids of the text that the sample continues; empty: the sample begins a text
+        """
         ...
 
 
 class Detokenizer:
-    """Incremental detokenizer of one sample.
+    """Incremental detokenizer of one sample. The text is the tokens' bytes, decoded as UTF-8.
 
-    The pieces that `push` and `finish` return, joined, equal `decode` of all tokens. A piece never ends inside a
-    character, and text that was returned never changes. Only the last few tokens (the window) are decoded again, so
-    the work per token is bounded.
+    The pieces that `push` and `finish` return, joined, are the text. A piece never ends inside a character, and comes
+    with the token that completes it. Bytes that are no character become U+FFFD.
     """
 
-    # _window  [0, _settled)      tokens whose text was returned; they are decoded again because the text of the next
-    #                             tokens depends on them
-    #          [_settled, end)    tokens whose text was returned, except for a last, incomplete character
-    # _given   number of characters of the window's text that were returned
-
     def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        length_of: Callable[[int], int],
-        *,
-        special_ids: Set[int] = frozenset(),
-        byte_ids: Set[int] = frozenset(),
+        self, bytes_of: Callable[[int], bytes], first_bytes_of: Callable[[int], bytes | None] | None = None
     ) -> None:
         """
-        decode       text of token ids; U+FFFD for bytes that are no character
-        length_of    number of characters of one token's text
-        special_ids  ids of special tokens, which have no text
-        byte_ids     ids of byte tokens, which stand for one byte of a character
+        bytes_of        the bytes of a token within a text; empty for a special token
+        first_bytes_of  the bytes of a token that begins a text, if they differ: a tokenizer may omit the space in front
+                        of a text's first word. The result None means that the token has no text, so the next token may
+                        begin the text
         """
-        self._decode = decode
-        self._length_of = length_of
-        self._special_ids = special_ids
-        self._byte_ids = byte_ids
-        self._window: list[int] = []
-        self._settled = 0
-        self._given = 0
-        self._patience = 0  # length of the window at which it is decoded again
+        self._bytes_of = bytes_of
+        self._first_bytes_of = first_bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that became certain, empty while a character is incomplete."""
-        if token_id in self._special_ids:
-            return ""
-        self._window.append(token_id)
-        if token_id in self._byte_ids:
-            return ""  # a run of bytes decodes as a whole: wait for its end
-        if len(self._window) < self._patience:
-            return ""
-        text = self._decode(self._window)
-        undecided = text.endswith(_UNDECIDED)
-        piece = self._give(text, len(text) - undecided)
-        if piece and not undecided:
-            self._keep_from(self._settled)
-        elif len(self._window) > _LONG_WINDOW:
-            self._cut(text)
-        return piece
+        """Add a token; returns the text that it completes, empty while a character is incomplete."""
+        return self._decoder.decode(self._take(token_id))
 
     def finish(self) -> str:
-        """The text that `push` has not returned; incomplete characters become U+FFFD. Do not call `push` after it."""
-        text = self._decode(self._window)
-        return self._give(text, len(text))
+        """The text that `push` has not returned: U+FFFD for an incomplete character. Do not call `push` after it."""
+        return self._decoder.decode(b"", final=True)
 
-    def _give(self, text: str, stop: int) -> str:
-        piece = text[self._given : stop]
-        self._given += len(piece)
-        return piece
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Add the sample's remaining tokens; returns all their text, like `push` for each and `finish`."""
+        return self._decoder.decode(b"".join(map(self._take, token_ids)), final=True)
 
-    def _keep_from(self, index: int) -> None:
-        self._window = self._window[index:]
-        self._settled = len(self._window)
-        self._given = self._length_of(self._window[0]) if len(self._window) == 1 else len(self._decode(self._window))
-        self._patience = 0
+    def peek(self, token_id: int) -> tuple[str, bytes]:
+        """The text that `push` would return for this token, and the token's bytes. Adds nothing."""
+        first = None if self._first_bytes_of is None else self._first_bytes_of(token_id) or b""
+        data = self._bytes_of(token_id) if first is None else first
+        ahead = codecs.getincrementaldecoder("utf-8")("replace")
+        return ahead.decode(self.pending + data), data
 
-    def _cut(self, text: str) -> None:
-        """Shorten a window whose last character stays incomplete, such as a long run of invalid bytes.
+    @property
+    def pending(self) -> bytes:
+        """The bytes of an incomplete character at the end."""
+        return self._decoder.getstate()[0]
 
-        Cut the window at a position that no character spans: there, the text of both parts together equals the text of
-        the whole window. If none of the last four positions qualifies, decode again only when the window has grown by
-        an eighth, which bounds the work.
-        """
-        for index in range(len(self._window) - 1, len(self._window) - 5, -1):
-            head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
-            if tail and head + tail == text and len(head) <= self._given:
-                self._window = self._window[index:]
-                self._settled = 0
-                self._given -= len(head)
-                self._patience = 0
-                return
-        self._patience = len(self._window) + len(self._window) // 8
+    def _take(self, token_id: int) -> bytes:
+        if self._first_bytes_of is None:
+            return self._bytes_of(token_id)
+        data = self._first_bytes_of(token_id)
+        if data is None:
+            return b""
+        self._first_bytes_of = None
+        return data
 
 
 class StopStrings:

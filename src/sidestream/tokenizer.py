@@ -5,24 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
-import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import cached_file
 
+from sidestream.chat_template import ChatTemplate
 from sidestream.checkpoint_files import GENERATION_CONFIG, read_json
-from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.text import Detokenizer
-
-# Parameters of apply_chat_template. They are not allowed as template options, because an option would replace them.
-_TEMPLATE_CALL = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Tokenizer:
@@ -31,18 +26,18 @@ class Tokenizer:
     eos_ids      end-of-sequence ids, from the generation config (if it has none, from the model's config) and from the
                  tokenizer
     special_ids  ids of special tokens, which have no text, such as the end of sequence; `decode` skips them
-    byte_ids     byte tokens of a SentencePiece model. They spell characters that have no token: <0xE2><0x82><0xAC> is €
     vocab_size   one more than the largest id; the model's logits may have more columns
     """
 
     def __init__(self, backend: PreTrainedTokenizerBase, *, eos_ids: Sequence[int]) -> None:
         self._backend = backend
-        self._text_of = _text_of(backend)
         self.eos_ids = tuple(sorted(set(eos_ids)))
         self.special_ids = _special_ids(backend)
         self.vocab_size = max(backend.get_vocab().values()) + 1
-        self.byte_ids = _byte_ids(backend.get_vocab())
-        self._lengths: dict[int, int] = {}
+        decode = _decode_of(backend)
+        self._bytes = _TokenBytes(backend, decode, self.special_ids)
+        self._check_bytes(decode)
+        self._template = ChatTemplate(backend)
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
@@ -89,118 +84,97 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`, with no clean-up of spaces. Bytes that are no character become U+FFFD."""
         if skip_special_tokens:
-            return self._text_of(list(token_ids))
+            return self.detokenizer().decode(token_ids)
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's string for each token, such as `Ġhello`; empty for an id without a token."""
         return [token or "" for token in self._backend.convert_ids_to_tokens(list(token_ids))]
 
-    def length_of(self, token_id: int) -> int:
-        """Number of characters of one token's text. Cached, because detokenizing needs it for every sampled token."""
-        length = self._lengths.get(token_id)
-        if length is None:
-            length = self._lengths[token_id] = len(self.decode([token_id]))
-        return length
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        """A new incremental detokenizer, for one sample.
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental detokenizer, for one sample."""
-        return Detokenizer(self.decode, self.length_of, special_ids=self.special_ids, byte_ids=self.byte_ids)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> list[int]:
-        """Token ids of a conversation, formatted with the model's chat template.
-
-        messages                each has a role (system, developer, user, assistant, tool) and a content: a string or a
-                                list of parts `{"type": "text", "text": …}`; an assistant's message with tool_calls
-                                may omit the content
-        add_generation_prompt   end with the start of the assistant's turn
-        continue_final_message  do not end the last message, so that the model continues it
-        options                 variables of the template, such as enable_thinking
-
-        Raises RequestRejected if the model has no template, if the template refuses the messages, or if it does not
-        read the given `tools`, tool calls, role `tool` or an option. So no argument is ignored silently.
+        after   token ids of the text that the sample continues; empty: the sample begins a text
         """
-        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-            example = '[{"role": "user", "content": "Hello"}]'
-            reason = f"messages is {reprlib.repr(messages)}: give a list of messages, such as {example}"
-            raise RequestRejected(reason, param="messages")
-        conversation = [_message(index, message) for index, message in enumerate(messages)]
-        if not conversation:
-            raise RequestRejected("messages is empty: give at least one", param="messages")
-        self._check_template(conversation, tools, options)
-        try:
-            text = self._backend.apply_chat_template(
-                conversation,
-                tools=_as_dicts(tools),
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **options,
-            )
-        except Exception as fault:  # a template may raise any exception
-            raise RequestRejected(
-                f"the model's chat template refuses these messages: {_first_line(fault)}", param="messages"
-            ) from fault
-        return self.encode(str(text), add_special_tokens=False)
+        continues = any(token_id not in self.special_ids for token_id in after)
+        return Detokenizer(self._bytes.__getitem__, None if continues else self._bytes.first)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this string; None if there is none."""
+        token_id = self._backend.get_added_vocab().get(text)
+        return token_id if token_id in self.special_ids else None
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation. `ChatTemplate.render` has the options and the errors."""
+        return self.encode(self._template.render(messages, **options), add_special_tokens=False)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
-        return self._backend.chat_template is not None
+        return self._template.exists
 
     def template_knows(self, option: str) -> bool:
         """Whether the chat template reads this variable, such as reasoning_effort."""
-        return self.has_chat_template and option in _words(self._backend.get_chat_template())[0]
+        return self._template.knows(option)
 
-    def _check_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        if not self.has_chat_template:
-            raise RequestRejected(
-                "this model has no chat template: ask for a plain completion, or serve a model that is made for chat",
-                param="messages",
-            )
-        names, strings = _words(self._backend.get_chat_template(tools=_as_dicts(tools)))
-        for index, message in enumerate(messages):
-            if message["role"] == "tool" and "tool" not in strings:
-                where = f"messages[{index}].role"
-                raise RequestRejected(
-                    f"{where} is tool, which this model's chat template does not know: leave it out", param=where
+    def _check_bytes(self, decode: Callable[[list[int]], str]) -> None:
+        """Raise ModelError if the tokens' bytes do not spell the text that the library decodes."""
+        for text in _PROBES:
+            ids = self._backend.encode(text, add_special_tokens=False)
+            ours, theirs = self.decode(ids), decode(ids)
+            if ours != theirs:
+                raise ModelError(
+                    f"the decoder of this {type(self._backend).__name__} is not supported: the text of its tokens "
+                    f"depends on the tokens behind them ({theirs!r} in place of {ours!r}); "
+                    "choose a model whose tokenizer is byte-level BPE or SentencePiece"
                 )
-            if message.get("tool_calls") and "tool_calls" not in names | strings:
-                where = f"messages[{index}].tool_calls"
-                raise RequestRejected(f"this model's chat template knows no {where}: leave them out", param=where)
-        if tools and "tools" not in names:
-            raise RequestRejected("this model's chat template knows no tools: leave them out", param="tools")
-        for name in options:
-            if name in _TEMPLATE_CALL:
-                raise RequestRejected(f"{name} is no option of a chat template: leave it out", param=name)
-            if name not in names:
-                raise RequestRejected(f"this model's chat template has no option {name}: leave it out", param=name)
 
 
-@functools.lru_cache(maxsize=8)
-def _words(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names in a template (variables and attributes) and its string literals."""
-    words = [(kind, word) for _, kind, word in jinja2.Environment().lex(template)]
-    return (
-        frozenset(word for kind, word in words if kind == "name"),
-        frozenset(word[1:-1] for kind, word in words if kind == "string"),
-    )
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of each token within a text. Made when they are first needed, because a vocabulary is large.
+
+    A part of a character has the bytes that its name spells: `Ã` in byte-level BPE, `<0xC3>` in SentencePiece. Every
+    other token has the text that the library adds for it behind another token.
+    """
+
+    def __init__(self, backend: PreTrainedTokenizerBase, decode: Callable[[list[int]], str], skipped: Set[int]) -> None:
+        self._name_of: Callable[[int], str | None] = backend.convert_ids_to_tokens
+        self._decode = decode
+        self._skipped = skipped
+        decoder = getattr(getattr(backend, "backend_tokenizer", None), "decoder", None)
+        self._is_byte_level = decoder is not None and decoder.decode(["Ã", "©"]) == "é"
+
+    def first(self, token_id: int) -> bytes | None:
+        """The bytes of a token at the start of a text; None if the token has no text there or elsewhere."""
+        data = self[token_id]
+        if not data:
+            return None
+        # The library omits the space of a text's first word, but cannot decode a part of a character alone.
+        is_part = len(data) == 1 and data[0] >= 0x80
+        return data if self._is_byte_level or is_part else self._decode([token_id]).encode()
+
+    def __missing__(self, token_id: int) -> bytes:
+        data = self[token_id] = self._made(token_id)
+        return data
+
+    def _made(self, token_id: int) -> bytes:
+        name = None if token_id in self._skipped else self._name_of(token_id)
+        if name is None:
+            return b""
+        if self._is_byte_level:
+            known = all(letter in _BYTE_OF_LETTER for letter in name)
+            return bytes(_BYTE_OF_LETTER[letter] for letter in name) if known else name.encode()
+        alone = self._decode([token_id])
+        if _BYTE_TOKEN.fullmatch(name) and alone != name:
+            return bytes.fromhex(name[3:5])
+        return self._decode([token_id, token_id]).removeprefix(alone).encode()
 
 
-def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def _decode_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """The function for `decode` without special tokens and without clean-up of spaces. For a fast tokenizer whose class
     does not override `decode`, it calls the Rust tokenizer directly, which is five times as fast.
     """
@@ -228,11 +202,6 @@ def _special_ids(backend: PreTrainedTokenizerBase) -> frozenset[int]:
     )
 
 
-def _byte_ids(vocab: Mapping[str, int]) -> frozenset[int]:
-    spelled = (f"<0x{byte:02X}>" for byte in range(256))
-    return frozenset(vocab[token] for token in spelled if token in vocab)
-
-
 def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
     # Not read with transformers' class, because the class warns that sampling options may be ignored, but Sidestream
     # applies them.
@@ -244,39 +213,6 @@ def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
     declared = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
     own = backend.eos_token_id
     return declared if own is None else [*declared, own]
-
-
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise RequestRejected(f"{where} is {message!r}: give an object with role and content", param=where)
-    role = message.get("role")
-    if role not in _ROLES:
-        raise RequestRejected(f"{where}: {unknown_name('role', str(role), _ROLES)}", param=f"{where}.role")
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return dict(message)
-    return {**message, "content": _content(where, content)}
-
-
-def _as_dicts(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
-    return [dict(tool) for tool in tools] if tools else None
-
-
-def _content(where: str, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestRejected(
-            f"{where}.content is {content!r}: give a string or a list of text parts", param=f"{where}.content"
-        )
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestRejected(
-                f"{where}.content has a part of type {kind}: only text parts are supported", param=f"{where}.content"
-            )
-    return "".join(part["text"] for part in content)
 
 
 def _check_unicode(text: str) -> None:

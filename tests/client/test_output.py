@@ -7,12 +7,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from sidestream.client.output import OutputProcessor
 from sidestream.config import SamplingParams
-from sidestream.testing.tokenizer import ToyDetokenizer, ToyTokenizer
+from sidestream.testing.tokenizer import ToyTokenizer, text_bytes
+from sidestream.text import Detokenizer
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 
 CACHED = CachedTokens(device=2)
@@ -38,10 +40,10 @@ class Failing(ToyTokenizer):
     def __init__(self, *, at: int | None) -> None:
         self._at = at
 
-    def detokenizer(self) -> ToyDetokenizer:
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         at = self._at
 
-        class Brittle(ToyDetokenizer):
+        class Brittle(Detokenizer):
             def push(self, token_id: int) -> str:
                 if token_id == at:
                     raise UnicodeError("injected: no such character")
@@ -52,7 +54,7 @@ class Failing(ToyTokenizer):
                     raise UnicodeError("injected: half a character is left")
                 return super().finish()
 
-        return Brittle()
+        return Brittle(text_bytes)
 
 
 def expected(text: str, reason: str, params: SamplingParams) -> tuple[str, int, str]:

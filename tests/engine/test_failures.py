@@ -4,7 +4,7 @@ everybody.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from sidestream.config import EngineConfig, SamplingParams
 from sidestream.device.cpu import CpuDevice
 from sidestream.engine import build_engine
 from sidestream.errors import EngineStopped
-from sidestream.testing.tokenizer import ToyDetokenizer, ToyTokenizer
+from sidestream.testing.tokenizer import ToyTokenizer, text_bytes
 from sidestream.testing.toy import ToyModel
+from sidestream.text import Detokenizer
 from sidestream.types import Delta
 
 POISON = 0  # the toy model never draws it
@@ -226,16 +227,16 @@ class BrittleTokenizer(ToyTokenizer):
     def __init__(self, bad: int) -> None:
         self.bad = bad
 
-    def detokenizer(self) -> ToyDetokenizer:
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         bad = self.bad
 
-        class Brittle(ToyDetokenizer):
+        class Brittle(Detokenizer):
             def push(self, token_id: int) -> str:
                 if token_id == bad:
                     raise UnicodeError("injected: no such character")
                 return super().push(token_id)
 
-        return Brittle()
+        return Brittle(text_bytes)
 
 
 def test_tokenizer_that_raises_ends_that_request_only() -> None:
@@ -252,12 +253,12 @@ def test_tokenizer_that_raises_ends_that_request_only() -> None:
 class EndlessTokenizer(ToyTokenizer):
     """Makes text of every token, but not of what is left at the end."""
 
-    def detokenizer(self) -> ToyDetokenizer:
-        class Endless(ToyDetokenizer):
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        class Endless(Detokenizer):
             def finish(self) -> str:
                 raise UnicodeError("injected: half a character is left")
 
-        return Endless()
+        return Endless(text_bytes)
 
 
 def test_aborted_sample_receives_its_end_though_the_tokenizer_cannot_make_the_rest_of_its_text(
@@ -292,7 +293,7 @@ def test_sample_whose_last_text_cannot_be_made_ends_with_an_error_of_its_own() -
 
 
 class NoTokenizer(ToyTokenizer):
-    def detokenizer(self) -> ToyDetokenizer:
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         raise MemoryError("injected")
 
 

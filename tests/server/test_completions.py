@@ -188,27 +188,54 @@ def test_chat_logprobs_hold_tokens_bytes_and_alternatives(shared: Served) -> Non
     assert [entry.token for entry in logprobs.content] == ["H", "e"]
 
 
-def test_a_token_that_is_half_a_character_has_no_bytes_to_show(shared: Served) -> None:
+def test_token_in_a_character_has_its_byte_and_the_last_one_has_the_text(shared: Served) -> None:
     reply = shared.openai.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "accents"}], logprobs=True
     )
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
-    assert [(entry.token, entry.bytes) for entry in logprobs.content[:2]] == [("h", [104]), ("\ufffd", None)]
+    entries = [(entry.token, entry.bytes) for entry in logprobs.content[:3]]
+    assert entries == [("h", [104]), ("", [0xC3]), ("é", [0xA9])]
 
 
 def test_streamed_logprobs_are_the_whole_ones_cut_in_pieces(shared: Served) -> None:
     fields = {"prompt": "accents", "logprobs": 2}
     whole = shared.text(**fields).json()["choices"][0]["logprobs"]
-    assert whole["tokens"] == ["h", "\ufffd", "\ufffd", "\ufffd", "\ufffd"]
+    assert whole["tokens"] == ["h", "", "é", "", "é"]
     assert whole["text_offset"] == [0, 1, 1, 2, 2]
     assert whole["token_logprobs"] == [-0.5] * 5
     assert whole["top_logprobs"][0] == {"h": -0.5, "i": -1.5}
     joined: dict[str, list[object]] = {}
     for line in shared.text(**fields, stream=True).text.split("\n\n")[:-2]:
-        for name, values in json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"].items():
+        for name, values in (json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"] or {}).items():
             joined.setdefault(name, []).extend(values)
     assert joined == whole
+
+
+def test_alternatives_with_equal_text_are_all_given(shared: Served) -> None:
+    """In a character, the sampled byte completes none, and its alternatives break it."""
+    whole = shared.text(prompt="accents", logprobs=5).json()["choices"][0]["logprobs"]
+    assert [len(alternatives) for alternatives in whole["top_logprobs"]] == [5, 6, 6, 6, 6]
+    assert all(
+        token in alternatives for token, alternatives in zip(whole["tokens"], whole["top_logprobs"], strict=True)
+    )
+
+
+def test_tokens_are_named_by_id_where_that_is_asked(shared: Served) -> None:
+    fields = {"max_tokens": 1, "return_tokens_as_token_ids": True}
+    text = shared.text(**fields, logprobs=2).json()["choices"][0]["logprobs"]
+    assert text["tokens"] == ["token_id:72"]
+    assert text["top_logprobs"] == [{"token_id:72": -0.5, "token_id:73": -1.5}]
+    chat = shared.chat(**fields, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"][0]
+    assert (chat["token"], chat["bytes"], chat["top_logprobs"][0]["token"]) == ("token_id:72", [72], "token_id:72")
+
+
+def test_an_answer_continues_a_prompt_or_a_final_message_and_begins_a_turn() -> None:
+    with serving() as served:
+        assert served.text().status_code == 200
+        assert served.chat().status_code == 200
+        assert served.chat(continue_final_message=True).status_code == 200
+        assert served.backend.continues == [True, False, True]
 
 
 def test_logprobs_0_names_the_drawn_token_only(shared: Served) -> None:

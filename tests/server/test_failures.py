@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import openai
@@ -19,7 +19,7 @@ from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestR
 from sidestream.server import ServerOptions, create_app
 from sidestream.server.fields import Call
 from sidestream.server.generation import generate_all
-from sidestream.testing.fake_backend import FakeBackend, FakeDetokenizer, FakeTokenizer, Script
+from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.types import CachedTokens, Delta, Health
 
 from .serving import ASK_LONG, LONG, WAIT_S, send, serving
@@ -208,9 +208,9 @@ def test_short_prompts_are_encoded_on_the_event_loop_and_long_ones_beside_it() -
             threads.append(threading.current_thread())
             return super().encode(text)
 
-        def detokenizer(self) -> FakeDetokenizer:
-            threads.append(threading.current_thread())  # made by the request's task
-            return super().detokenizer()
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            threads.append(threading.current_thread())  # called by the request's task
+            return super().decode(token_ids)
 
     for prompt, on_loop in (("short", True), ("a long one " * 1000, False)):
         threads.clear()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sidestream.errors import InvariantError
 from sidestream.server.json_response import to_json
-from sidestream.server.responses import ChatFormat, CompletionFormat, TextOffsets
+from sidestream.server.responses import TokenSpeller
 from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.types import TokenLogprob
 
@@ -45,17 +45,10 @@ def test_half_of_a_surrogate_pair_is_refused_and_not_sent() -> None:
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf])
-@pytest.mark.parametrize("response_format", [ChatFormat(), CompletionFormat()], ids=["chat", "text"])
-def test_a_logprob_that_json_cannot_hold_is_an_error_of_ours(
-    response_format: ChatFormat | CompletionFormat, logprob: float
-) -> None:
-    tokenizer = FakeTokenizer()
-    with pytest.raises(InvariantError, match=r"log-probability is (nan|inf)"):
-        response_format.logprobs([TokenLogprob(65, logprob, ())], tokenizer, TextOffsets(tokenizer.detokenizer()))
-    with pytest.raises(InvariantError):
-        response_format.logprobs(
-            [TokenLogprob(65, -0.5, ((66, logprob),))], tokenizer, TextOffsets(tokenizer.detokenizer())
-        )
+def test_a_logprob_that_json_cannot_hold_is_an_error_of_ours(logprob: float) -> None:
+    for token in (TokenLogprob(65, logprob, ()), TokenLogprob(65, -0.5, ((66, logprob),))):
+        with pytest.raises(InvariantError, match=r"log-probability is (nan|inf)"):
+            TokenSpeller(FakeTokenizer().detokenizer()).add([token], "A", ended=False)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -30,14 +30,22 @@ class Answer:
         self.ttft_s: float | None = None
         self.seconds = 0.0
 
-    def follow(self, llm: LLM, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None]) -> None:
+    def follow(
+        self,
+        llm: LLM,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        show: Callable[[str], None],
+        *,
+        continues: bool = False,
+    ) -> None:
         """Generate the answer and pass each piece of text to `show`; blocks until the answer ends.
 
         An exception from `show`, or KeyboardInterrupt, aborts the request; the answer keeps the text so far. Raises
         RequestError or EngineStopped.
         """
         started_s = time.monotonic()
-        with closing(llm.stream(prompt, params)) as deltas:
+        with closing(llm.stream(prompt, params, continues=continues)) as deltas:
             for delta in deltas:
                 self._add(delta, time.monotonic() - started_s)
                 show(delta.text)

@@ -65,7 +65,8 @@ def generate(
     with running(model, config=config, watch=watch) as llm:
         answer = Answer()
         prompt_ids = llm.tokenizer.chat(_messages(text, system)) if chat else llm.tokenizer.encode(text)
-        answer.follow(llm, prompt_ids, params, (lambda piece: None) if as_json else show_text)
+        show = (lambda piece: None) if as_json else show_text
+        answer.follow(llm, prompt_ids, params, show, continues=not chat)
         print(json.dumps(_as_json(llm, answer)) if as_json else "", flush=True)
 
 

@@ -7,9 +7,10 @@ knows only token ids. A delta is new tokens of one sample.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from sidestream.config import SamplingParams
-from sidestream.text import DetokenizerLike, StopStrings, TokenizerLike
+from sidestream.text import Detokenizer, StopStrings, TokenizerLike
 from sidestream.types import Delta
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,13 @@ class OutputProcessor:
             engine.abort(handle.sample(delta.index), reason=processed.finish_reason)
     """
 
-    def __init__(self, tokenizer: TokenizerLike, params: SamplingParams) -> None:
-        """Raises the tokenizer's errors, so construct the object before the request is submitted."""
-        self._samples = [_SampleOutput(tokenizer.detokenizer(), params) for _ in range(params.n)]
+    def __init__(self, tokenizer: TokenizerLike, params: SamplingParams, after: Sequence[int] = ()) -> None:
+        """
+        after   token ids of the text that the samples continue; empty: they begin a text
+
+        Raises the tokenizer's errors, so construct the object before the request is submitted.
+        """
+        self._samples = [_SampleOutput(tokenizer.detokenizer(after), params) for _ in range(params.n)]
 
     def read(self, delta: Delta) -> Delta | None:
         """The delta with its text; None if its sample has ended already.
@@ -48,7 +53,7 @@ class OutputProcessor:
 class _SampleOutput:
     """One sample's text so far."""
 
-    def __init__(self, detokenizer: DetokenizerLike, params: SamplingParams) -> None:
+    def __init__(self, detokenizer: Detokenizer, params: SamplingParams) -> None:
         self.ended = False
         self._detokenizer = detokenizer
         self._stops = StopStrings(params.stop, include=params.include_stop)
@@ -70,7 +75,10 @@ class _SampleOutput:
                     return _with_text(delta, text, count, "stop")
             count = num_tokens
             if delta.finish_reason is not None:
-                text += self._stops.push(self._detokenizer.finish())[0] + self._stops.flush()
+                more, found = self._stops.push(self._detokenizer.finish())
+                text += more + self._stops.flush()
+                if found:
+                    return _with_text(delta, text, count, "stop")
         except Exception as error:  # the tokenizer is third-party code: its failure ends only this sample
             logger.exception("sample %d: the tokenizer failed at token %d of the answer", delta.index, self._num_tokens)
             if delta.finish_reason == "abort":

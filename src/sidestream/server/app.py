@@ -26,8 +26,8 @@ from sidestream.server.json_response import JsonResponse, to_json
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.middleware import RequestMiddleware, RequestRecord, RootPathMiddleware, request_record
 from sidestream.server.options import ServerOptions
-from sidestream.server.responses import RESPONSE_FORMATS, Json, TextOffsets
-from sidestream.types import Delta, TokenLogprob
+from sidestream.server.responses import RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller
+from sidestream.types import Delta
 from sidestream.version import VERSION
 
 _SHORT_BODY_BYTES = 8 << 10
@@ -192,7 +192,7 @@ class _Reply:
         self._record = record
         self._backend = backend
         self._format = RESPONSE_FORMATS[call.api]
-        self._offsets = [TextOffsets(backend.tokenizer.detokenizer()) for _ in range(call.num_choices)]
+        self._spellers = [] if call.params.logprobs is None else [self._speller(i) for i in range(call.num_choices)]
         self._counted: set[int] = set()
         self._head = {
             "id": self._format.id_prefix + record.request_id.removeprefix("req-"),
@@ -206,13 +206,11 @@ class _Reply:
 
         async def emit(index: int, delta: Delta) -> None:
             self._count(index, delta)
-            samples[index].add(delta)
+            samples[index].add(delta, self._spelled(index, delta))
 
         await generate_all(self._backend, self._call, self._record.request_id, emit)
         choices = [
-            self._format.choice(
-                index, "".join(sample.texts), self._logprobs(index, sample.logprobs), sample.finish_reason
-            )
+            self._format.choice(index, "".join(sample.texts), self._logprobs(sample.tokens), sample.finish_reason)
             for index, sample in enumerate(samples)
         ]
         usage = self._record.usage.json()
@@ -250,10 +248,10 @@ class _Reply:
         """The delta's choice. None if the delta has no text yet, because a character or a stop string may be
         incomplete.
         """
-        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
-        if not (delta.text or logprobs or delta.finish_reason):
+        tokens = self._spelled(index, delta)
+        if not (delta.text or tokens or delta.finish_reason):
             return None
-        return self._format.chunk(index, delta.text, logprobs, delta.finish_reason)
+        return self._format.chunk(index, delta.text, self._logprobs(tokens) if tokens else None, delta.finish_reason)
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}
@@ -261,10 +259,18 @@ class _Reply:
             return {**chunk, "usage": self._record.usage.json()}
         return {**chunk, "usage": None} if self._call.include_usage else chunk
 
-    def _logprobs(self, index: int, tokens: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> Json | None:
-        if self._call.params.logprobs is None:
-            return None
-        return self._format.logprobs(tokens, self._backend.tokenizer, self._offsets[index])
+    def _speller(self, index: int) -> TokenSpeller:
+        prompt = self._call.prompts[index // self._call.params.n]
+        return TokenSpeller(self._backend.tokenizer.detokenizer(prompt if self._call.continues else ()))
+
+    def _spelled(self, index: int, delta: Delta) -> list[SpelledToken]:
+        """The tokens whose log-probabilities the choice gets with this delta."""
+        if not self._spellers:
+            return []
+        return self._spellers[index].add(delta.logprobs, delta.text, ended=delta.finish_reason is not None)
+
+    def _logprobs(self, tokens: list[SpelledToken]) -> Json | None:
+        return self._format.logprobs(tokens, as_ids=self._call.tokens_as_ids) if self._spellers else None
 
 
 class _Sample:
@@ -272,12 +278,12 @@ class _Sample:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.tokens: list[SpelledToken] = []
         self.finish_reason = ""
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta, tokens: list[SpelledToken]) -> None:
         self.texts.append(delta.text)
-        self.logprobs.extend(delta.logprobs)
+        self.tokens += tokens
         self.finish_reason = delta.finish_reason or self.finish_reason
 
 

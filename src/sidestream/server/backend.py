@@ -47,12 +47,14 @@ class Backend(Protocol):
         priority: int = 0,
         request_name: str = "",
         cache_salt: str = "",
+        continues: bool = True,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas (new text and tokens) of one prompt's `params.n` samples. Closing or cancelling the generator
         aborts the samples.
 
-        Each sample's last delta has a finish reason. Requests of the same `cache_salt` share KV. Raises RequestError or
-        EngineStopped before the first delta.
+        Each sample's last delta has a finish reason. Requests of the same `cache_salt` share KV. With `continues`, the
+        text continues the prompt's text; otherwise, it begins one. Raises RequestError or EngineStopped before the
+        first delta.
         """
         ...
 

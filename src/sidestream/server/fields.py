@@ -75,7 +75,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("modalities", ("chat",), (["text"],)),
     Extra("response_format", _BOTH, ({"type": "text"},)),
     Extra("return_token_ids", _BOTH, (False,)),
-    Extra("return_tokens_as_token_ids", _BOTH, (False,)),
     Extra("skip_special_tokens", _BOTH, (True,)),
     Extra("suffix", ("text",), ("",)),
     Extra("use_beam_search", _BOTH, (False,)),
@@ -121,6 +120,8 @@ class Call:
     include_usage     end the stream with a chunk that holds the usage
     continuous_usage  add the usage to every chunk
     request_id        the id that the client gave
+    continues         the answers continue the prompts' texts; False: they begin a text
+    tokens_as_ids     log-probabilities name a token `token_id:7` in place of its text
     """
 
     api: Api
@@ -132,6 +133,8 @@ class Call:
     continuous_usage: bool = False
     request_id: str | None = None
     cache_salt: str = ""
+    continues: bool = True
+    tokens_as_ids: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -171,6 +174,7 @@ class _Fields(BaseModel):
     max_drafts: int | None = None
     request_id: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
+    return_tokens_as_token_ids: bool = False
 
 
 class _Conversation(BaseModel):
@@ -378,6 +382,8 @@ def _call(
         stream_options.continuous_usage_stats,
         asked.request_id,
         asked.cache_salt or "",
+        not isinstance(asked, _Conversation) or asked.continue_final_message,
+        asked.return_tokens_as_token_ids,
     )
 
 

@@ -27,7 +27,12 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
     async def run(number: int, prompt: tuple[int, ...], request_name: str) -> None:
         running = set(range(call.params.n))
         running_deltas = backend.generate(
-            prompt, call.params, priority=call.priority, request_name=request_name, cache_salt=call.cache_salt
+            prompt,
+            call.params,
+            priority=call.priority,
+            request_name=request_name,
+            cache_salt=call.cache_salt,
+            continues=call.continues,
         )
         async with aclosing(running_deltas) as deltas:
             async for delta in deltas:

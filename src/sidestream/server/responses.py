@@ -5,6 +5,7 @@ tokens of a sample.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from sidestream.errors import InvariantError
 from sidestream.offload.tiers.registry import names
 from sidestream.server.fields import Api
-from sidestream.text import DetokenizerLike, TokenizerLike
+from sidestream.text import Detokenizer
 from sidestream.types import Delta, TokenLogprob
 
 Json = dict[str, Any]
@@ -48,25 +49,73 @@ class ResponseFormat(Protocol):
         """A complete choice."""
         ...
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: TokenizerLike, offsets: TextOffsets) -> Json:
-        """Log-probabilities of consecutive tokens."""
+    def logprobs(self, tokens: Sequence[SpelledToken], *, as_ids: bool) -> Json:
+        """Log-probabilities of consecutive tokens. `as_ids`: a token is named `token_id:7` in place of its text."""
         ...
 
 
-class TextOffsets:
-    """The start of each token in its sample's text, in characters. A token that begins within a character starts at
-    that character.
+@dataclass(slots=True)
+class SpelledToken:
+    """A token of a choice, or an alternative to it, with the text and the bytes that it adds to the choice's text.
+
+    text     empty for a token that ends inside a character; the token that completes the character has it
+    start    the token's position in the choice's text, in characters
+    pending  number of bytes at the end that belong to an incomplete character
     """
 
-    def __init__(self, detokenizer: DetokenizerLike) -> None:
-        self._detokenizer = detokenizer
-        self._chars = 0
+    token_id: int
+    logprob: float
+    text: str
+    data: bytes
+    start: int
+    pending: int = 0
+    alternatives: list[SpelledToken] = field(default_factory=list)
 
-    def advance(self, token_id: int) -> int:
-        """The start of the token `token_id`, which is the next token of the sample."""
-        start = self._chars
-        self._chars += len(self._detokenizer.push(token_id))
-        return start
+    def cut(self, end: int) -> None:
+        """Remove the characters from position `end` on, because the choice's text ends there."""
+        kept = max(end - self.start, 0)
+        if kept <= len(self.text):
+            removed = len(self.text[kept:].encode()) + self.pending
+            self.text, self.data = self.text[:kept], self.data[: max(len(self.data) - removed, 0)]
+            self.start = min(self.start, end)
+
+
+class TokenSpeller:
+    """Spells the tokens of one choice, so that their texts, joined, are the choice's text, and their bytes, too."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._length = 0  # characters of the tokens' text
+        self._shown = 0  # characters of the choice's text
+        self._waiting = deque[tuple[int, SpelledToken]]()  # with the length of text at which the choice has the token
+
+    def add(self, tokens: Sequence[TokenLogprob], text: str, *, ended: bool) -> list[SpelledToken]:
+        """Add tokens and text of the choice. Returns the tokens whose text the choice has. Other tokens wait, because
+        the text may end before them: at a stop string, or in front of a stop token.
+        """
+        self._shown += len(text)
+        self._waiting += [self._spell(token) for token in tokens]
+        ready: list[SpelledToken] = []
+        while self._waiting and (ended or self._waiting[0][0] <= self._shown):
+            ready.append(self._waiting.popleft()[1])
+        if ended:
+            for token in ready:
+                token.cut(self._shown)
+            if ready and self._shown > self._length:
+                ready[-1].text += self._detokenizer.finish()
+        return ready
+
+    def _spell(self, token: TokenLogprob) -> tuple[int, SpelledToken]:
+        spelled = self._peek(token.token_id, token.logprob)
+        spelled.alternatives = [self._peek(*other) for other in token.top]
+        self._detokenizer.push(token.token_id)
+        self._length += len(spelled.text)
+        pending = len(self._detokenizer.pending)
+        spelled.pending = min(pending, len(spelled.data))
+        return self._length + (pending > 0), spelled
+
+    def _peek(self, token_id: int, logprob: float) -> SpelledToken:
+        return SpelledToken(token_id, _finite(logprob), *self._detokenizer.peek(token_id), self._length)
 
 
 class ChatFormat:
@@ -89,16 +138,13 @@ class ChatFormat:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: TokenizerLike, offsets: TextOffsets) -> Json:
+    def logprobs(self, tokens: Sequence[SpelledToken], *, as_ids: bool) -> Json:
         """`content`: one entry per token with its bytes and its alternatives."""
 
-        def entry(token_id: int, logprob: float) -> Json:
-            text = tokenizer.decode([token_id])
-            # A token with a part of a character decodes to U+FFFD, so its bytes are unknown.
-            utf8 = None if "\ufffd" in text else list(text.encode("utf-8"))
-            return {"token": text, "logprob": _finite(logprob), "bytes": utf8}
+        def entry(token: SpelledToken) -> Json:
+            return {"token": _name(token, as_ids), "logprob": token.logprob, "bytes": list(token.data)}
 
-        content = [{**entry(t.token_id, t.logprob), "top_logprobs": [entry(*other) for other in t.top]} for t in tokens]
+        content = [{**entry(token), "top_logprobs": [entry(other) for other in token.alternatives]} for token in tokens]
         return {"content": content, "refusal": None}
 
     @staticmethod
@@ -125,24 +171,30 @@ class CompletionFormat:
         """A choice with all its text."""
         return self.chunk(index, text, logprobs, finish_reason)
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: TokenizerLike, offsets: TextOffsets) -> Json:
-        """Lists of equal length. The alternatives include the sampled token; if two have the same text, the likelier
-        one is kept.
+    def logprobs(self, tokens: Sequence[SpelledToken], *, as_ids: bool) -> Json:
+        """Lists of equal length. The alternatives include the sampled token; an alternative whose text another one has
+        already is named by its id.
         """
-        texts = [tokenizer.decode([token.token_id]) for token in tokens]
-        alternatives = []
-        for token, sampled in zip(tokens, texts, strict=True):
-            likeliest: dict[str, float] = {}
-            for token_id, logprob in token.top:
-                likeliest.setdefault(tokenizer.decode([token_id]), _finite(logprob))
-            likeliest.setdefault(sampled, _finite(token.logprob))
-            alternatives.append(likeliest)
         return {
-            "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": alternatives,
-            "text_offset": [offsets.advance(token.token_id) for token in tokens],
+            "tokens": [_name(token, as_ids) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [_by_name(token, as_ids) for token in tokens],
+            "text_offset": [token.start for token in tokens],
         }
+
+
+def _name(token: SpelledToken, as_ids: bool) -> str:
+    return f"token_id:{token.token_id}" if as_ids else token.text
+
+
+def _by_name(token: SpelledToken, as_ids: bool) -> dict[str, float]:
+    sampled = _name(token, as_ids)
+    logprobs: dict[str, float] = {}
+    for other in token.alternatives:
+        name = _name(other, as_ids or other.text == sampled or other.text in logprobs)
+        logprobs[sampled if other.token_id == token.token_id else name] = other.logprob
+    logprobs.setdefault(sampled, token.logprob)
+    return logprobs
 
 
 RESPONSE_FORMATS: dict[Api, ResponseFormat] = {"chat": ChatFormat(), "text": CompletionFormat()}

@@ -16,24 +16,10 @@ from typing import Any
 from sidestream.config import SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.metrics import Metrics, MetricsSnapshot
+from sidestream.text import Detokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 
 _NOTHING_CACHED = CachedTokens()
-
-
-class FakeDetokenizer:
-    """Incremental decoding of UTF-8 bytes."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int) -> str:
-        """The characters that this byte completes."""
-        return self._decoder.decode(bytes([token_id]))
-
-    def finish(self) -> str:
-        """The replacement text for an incomplete character at the end."""
-        return self._decoder.decode(b"", final=True)
 
 
 class FakeTokenizer:
@@ -64,9 +50,9 @@ class FakeTokenizer:
         """The bytes in sentencepiece's notation: <0x41>."""
         return [f"<0x{token_id:02X}>" for token_id in token_ids]
 
-    def detokenizer(self) -> FakeDetokenizer:
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         """A new incremental decoder."""
-        return FakeDetokenizer()
+        return Detokenizer(lambda token_id: bytes([token_id]))
 
     def chat(
         self,
@@ -140,6 +126,7 @@ class FakeBackend:
         self.priorities: list[int] = []
         self.names: list[str] = []
         self.cache_salts: list[str] = []
+        self.continues: list[bool] = []
         self.held: list[str] = []
         self.finished: list[str] = []
         self.aborted: list[str] = []
@@ -181,6 +168,7 @@ class FakeBackend:
         priority: int = 0,
         request_name: str = "",
         cache_salt: str = "",
+        continues: bool = True,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the script's deltas. Samples alternate: each gets one delta in turn."""
         prompt = self.tokenizer.decode(prompt_ids)
@@ -190,6 +178,7 @@ class FakeBackend:
             self.priorities.append(priority)
             self.names.append(request_name)
             self.cache_salts.append(cache_salt)
+            self.continues.append(continues)
             self._changed.notify_all()
         script = self._script(prompt)
         outcome = self.aborted

@@ -6,20 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sidestream.errors import RequestRejected
+from sidestream.text import Detokenizer
 
 EOS_ID = 0
-
-
-class ToyDetokenizer:
-    """Decodes the tokens of one sample, one by one."""
-
-    def push(self, token_id: int) -> str:
-        """The token's character; no text for the end of sequence."""
-        return _text(token_id)
-
-    def finish(self) -> str:
-        """The text held back so far: always empty."""
-        return ""
 
 
 class ToyTokenizer:
@@ -44,9 +33,9 @@ class ToyTokenizer:
         """One character per id."""
         return "".join(_text(token_id) for token_id in token_ids)
 
-    def detokenizer(self) -> ToyDetokenizer:
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         """A new incremental decoder."""
-        return ToyDetokenizer()
+        return Detokenizer(text_bytes)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The character of each id."""
@@ -60,6 +49,11 @@ class ToyTokenizer:
         """One line per message, then the start of the assistant's turn."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + "assistant: ")
+
+
+def text_bytes(token_id: int) -> bytes:
+    """The UTF-8 bytes of the token's character; empty for the end of sequence."""
+    return _text(token_id).encode()
 
 
 def _text(token_id: int) -> str:
