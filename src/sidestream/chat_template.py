@@ -15,7 +15,9 @@ from sidestream.config import unknown_name
 from sidestream.errors import RequestRejected
 
 # Parameters of apply_chat_template. They are not allowed as template options, because an option would replace them.
-_TEMPLATE_CALL = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
+_TEMPLATE_CALL = frozenset(
+    {"messages", "most_tokens", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+)
 _ROLES = ("user", "system", "developer", "assistant", "tool")
 
 ContentForm = Literal["text", "parts", "dropped"]

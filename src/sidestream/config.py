@@ -443,6 +443,9 @@ class EngineConfig:
 MOST_SALT_CHARS = 1024
 """Maximum number of characters of a request's cache salt."""
 
+MOST_STOP_CHARS = 1024
+"""Maximum number of characters of a stop string."""
+
 
 def _finite(name: str, value: float, low: float, high: float, *, low_excluded: bool = False) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # NaN fails, too
@@ -619,6 +622,11 @@ class SamplingParams:
             raise RequestRejected(f"stop has {len(self.stop)} strings: at most 16", param="stop")
         if any(not s for s in self.stop):
             raise RequestRejected("stop holds an empty string: every text contains it; leave it out", param="stop")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MOST_STOP_CHARS:
+            raise RequestRejected(
+                f"stop holds a string of {longest} characters: at most {MOST_STOP_CHARS}; shorten it", param="stop"
+            )
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, 1 << 31)
         if len(self.logit_bias) > 1024:

@@ -32,6 +32,11 @@ class FrontEnd:
         return self.client.max_model_len
 
     @property
+    def room(self) -> int:
+        """Number of samples that the engine may still take from this front end."""
+        return self.client.room
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The model's sampling defaults."""
         return self.client.sampling_defaults

@@ -24,8 +24,8 @@ class TokenizerLike(Protocol):
         """One more than the largest token id."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Token ids of a text. Raises ContextTooLong if its length shows that it has more than `most_tokens`."""
         ...
 
     def chat(
@@ -34,6 +34,7 @@ class TokenizerLike(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
         """Token ids of a conversation, formatted with the model's chat template.
@@ -41,9 +42,10 @@ class TokenizerLike(Protocol):
         messages                each has a role, a content, and further fields that the template may read
         add_generation_prompt   end with the start of the assistant's turn
         continue_final_message  do not end the last message, so that the model continues it
+        most_tokens             as in `encode`
         options                 variables of the template
 
-        Raises RequestRejected. If an option is at fault, the error's `param` is the option's name.
+        Raises ContextTooLong or RequestRejected. If an option is at fault, the error's `param` is the option's name.
         """
         ...
 

@@ -18,6 +18,7 @@ from sidestream.chat_template import ChatTemplate
 from sidestream.checkpoint_files import GENERATION_CONFIG, read_json
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.text import Detokenizer
+from sidestream.text_bound import check_length, text_bound
 
 
 class Tokenizer:
@@ -38,6 +39,7 @@ class Tokenizer:
         self._bytes = _TokenBytes(backend, decode, self.special_ids)
         self._check_bytes(decode)
         self._template = ChatTemplate(backend)
+        self.text_bound = text_bound(backend)
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
@@ -72,12 +74,17 @@ class Tokenizer:
                     f"({len(theirs)} tokens there, {len(ours)} here); take a draft model of the same family"
                 )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of `text`. `add_special_tokens` adds the model's special tokens, such as a beginning of sequence.
 
-        Raises RequestRejected when `text` is not valid Unicode.
+        most_tokens   refuse a text whose length alone shows that it has more tokens: tokenising takes 150 bytes of
+                      memory for each byte of text
+
+        Raises RequestRejected when `text` is not valid Unicode; ContextTooLong.
         """
         _check_unicode(text)
+        if most_tokens is not None:
+            check_length(text, most_tokens, self.text_bound)
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -104,9 +111,14 @@ class Tokenizer:
         token_id = self._backend.get_added_vocab().get(text)
         return token_id if token_id in self.special_ids else None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation. `ChatTemplate.render` has the options and the errors."""
-        return self.encode(self._template.render(messages, **options), add_special_tokens=False)
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, most_tokens: int | None = None, **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation. `ChatTemplate.render` has the options and the errors; `most_tokens` as in
+        `encode`.
+        """
+        text = self._template.render(messages, **options)
+        return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
 
     @property
     def has_chat_template(self) -> bool:

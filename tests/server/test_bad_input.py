@@ -56,6 +56,7 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"stop": [5]}, "stop[0]"),
         ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -193,6 +194,30 @@ def _expect_400(reply: Any, param: str) -> None:
     assert error["type"] == "invalid_request_error"
     assert param.rpartition(".")[2].split("[")[0] in error["message"]
     assert len(reply.content) < 2000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x" * 5000}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", "x" * 5000]}, "prompt"),
+        ("/v1/completions", {"prompt": [-1] * 5000}, "prompt"),
+        ("/v1/completions", {"prompt": [[1], [-1] * 5000]}, "prompt[1]"),
+        ("/v1/chat/completions", {"messages": _user("x" * 5000)}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{}] * 5000}, "messages"),
+        ("/tokenize", {"prompt": "x" * 5000}, "prompt"),
+        ("/tokenize", {"messages": [{}] * 5000}, "messages"),
+        ("/detokenize", {"tokens": [-1] * 5000}, "tokens"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_more_than_the_model_takes_is_refused_by_its_length_before_anything_else(
+    shared: Served, path: str, fields: dict[str, Any], param: str
+) -> None:
+    reply = shared.post_raw(json.dumps({"model": "fake", **fields}).encode(), path)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "the model takes 4096" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import select
 import socket
 import threading
 from collections.abc import AsyncGenerator, Sequence
@@ -187,7 +188,7 @@ def test_encoding_a_long_prompt_delays_no_other_client() -> None:
     health_was_answered = threading.Event()
 
     class SlowTokenizer(FakeTokenizer):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, **options: Any) -> list[int]:
             assert health_was_answered.wait(WAIT_S)
             return super().encode(text)
 
@@ -204,7 +205,7 @@ def test_short_prompts_are_encoded_on_the_event_loop_and_long_ones_beside_it() -
     threads: list[threading.Thread] = []
 
     class WatchedTokenizer(FakeTokenizer):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, **options: Any) -> list[int]:
             threads.append(threading.current_thread())
             return super().encode(text)
 
@@ -278,6 +279,39 @@ def test_a_chunked_body_that_is_too_long_is_refused_while_it_is_read() -> None:
         endless.sendall(b"3e9\r\n" + b"x" * 1001 + b"\r\n")  # and the last chunk never comes
         assert endless.recv(12) == b"HTTP/1.1 413"
         endless.close()
+
+
+def test_the_default_bound_of_a_body_follows_the_context() -> None:
+    for tokens, bound in ((2048, (1 << 20) + 2048 * 64), (1 << 20, (1 << 20) + (64 << 20))):
+        with serving(FakeBackend(max_model_len=tokens)) as served:
+            announcing = served.connect()
+            announcing.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % (bound + 1)
+            )
+            assert f"exceeds {bound} bytes".encode() in announcing.recv(1 << 16)
+            announcing.close()
+
+
+def test_unfinished_bodies_fill_a_bound_of_the_process_and_short_ones_still_pass() -> None:
+    size = 100_000
+    unfinished = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % size + b" " * (size - 1)
+    )
+    with serving(max_body_bytes=size, max_buffered_bytes=size * 2) as served:
+        connections = [served.connect() for _ in range(2)]
+        for connection in connections:
+            connection.sendall(unfinished)
+        ready, _, _ = select.select(connections, [], [], WAIT_S)  # one and a half of these bodies may be held
+        reply = ready[0].recv(1 << 16)
+        assert reply.startswith(b"HTTP/1.1 503")
+        assert b"too_many_bodies" in reply and b"retry-after: 1" in reply
+        assert served.text().status_code == 200
+        for connection in connections:
+            connection.close()
+        served.backend.wait_until(lambda fake: len(fake.finished) == 1)
+        assert served.text(user="x" * (size - 1000)).status_code == 200
 
 
 def test_a_body_of_exactly_the_limit_is_read() -> None:

@@ -56,7 +56,20 @@ _ROWS = (
     ),
     _Row("served_model_name", "NAME", "Model name in the API.", "the model's own"),
     _Row("replica", "NAME", "Name of this server among several: a label of all metrics, and a reply header.", False),
-    _Row("max_body_bytes", "SIZE", "Longer request bodies are rejected.", name="max_body"),
+    _Row(
+        "max_body_bytes",
+        "SIZE",
+        "Longer request bodies are rejected.",
+        "1 MiB, and 64 bytes for each token of the context",
+        name="max_body",
+    ),
+    _Row(
+        "max_buffered_bytes",
+        "SIZE",
+        "Bytes of request bodies that an API process holds at once.",
+        "64 MiB, or four times --max-body",
+        name="max_buffered",
+    ),
     _Row("head_timeout_s", "SECONDS", "Slower request heads are rejected.", name="head_timeout"),
     _Row("body_timeout_s", "SECONDS", "Slower request bodies are rejected.", name="body_timeout"),
     _Row(
@@ -79,10 +92,15 @@ _ROWS = (
 )
 
 
+_SIZES = ("max_body_bytes", "max_buffered_bytes")
+
+
 def server_options(**values: Any) -> ServerOptions:
     """Make ServerOptions from the options' values. Raises ConfigError."""
     known = {row.field: values[row.name or row.field] for row in _ROWS}
-    known["max_body_bytes"] = parse_bytes(known["max_body_bytes"], option="max_body")
+    for row in _ROWS:
+        if row.field in _SIZES and known[row.field] is not None:
+            known[row.field] = parse_bytes(known[row.field], option=row.name or row.field)
     known["cors_origins"] = tuple(known["cors_origins"] or ())
     return ServerOptions(**known, ssl_keyfile_password=os.environ.get("SIDESTREAM_SSL_KEYFILE_PASSWORD"))
 
@@ -90,7 +108,7 @@ def server_options(**values: Any) -> ServerOptions:
 def _parameters() -> list[inspect.Parameter]:
     types = get_type_hints(ServerOptions)
     defaults: dict[str, Any] = {field.name: field.default for field in fields(ServerOptions)}
-    types["max_body_bytes"], defaults["max_body_bytes"] = str, f"{defaults['max_body_bytes'] >> 20}MiB"
+    types |= dict.fromkeys(_SIZES, str | None)
     types["cors_origins"], defaults["cors_origins"] = list[str] | None, None
     parameters = []
     for row in _ROWS:

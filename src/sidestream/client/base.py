@@ -33,6 +33,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def room(self) -> int:
+        """Number of samples that the engine may still take from this front end, if other front ends send none."""
+        ...
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The model's sampling defaults."""
         ...

@@ -66,6 +66,12 @@ class InProcessClient:
         return self._engine.checker.bounds.longest
 
     @property
+    def room(self) -> int:
+        """See `EngineClient`."""
+        unfinished = sum(len(request.unfinished) for request in self._requests.values())
+        return self._engine.checker.bounds.max_unfinished - unfinished
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The model's sampling defaults."""
         return self._engine.parts.defaults

@@ -134,6 +134,11 @@ class RemoteClient:
         return self._checker.bounds.longest
 
     @property
+    def room(self) -> int:
+        """See `EngineClient`."""
+        return self.info.max_unfinished - len(self._streams)
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """The model's sampling defaults."""
         return self.info.sampling_defaults

@@ -19,8 +19,10 @@ from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import SidestreamError
 from sidestream.front_end import FrontEnd
 from sidestream.garbage import freeze_gc_heap
+from sidestream.server.app import served_constants, text_handle
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
 from sidestream.server.run import RunningServer, serve
+from sidestream.server.text_work import ProcessBounds, TextWork
 from sidestream.tokenizer import Tokenizer
 
 log = logging.getLogger("sidestream.server")
@@ -53,6 +55,10 @@ def _serve(
     """Serve until STOP. Returns DRAINED or ABORTED."""
     client = RemoteClient.connect(engine)
     backend = FrontEnd(client, Tokenizer.load(client.info.model), model_name=client.info.model_name)
+    served = served_constants(backend, config.options)
+    bounds = ProcessBounds.for_context(served.max_model_len)
+    # Forks, so it comes before the threads of the server.
+    text = TextWork(text_handle(backend.tokenizer, served), room=lambda: backend.room, bounds=bounds)
 
     def wait_for_stop(server: RunningServer) -> None:
         while supervisor.recv(1):
@@ -71,7 +77,9 @@ def _serve(
 
     # On the main thread, `serve` would handle signals, but an API process ignores them (see `run_child`).
     with ThreadPoolExecutor(1, thread_name_prefix="sidestream-api") as thread:
-        drained = thread.submit(serve, backend, config.options, listener=listener, on_ready=on_ready).result()
+        drained = thread.submit(
+            serve, backend, config.options, listener=listener, on_ready=on_ready, text=text
+        ).result()
     return DRAINED if drained else ABORTED
 
 

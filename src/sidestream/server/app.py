@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,20 +17,22 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sidestream.server.backend import Backend
-from sidestream.server.body import read_body
+from sidestream.server.body import BodyReader
 from sidestream.server.cancellation import CallbackEvent, CancelOnDisconnect
 from sidestream.server.errors import ApiError
-from sidestream.server.fields import Call, parse_chat, parse_detokenize, parse_text, parse_tokenize
+from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from sidestream.server.generation import generate_all
 from sidestream.server.json_response import JsonResponse, to_json
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.middleware import RequestMiddleware, RequestRecord, RootPathMiddleware, request_record
 from sidestream.server.options import ServerOptions
 from sidestream.server.responses import RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller
+from sidestream.server.text_work import Handle, TextWork
+from sidestream.text import TokenizerLike
 from sidestream.types import Delta
 from sidestream.version import VERSION
 
-_SHORT_BODY_BYTES = 8 << 10
+_INLINE_BODY_BYTES = 8 << 10
 """Parsing and tokenising a body of this size takes up to 2 ms."""
 
 _EVENT_STREAM = [
@@ -40,10 +42,33 @@ _EVENT_STREAM = [
 ]
 
 
-def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
-    """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply."""
+def text_handle(tokenizer: TokenizerLike, served: Served) -> Handle:
+    """The work of `TextWork`: parses and tokenises the bodies of this server. Any thread or process may call it."""
+    parsers: dict[str, Callable[..., Any]] = {
+        "chat": parse_chat,
+        "text": parse_text,
+        "tokenize": _tokenize,
+        "detokenize": _detokenize,
+    }
+    return lambda kind, body: parsers[kind](body, tokenizer=tokenizer, served=served)
+
+
+def served_constants(backend: Backend, options: ServerOptions) -> Served:
+    """The constants against which requests are checked."""
+    return Served(options.served_model_name or backend.model_name, options.max_choices, backend.max_model_len)
+
+
+def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | None = None) -> Starlette:
+    """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply.
+
+    text   works on request bodies; None: threads of this process
+    """
     stopping = CallbackEvent()
-    model = _model(backend, options)
+    served = served_constants(backend, options)
+    model = _model(served)
+    handle = text_handle(backend.tokenizer, served)
+    text = text or TextWork(handle, room=lambda: backend.room)
+    bodies = BodyReader(options, served.max_model_len)
 
     async def models(request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [model]})
@@ -55,13 +80,15 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
             )
         return JsonResponse(model)
 
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request, options)
-        return JsonResponse(await asyncio.to_thread(_tokenize, body, backend, model["id"]))
+    def converting(kind: str) -> Callable[[Request], Awaitable[Response]]:
+        async def convert(request: Request) -> Response:
+            async with bodies.read(request) as body, CancelOnDisconnect(request.scope, stopping):
+                return Response(await text.run(kind, body), media_type=JsonResponse.media_type)
 
-    async def detokenize(request: Request) -> Response:
-        body = await read_body(request, options)
-        return JsonResponse(await asyncio.to_thread(_detokenize, body, backend, model["id"]))
+        return convert
+
+    def completions(api: Api) -> Completions:
+        return Completions(backend, bodies, text, handle, stopping, model["id"], api)
 
     async def version(request: Request) -> Response:
         return JsonResponse({"version": VERSION})
@@ -77,12 +104,12 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
 
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", Completions(backend, options, stopping, model, parse_chat), methods=["POST"]),
-            Route("/v1/completions", Completions(backend, options, stopping, model, parse_text), methods=["POST"]),
+            Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
+            Route("/v1/completions", completions("text"), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
-            Route("/tokenize", tokenize, methods=["POST"]),
-            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/tokenize", converting("tokenize"), methods=["POST"]),
+            Route("/detokenize", converting("detokenize"), methods=["POST"]),
             Route("/version", version),
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
@@ -122,64 +149,73 @@ def _cors(options: ServerOptions) -> list[Middleware]:
     ]
 
 
-def _model(backend: Backend, options: ServerOptions) -> Json:
+def _model(served: Served) -> Json:
     return {
-        "id": options.served_model_name or backend.model_name,
+        "id": served.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "sidestream",
-        "max_model_len": backend.max_model_len,
+        "max_model_len": served.max_model_len,
     }
 
 
-def _tokenize(body: bytes, backend: Backend, served_name: str) -> Json:
-    """vLLM's reply to `/tokenize`. Runs on a worker thread, like all tokenising."""
-    request = parse_tokenize(body, tokenizer=backend.tokenizer, served_name=served_name)
-    strings = backend.tokenizer.token_strings(request.token_ids) if request.with_strings else None
-    counts = {"count": len(request.token_ids), "max_model_len": backend.max_model_len}
-    return {**counts, "tokens": request.token_ids, "token_strs": strings}
+def _tokenize(body: bytes, *, tokenizer: TokenizerLike, served: Served) -> bytes:
+    """vLLM's reply to `/tokenize`, as JSON."""
+    request = parse_tokenize(body, tokenizer=tokenizer, served=served)
+    strings = tokenizer.token_strings(request.token_ids) if request.with_strings else None
+    counts = {"count": len(request.token_ids), "max_model_len": served.max_model_len}
+    return to_json({**counts, "tokens": request.token_ids, "token_strs": strings})
 
 
-def _detokenize(body: bytes, backend: Backend, served_name: str) -> Json:
-    """vLLM's reply to `/detokenize`. Special tokens are kept: tokenising the text gives the same ids again."""
-    token_ids = parse_detokenize(body, tokenizer=backend.tokenizer, served_name=served_name)
-    return {"prompt": backend.tokenizer.decode(token_ids, skip_special_tokens=False)}
+def _detokenize(body: bytes, *, tokenizer: TokenizerLike, served: Served) -> bytes:
+    """vLLM's reply to `/detokenize`, as JSON. Special tokens are kept: tokenising the text gives the same ids again."""
+    token_ids = parse_detokenize(body, tokenizer=tokenizer, served=served)
+    return to_json({"prompt": tokenizer.decode(token_ids, skip_special_tokens=False)})
 
 
 class Completions:
-    """The endpoint of one API, chat or completions. `parse` turns a request's body into a `Call`."""
+    """The endpoint of one API, chat or completions."""
 
     def __init__(
-        self, backend: Backend, options: ServerOptions, stopping: CallbackEvent, model: Json, parse: Callable[..., Call]
+        self,
+        backend: Backend,
+        bodies: BodyReader,
+        text: TextWork,
+        handle: Handle,
+        stopping: CallbackEvent,
+        model_name: str,
+        api: Api,
     ) -> None:
         self._backend = backend
-        self._options = options
+        self._bodies = bodies
+        self._text = text
+        self._handle = handle
         self._stopping = stopping
-        self._model = model
-        self._parse = parse
+        self._model_name = model_name
+        self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read, validate, generate, reply. RequestMiddleware replies to failures."""
-        body = await read_body(Request(scope, receive), self._options)
-        parse = functools.partial(
-            self._parse,
-            body,
-            tokenizer=self._backend.tokenizer,
-            served_name=self._model["id"],
-            max_choices=self._options.max_choices,
-        )
-        # Short bodies are parsed on the event loop, because handing them to a thread would hold the interpreter lock
-        # for longer than parsing them.
-        call = parse() if len(body) <= _SHORT_BODY_BYTES else await asyncio.to_thread(parse)
+        async with self._bodies.read(Request(scope, receive)) as body, CancelOnDisconnect(scope, self._stopping):
+            call = await self._parse(body)
+        del body  # long bodies must not stay in memory while their answers are generated
         record = request_record(scope)
         record.request_id = call.request_id or record.request_id
-        reply = _Reply(call, record, self._backend, self._model["id"])
+        reply = _Reply(call, record, self._backend, self._model_name)
         async with CancelOnDisconnect(scope, self._stopping):
             if call.stream:
                 await reply.stream(send)
                 return
             response = await reply.complete()
         await JsonResponse(response)(scope, receive, send)
+
+    async def _parse(self, body: bytearray) -> Call:
+        """The call. Short texts are parsed on the event loop, because handing them over would hold the interpreter lock
+        for longer than parsing them. Chats are not: their template may run for any time.
+        """
+        if self._api == "text" and len(body) <= _INLINE_BODY_BYTES:
+            return self._handle("text", body)  # type: ignore[no-any-return]
+        return await self._text.run(self._api, body)  # type: ignore[no-any-return]
 
 
 class _Reply:

@@ -27,6 +27,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def room(self) -> int:
+        """Number of samples that the engine may still take from this front end; see `max_waiting`."""
+        ...
+
+    @property
     def tokenizer(self) -> TokenizerLike:
         """The model's tokenizer."""
         ...

@@ -1,54 +1,93 @@
-"""Reads a request's body up to a bound, and parses it as strict JSON. `fields.py` checks the fields."""
+"""Reads request bodies within bounds, and parses them as strict JSON. `fields.py` checks the fields."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
 from sidestream.server.errors import ApiError, ClientGone, bad_request
 from sidestream.server.options import ServerOptions
+from sidestream.server.text_work import SHORT_BODY_BYTES
+
+# The default bound of a body: room for fields and a batch of prompts, and for each token of the context. A token takes
+# about 5 bytes as text or as an id, and up to 12 where a client escapes all but ASCII.
+_BODY_BYTES, _TOKEN_BYTES = 1 << 20, 64
+_BUFFERED_BYTES = 64 << 20
 
 
-async def read_body(request: Request, options: ServerOptions) -> bytes:
-    """The whole body. Raises ApiError for a wrong content type (415), and for a body that is too long (413) or arrives
-    too slowly (408).
+class BodyReader:
+    """Reads bodies, within a bound for each of them and one for all of them together. Used on one event loop.
 
-    The size limit is enforced while the body is read, also for a chunked body. Raises ClientGone if the client
-    disconnects.
+    A body counts until its request is parsed. Bodies over `SHORT_BODY_BYTES` may fill three quarters of the bound, so
+    that short ones are read beside any number of long ones.
+
+    max_body_bytes   bound of one body
     """
-    kind = request.headers.get("content-type", "")
-    # Without this check, any web page could post to a server on this machine: browsers send a CORS preflight before a
-    # JSON body, but not before other types.
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, f"content-type is {kind[:100]!r}: send application/json")
-    if int(request.headers.get("content-length", 0)) > options.max_body_bytes:
-        raise _too_long(options)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(options.body_timeout_s):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > options.max_body_bytes:
-                    raise _too_long(options)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {options.body_timeout_s} s: send it faster") from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    return bytes(body)
+
+    def __init__(self, options: ServerOptions, max_model_len: int) -> None:
+        self.max_body_bytes = options.max_body_bytes or _BODY_BYTES + _TOKEN_BYTES * max_model_len
+        self._max_buffered = options.max_buffered_bytes or max(_BUFFERED_BYTES, 4 * self.max_body_bytes)
+        self._timeout_s = options.body_timeout_s
+        self._buffered = 0
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+        """The whole body, which counts as buffered inside the context. Raises ApiError for a wrong content type (415),
+        for a body that is too long (413) or arrives too slowly (408), and if too many bytes are buffered (503).
+
+        The bounds are enforced while the body is read, also for a chunked body. Raises ClientGone if the client
+        disconnects.
+        """
+        kind = request.headers.get("content-type", "")
+        # Without this check, any web page could post to a server on this machine: browsers send a CORS preflight before
+        # a JSON body, but not before other types.
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, f"content-type is {kind[:100]!r}: send application/json")
+        if int(request.headers.get("content-length", 0)) > self.max_body_bytes:
+            raise self._too_long()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for piece in request.stream():
+                    self._buffered += len(piece)
+                    body += piece
+                    self._check(len(body))
+            yield body
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._timeout_s} s: send it faster") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        finally:
+            self._buffered -= len(body)
+
+    def _check(self, size: int) -> None:
+        if size > self.max_body_bytes:
+            raise self._too_long()
+        bound = self._max_buffered if size <= SHORT_BODY_BYTES else self._max_buffered * 3 // 4
+        if self._buffered > bound:
+            raise ApiError(
+                503,
+                f"this server holds {self._buffered} bytes of request bodies, the bound is {bound}: "
+                "try again later, or raise max_buffered_bytes",
+                kind="server_error",
+                code="too_many_bodies",
+                headers={"Retry-After": "1"},
+            )
+
+    def _too_long(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body exceeds {self.max_body_bytes} bytes: shorten it, or raise max_body_bytes",
+            code="body_too_large",
+        )
 
 
-def _too_long(options: ServerOptions) -> ApiError:
-    return ApiError(
-        413,
-        f"the body exceeds {options.max_body_bytes} bytes: shorten it, or raise max_body_bytes",
-        code="body_too_large",
-    )
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `body`. Raises ApiError with status 400 for encodings other than UTF-8, NaN, infinities,
     duplicate names and lone surrogates.
     """

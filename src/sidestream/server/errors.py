@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -32,6 +33,11 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: text processes send their errors to the API process."""
+        fields = {"kind": self.kind, "param": self.param, "code": self.code, "headers": self.headers}
+        return functools.partial(ApiError, **fields), (self.status, str(self))
 
     def body(self) -> dict[str, Any]:
         """The JSON body. The message is cut to a bounded length."""

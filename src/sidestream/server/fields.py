@@ -1,8 +1,8 @@
 """Parses requests. Each field of a request is used, or accepted because its value has no effect, or rejected with an
 error that names it.
 
-Long bodies are parsed on a worker thread: validating and encoding a long prompt takes milliseconds, and would block the
-event loop.
+`text_work.py` calls it off the event loop. Work and memory follow what the model can take: a list that is too long for
+the model is refused before its items are checked, and a text before it is tokenised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
 
 from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, unknown_name
-from sidestream.errors import RequestRejected
+from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.server.body import parse_json, parse_object
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.text import TokenizerLike
@@ -110,7 +110,27 @@ _IDLE: Mapping[Place, Mapping[str, tuple[Any, ...] | None]] = {
 
 _MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
 # Options of chat templates that a request sets in other fields, so chat_template_kwargs may not contain them.
-_OWN_OPTIONS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+_OWN_OPTIONS = ("self", "messages", "tools", "most_tokens", "add_generation_prompt", "continue_final_message")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Constants of the server against which requests are checked.
+
+    max_choices    maximum number of prompts times n
+    max_model_len  maximum number of tokens of prompt and output together
+    """
+
+    model_name: str
+    max_choices: int
+    max_model_len: int
+
+    def check_length(self, items: Sequence[Any], param: str, unit: str) -> None:
+        """Raise ContextTooLong for more items than the model takes tokens."""
+        if len(items) > self.max_model_len:
+            raise ContextTooLong(
+                f"{param} has {len(items)} {unit}, the model takes {self.max_model_len} tokens: shorten it", param=param
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +277,9 @@ class Tokenized:
     with_strings: bool
 
 
-def parse_chat(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_choices: int) -> Call:
+def parse_chat(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Call:
     """A chat request. Raises ApiError or RequestError, naming the field at fault."""
-    asked = _validate(_CHAT, "chat", parse_object(body), served_name)
+    asked = _validate(_CHAT, "chat", parse_object(body), served)
     if asked.top_logprobs and not asked.logprobs:
         raise bad_request(
             f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true", "top_logprobs"
@@ -271,9 +291,9 @@ def parse_chat(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_c
                 "max_tokens and max_completion_tokens differ: send max_completion_tokens only", "max_tokens"
             )
         limit, limit_name = asked.max_completion_tokens, "max_completion_tokens"
-    messages, layout = _messages(asked.messages), _layout(asked, tokenizer)
+    messages, layout = _messages(asked.messages, served), _layout(asked, tokenizer)
     params = _sampling(asked, limit, asked.top_logprobs if asked.logprobs else None, {"max_tokens": limit_name})
-    return _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout)], "messages", max_choices)
+    return _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout, served)], "messages", served)
 
 
 def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
@@ -295,23 +315,25 @@ def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
     return {**options, "add_generation_prompt": begins, "continue_final_message": asked.continue_final_message}
 
 
-def _lay_out(tokenizer: TokenizerLike, messages: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[int]:
+def _lay_out(
+    tokenizer: TokenizerLike, messages: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], served: Served
+) -> list[int]:
     try:
-        return tokenizer.chat(messages, **layout)
+        return tokenizer.chat(messages, most_tokens=served.max_model_len, **layout)
     except RequestRejected as refusal:  # the error names the template's option, but the client knows the request field
         if refusal.param in layout:
             raise RequestRejected(str(refusal), param=f"chat_template_kwargs.{refusal.param}") from None
         raise
 
 
-def parse_text(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_choices: int) -> Call:
+def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Call:
     """A plain completion request. Raises ApiError or RequestError, naming the field at fault."""
-    asked = _validate(_TEXT, "text", parse_object(body), served_name)
+    asked = _validate(_TEXT, "text", parse_object(body), served)
     params = _sampling(asked, _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens, asked.logprobs, {})
-    return _call("text", asked, params, _prompts(asked.prompt, tokenizer), "prompt", max_choices)
+    return _call("text", asked, params, _prompts(asked.prompt, tokenizer, served), "prompt", served)
 
 
-def parse_tokenize(body: bytes, *, tokenizer: TokenizerLike, served_name: str) -> Tokenized:
+def parse_tokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Tokenized:
     """The token ids for a request to `/tokenize`. Raises ApiError or RequestError, naming the field at fault."""
     fields = parse_object(body)
     chosen = [name for name in ("prompt", "messages") if fields.get(name) is not None]
@@ -322,22 +344,25 @@ def parse_tokenize(body: bytes, *, tokenizer: TokenizerLike, served_name: str) -
         text = _model_of(
             _TokenizeText, _without_idle(fields, {"messages": ()}, known=_TokenizeText.model_fields, where="")
         )
-        _check_model(text.model, served_name)
-        ids = tokenizer.encode(text.prompt, add_special_tokens=text.add_special_tokens)
+        _check_model(text.model, served)
+        ids = tokenizer.encode(
+            text.prompt, add_special_tokens=text.add_special_tokens, most_tokens=served.max_model_len
+        )
         return Tokenized(ids, text.return_token_strs)
     idle = {**_TOKENIZE_CHAT_IDLE, "prompt": ()}
     chat = _model_of(_TokenizeChat, _without_idle(fields, idle, known=_TokenizeChat.model_fields, where=""))
-    _check_model(chat.model, served_name)
-    ids = _lay_out(tokenizer, _messages(chat.messages), _layout(chat, tokenizer))
+    _check_model(chat.model, served)
+    ids = _lay_out(tokenizer, _messages(chat.messages, served), _layout(chat, tokenizer), served)
     return Tokenized(ids, chat.return_token_strs)
 
 
-def parse_detokenize(body: bytes, *, tokenizer: TokenizerLike, served_name: str) -> list[int]:
+def parse_detokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> list[int]:
     """The token ids of a request to `/detokenize`. Raises ApiError, naming the field at fault."""
     asked = _model_of(_Detokenize, _without_idle(parse_object(body), {}, known=_Detokenize.model_fields, where=""))
-    _check_model(asked.model, served_name)
+    _check_model(asked.model, served)
     if not isinstance(asked.tokens, list):
         raise bad_request(f"tokens is {_short(asked.tokens)}: it must be a list of token ids", "tokens")
+    served.check_length(asked.tokens, "tokens", "token ids")
     for number, token_id in enumerate(asked.tokens):
         if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
             where, highest = f"tokens[{number}]", tokenizer.vocab_size - 1
@@ -353,7 +378,7 @@ def _call(
     params: SamplingParams,
     prompts: Sequence[Callable[[], list[int]]],
     where: str,
-    max_choices: int,
+    served: Served,
 ) -> Call:
     """The call with encoded prompts. Encoding takes the most time, so it comes after all checks."""
     if asked.request_id is not None and not _REQUEST_ID.fullmatch(asked.request_id):
@@ -363,10 +388,10 @@ def _call(
         raise bad_request(
             "stream_options without stream: set stream to true or leave stream_options out", "stream_options"
         )
-    if len(prompts) * params.n > max_choices:
+    if len(prompts) * params.n > served.max_choices:
         asks = f"{len(prompts)} prompts with n {params.n}"
         raise bad_request(
-            f"{asks} are more than {max_choices} choices: split the request", where if len(prompts) > 1 else "n"
+            f"{asks} are more than {served.max_choices} choices: split the request", where if len(prompts) > 1 else "n"
         )
     encoded = tuple(tuple(encode()) for encode in prompts)
     if not all(encoded):
@@ -387,14 +412,14 @@ def _call(
     )
 
 
-def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served_name: str) -> _ApiFields:
+def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served: Served) -> _ApiFields:
     fields = _without_idle(body, _IDLE[api], known=kind.model_fields, where="")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if fields.get("top_k") == -1:  # vLLM's value for off
         fields["top_k"] = 0
     asked = _model_of(kind, fields)
-    _check_model(asked.model, served_name)
+    _check_model(asked.model, served)
     return asked
 
 
@@ -405,9 +430,9 @@ def _model_of(kind: type[_Checked], fields: Mapping[str, Any]) -> _Checked:
         raise _first_fault(failure) from None
 
 
-def _check_model(name: str | None, served_name: str) -> None:
-    if name is not None and name != served_name:
-        message = f"the model {name[:100]!r} does not exist: this server serves {served_name!r}"
+def _check_model(name: str | None, served: Served) -> None:
+    if name is not None and name != served.model_name:
+        message = f"the model {name[:100]!r} does not exist: this server serves {served.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -481,9 +506,10 @@ def _token_id(name: str) -> int:
     return int(name)
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: Any, served: Served) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise bad_request(f"messages is {_short(messages)}: it must be a list of one or more messages", "messages")
+    served.check_length(messages, "messages", "messages")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
@@ -562,36 +588,43 @@ def _part(part: Any, where: str) -> str:
     return text
 
 
-def _prompts(prompt: Any, tokenizer: TokenizerLike) -> list[Callable[[], list[int]]]:
+def _prompts(prompt: Any, tokenizer: TokenizerLike, served: Served) -> list[Callable[[], list[int]]]:
     """One encoder per prompt. `prompt` is a string, a list of strings, a list of token ids, or a list of such lists;
     the type of the first item decides.
     """
+
+    def encoder(text: str) -> Callable[[], list[int]]:
+        return lambda: tokenizer.encode(text, most_tokens=served.max_model_len)
+
     if isinstance(prompt, str):
-        return [lambda: tokenizer.encode(prompt)]
+        return [encoder(prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise bad_request(
             f"prompt is {_short(prompt)}: it must be a string, strings, token ids, or lists of token ids", "prompt"
         )
-    match prompt[0]:
-        case str():
-            return [_string(item, f"prompt[{number}]", tokenizer) for number, item in enumerate(prompt)]
-        case list():
-            return [_ids(item, f"prompt[{number}]") for number, item in enumerate(prompt)]
-        case _:
-            return [_ids(prompt, "prompt")]
+    if not isinstance(prompt[0], str | list):
+        return [_ids(prompt, "prompt", served)]
+    if len(prompt) > served.max_choices:
+        raise bad_request(
+            f"{len(prompt)} prompts are more than {served.max_choices} choices: split the request", "prompt"
+        )
+    if isinstance(prompt[0], str):
+        return [encoder(_string(item, f"prompt[{number}]")) for number, item in enumerate(prompt)]
+    return [_ids(item, f"prompt[{number}]", served) for number, item in enumerate(prompt)]
 
 
-def _string(item: Any, where: str, tokenizer: TokenizerLike) -> Callable[[], list[int]]:
+def _string(item: Any, where: str) -> str:
     if not isinstance(item, str):
         raise bad_request(f"{where} is {_short(item)}: the first prompt is a string, so all must be strings", where)
-    return lambda: tokenizer.encode(item)
+    return item
 
 
-def _ids(ids: Any, where: str) -> Callable[[], list[int]]:
+def _ids(ids: Any, where: str, served: Served) -> Callable[[], list[int]]:
     if not isinstance(ids, list):
         raise bad_request(
             f"{where} is {_short(ids)}: the first prompt is a list of token ids, so all must be lists", where
         )
+    served.check_length(ids, where, "token ids")
     for number, token_id in enumerate(ids):
         if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
             at = f"{where}[{number}]"

@@ -35,7 +35,10 @@ class ServerOptions:
     served_model_name  the model's name in requests; None: the backend's name for it
     replica            name of this server among several: a label of all metrics, and the header
                        `X-Sidestream-Replica` of all replies; empty: neither
-    max_body_bytes     a longer request body is refused with 413 while it is read
+    max_body_bytes     a longer request body is refused with 413 while it is read; None: 1 MiB and 64 bytes for each
+                       token of the context
+    max_buffered_bytes  bytes of request bodies that a process holds at the same time, until they are parsed; further
+                        bodies are refused with 503. None: 64 MiB, or four times `max_body_bytes` if that is more
     head_timeout_s     a request head that takes longer to arrive is refused with 408. The time counts from the accept
                        or, on a connection that was used before, from the first byte of the head
     body_timeout_s     a body that takes longer to arrive is refused with 408
@@ -62,7 +65,8 @@ class ServerOptions:
     api_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int | None = None
+    max_buffered_bytes: int | None = None
     head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     stall_timeout_s: float = 60.0
@@ -77,16 +81,22 @@ class ServerOptions:
         for name, low, high in (
             ("port", 0, 65535),
             ("max_body_bytes", 1, 1 << 40),
+            ("max_buffered_bytes", 1, 1 << 40),
             ("max_connections", 1, 1 << 20),
             ("max_connections_per_address", 1, 1 << 20),
             ("max_choices", 1, 1 << 20),
             ("retry_after_s", 0, 3600),
         ):
             value = getattr(self, name)
-            if value is None and (name == "port" or name.startswith("max_connections")):
+            if value is None and name not in ("max_choices", "retry_after_s"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]")
+        if self.max_buffered_bytes is not None and self.max_buffered_bytes * 3 // 4 < (self.max_body_bytes or 0):
+            raise ConfigError(
+                f"max_buffered_bytes is {self.max_buffered_bytes}, and max_body_bytes {self.max_body_bytes}: "
+                f"one body may fill three quarters of it; give {-(-(self.max_body_bytes or 0) * 4 // 3)} or more"
+            )
         for name in ("head_timeout_s", "body_timeout_s", "stall_timeout_s", "drain_s"):
             seconds = getattr(self, name)
             if (

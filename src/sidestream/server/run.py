@@ -16,12 +16,13 @@ from contextlib import contextmanager
 import uvicorn
 
 from sidestream.client.signals import on_stop_signal
-from sidestream.server.app import create_app
+from sidestream.server.app import create_app, served_constants, text_handle
 from sidestream.server.backend import Backend
 from sidestream.server.cancellation import CallbackEvent
 from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
 from sidestream.server.options import ServerOptions
+from sidestream.server.text_work import TextWork
 from sidestream.server.tls import tls_context
 
 log = logging.getLogger("sidestream.server")
@@ -53,6 +54,7 @@ def serve(
     *,
     listener: socket.socket | None = None,
     on_ready: Callable[[RunningServer], None] | None = None,
+    text: TextWork | None = None,
 ) -> bool:
     """Serve until SIGINT, SIGTERM, SIGHUP or `RunningServer.stop`; blocks. True if every request has finished.
 
@@ -61,14 +63,17 @@ def serve(
     afterwards.
 
     listener   socket made by `bind(options)`, which is closed at the end; None: bind now
+    text       works on request bodies, and is closed at the end; None: threads of this process
 
     Raises ConfigError when the address cannot be bound.
     """
-    with listener or bind(options) as bound:
+    served = served_constants(backend, options)
+    text = text or TextWork(text_handle(backend.tokenizer, served), room=lambda: backend.room)
+    with listener or bind(options) as bound, text:
         # Accepted connections inherit SO_REUSEADDR. Without it, connections in TIME_WAIT would keep the next server
         # from binding the address.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        app = create_app(backend, options=options)
+        app = create_app(backend, options=options, text=text)
         _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,

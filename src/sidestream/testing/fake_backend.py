@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidestream.config import SamplingParams
-from sidestream.errors import RequestRejected
+from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.metrics import Metrics, MetricsSnapshot
 from sidestream.text import Detokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
@@ -37,8 +37,12 @@ class FakeTokenizer:
         self.chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
         self.specials: list[bool] = []
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """The bytes of `text`. There are no special tokens; `specials` records whether they were requested."""
+        if most_tokens is not None and len(text.encode("utf-8")) > most_tokens:
+            raise ContextTooLong(
+                f"the text has {len(text)} characters, the model takes {most_tokens} tokens", param="prompt"
+            )
         self.specials.append(add_special_tokens)
         return list(text.encode("utf-8"))
 
@@ -60,6 +64,7 @@ class FakeTokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
         """One line per message, then the start of the assistant's turn."""
@@ -77,8 +82,8 @@ class FakeTokenizer:
         self.chats.append(([dict(message) for message in messages], options))
         text = "".join(f"{message['role']}: {message.get('content', '')}\n" for message in messages)
         if continue_final_message:
-            return self.encode(text.removesuffix("\n"))
-        return self.encode(text + "assistant: " if add_generation_prompt else text)
+            return self.encode(text.removesuffix("\n"), most_tokens=most_tokens)
+        return self.encode(text + "assistant: " if add_generation_prompt else text, most_tokens=most_tokens)
 
     def template_knows(self, option: str) -> bool:
         """Whether `option` is one of `options`."""
@@ -118,6 +123,7 @@ class FakeBackend:
     ) -> None:
         self.model_name = model_name
         self.max_model_len = max_model_len
+        self.room = 1024
         self.tokenizer = FakeTokenizer()
         self.metrics = Metrics()
         self.status = Health("ok", "")

@@ -19,7 +19,7 @@ class ToyTokenizer:
     eos_ids = (EOS_ID,)
     vocab_size = 0x110000 - 0x100  # number of ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """One id per character. Raises RequestRejected for a character without an id."""
         for character in text:
             if _text(_token(character)) != character:
