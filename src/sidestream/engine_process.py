@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from typing import Any
 
 from sidestream.client.engine_server import EngineServer, engine_info
 from sidestream.client.messages import Failure, Progress, Reply, Start, Started, Status, ToClient, decoder_of_requests
@@ -16,6 +15,7 @@ from sidestream.client.process import config_of
 from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import EngineStopped, SidestreamError
 from sidestream.frames import FrameEncoder
+from sidestream.log_stream import start_logging
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def main(descriptor: int) -> None:
     start = owner.first_message()
     if start is None:
         sys.exit(1)
-    logging.basicConfig(level=start.log_level, **_layout(start))
+    start_logging(start.log_level, *(start.log_format or ()))
     try:
         with refused_threads_named():
             serve(start, owner)
@@ -98,10 +98,3 @@ def serve(start: Start, owner: _Owner) -> None:
     server.finish(Reply(0, failure))
     if health.status == "failed":
         sys.exit(1)
-
-
-def _layout(start: Start) -> dict[str, Any]:
-    if start.log_format is None:
-        return {}
-    layout, dates = start.log_format
-    return {"format": layout, "datefmt": dates or None}

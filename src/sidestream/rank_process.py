@@ -22,6 +22,7 @@ from sidestream.device.kinds import on_gpu
 from sidestream.device.thread_limits import refused_threads_named
 from sidestream.engine.build import build_follower
 from sidestream.errors import ProcessFailed, SidestreamError
+from sidestream.log_stream import start_logging
 from sidestream.models import load_model
 from sidestream.rank_processes import COLLECTIVE_S, threads_of_rank
 from sidestream.ranks.link import RankConnection
@@ -44,7 +45,7 @@ def main(descriptor: int, *, on_device: OnDevice = leave_as_it_is) -> None:
     begin = link.wait_for_begin()
     if begin is None:
         sys.exit(1)
-    logging.basicConfig(level=begin.log_level, format=f"rank {begin.rank}: %(levelname)s %(name)s %(message)s")
+    start_logging(begin.log_level, f"rank {begin.rank}: %(levelname)s %(name)s %(message)s")
     try:
         with refused_threads_named():
             follow(begin, link, on_device)

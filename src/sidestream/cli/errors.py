@@ -63,7 +63,8 @@ def show_error(error: SidestreamError) -> None:
         else ""
     )
     line = Text.assemble(("error: ", "bold red"), f"{error}{remedy}")
-    Console(stderr=True).print(line, soft_wrap=True)
+    console = Console(stderr=True) if sys.stderr is not None else Console()  # a shell's 2>&- closes standard error
+    console.print(line, soft_wrap=True)
 
 
 def _discard_stdout() -> None:

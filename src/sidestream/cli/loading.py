@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from sidestream import log_stream
 from sidestream.cli.options import LogLevel, Watching
 from sidestream.cli.progress import Steps
 from sidestream.config import EngineConfig
@@ -25,8 +26,8 @@ LOG_FORMAT = ("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 def start_logging(level: LogLevel) -> None:
-    """Send the log to standard error, with one line for each event."""
-    logging.basicConfig(level=level.value.upper(), format=LOG_FORMAT[0], datefmt=LOG_FORMAT[1])
+    """Send the log to standard error, with one line for each event. Raises ConfigError if that is closed."""
+    log_stream.start_logging(level.value.upper(), *LOG_FORMAT)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request to the hub
 
 

@@ -200,6 +200,6 @@ def _quit_at_once(clean_up: Callable[[], None], number: int) -> None:
     lost.
     """
     clean_up()
-    with contextlib.suppress(OSError):
-        os.write(2, b"quit at once\n")  # Python's own stream may be in use below this handler
+    log.critical("quit at once")
+    logging.shutdown()  # waits at most a second for the reader of the log
     os._exit(128 + number)

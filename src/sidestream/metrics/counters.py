@@ -72,6 +72,7 @@ METRICS: Mapping[str, Declared] = {
         "counter", "times a thread waited for a fence that was not done, by reason", ("reason",)
     ),
     "kv_event_batches_total": Declared("counter", "batches of KV events, by outcome", ("outcome",)),
+    "log_lines_lost_total": Declared("counter", "lines that API processes did not log, because the log was not read"),
     "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
     "engine_ready_seconds": Declared("gauge", "time from the start of the process until its engine served"),
     "metrics_age_seconds": Declared("gauge", "age of all other values: above 0 while the engine does not answer"),

@@ -19,6 +19,7 @@ from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import SidestreamError
 from sidestream.front_end import FrontEnd
 from sidestream.garbage import freeze_gc_heap
+from sidestream.log_stream import start_logging
 from sidestream.server.app import served_constants, text_handle
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
 from sidestream.server.run import RunningServer, serve
@@ -35,7 +36,7 @@ def main(descriptor: int) -> None:
     if not packed:  # the supervisor has ended
         sys.exit(1)
     config = msgspec.msgpack.decode(packed, type=ApiProcessConfig)
-    logging.basicConfig(level=config.log_level, format=config.log_format, datefmt=config.log_dates)
+    start_logging(config.log_level, config.log_format, config.log_dates)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         with refused_threads_named():

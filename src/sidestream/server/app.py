@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sidestream.log_stream import lost_lines
 from sidestream.server.backend import Backend
 from sidestream.server.body import BodyReader
 from sidestream.server.cancellation import CallbackEvent, CancelOnDisconnect
@@ -98,6 +99,8 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
         return JsonResponse({"status": state.status, "detail": state.detail}, 200 if state.status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
+        if lost := lost_lines():
+            backend.count("log_lines_lost_total", lost)
         return Response(
             render(await backend.metrics_snapshot(), replica=options.replica), media_type=CONTENT_TYPE_LATEST
         )
@@ -198,7 +201,6 @@ class Completions:
         """Read, validate, generate, reply. RequestMiddleware replies to failures."""
         async with self._bodies.read(Request(scope, receive)) as body, CancelOnDisconnect(scope, self._stopping):
             call = await self._parse(body)
-        del body  # long bodies must not stay in memory while their answers are generated
         record = request_record(scope)
         record.request_id = call.request_id or record.request_id
         reply = _Reply(call, record, self._backend, self._model_name)

@@ -64,6 +64,9 @@ class BodyReader:
             raise ClientGone from None
         finally:
             self._buffered -= len(body)
+            # Now, because tracebacks of errors keep the object; a text process may still be reading the buffer.
+            with contextlib.suppress(BufferError):
+                body.clear()
 
     def _check(self, size: int) -> None:
         if size > self.max_body_bytes:

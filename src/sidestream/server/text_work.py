@@ -172,7 +172,10 @@ class _TextProcess:
         if done:
             return value
         if isinstance(value, Exception):
-            raise value
+            try:
+                raise value
+            finally:
+                del value  # else this frame and the error's traceback would keep each other, and the body, in memory
         log.warning("a text process was killed (%s) by a request of %d bytes", value, len(body))
         raise RequestRejected(
             f"this request took more than {self._bounds.cpu_s:.0f} s of processor time or "
@@ -192,6 +195,7 @@ def _keep_one_running(connection: Connection, handle: Handle, bounds: ProcessBou
     """Fork text processes one after another, until the connection is closed. In the parent's process."""
     _close_other_files(connection.fileno())
     faulthandler.disable()
+    logging.disable()  # the thread that writes the log does not exist in a forked process
     gc.freeze()  # a collection would copy pages that all processes share
     while True:
         worker = os.fork()

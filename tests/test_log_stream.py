@@ -1,0 +1,51 @@
+"""The log never holds up a thread, whoever reads it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+from sidestream.log_stream import LogStream
+
+
+def _record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("x", logging.INFO, "f", 1, text, (), None)
+
+
+def test_a_log_that_is_not_read_loses_lines_counts_them_and_says_so_when_it_is_read_again() -> None:
+    reader, writer = os.pipe()
+    handler = LogStream(writer, max_lines=100)
+    for number in range(1000):
+        handler.emit(_record(f"line {number} " + "x" * 1000))  # ten times the pipe's buffer
+    lost = handler.take_lost()
+    assert 0 < lost <= 900
+    assert handler.take_lost() == 0
+    read = b""
+    while b"lost here" not in read:
+        read += os.read(reader, 1 << 16)
+    assert f"{lost} lines of the log were lost here: standard error was not read\n" in read.decode()
+    handler.flush()
+    read += os.read(reader, 1 << 20)
+    assert read.decode().count("line ") == 1000 - lost
+    os.close(reader)
+    handler.emit(_record("no reader"))
+    handler.flush()
+    assert handler.take_lost() == 1
+    os.close(writer)
+
+
+def test_lines_are_written_before_the_process_exits() -> None:
+    code = (
+        "import logging; from sidestream.log_stream import start_logging; start_logging('INFO'); logging.info('last')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stderr == "INFO:root:last\n"
+
+
+def test_a_server_without_standard_error_says_why_it_ends() -> None:
+    command = f"{sys.executable} -m sidestream serve nothing 2>&-"
+    ended = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert "error: standard error is closed" in ended.stdout
