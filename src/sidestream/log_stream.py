@@ -29,6 +29,7 @@ class LogStream(logging.Handler):
         self._queued = 0
         self._written = 0  # by the writing thread
         self._lost = 0
+        self._unwritable = 0  # by the writing thread
         self._reported_lost = 0
         threading.Thread(target=self._write_all, name="sidestream-log", daemon=True).start()
 
@@ -45,7 +46,7 @@ class LogStream(logging.Handler):
 
     def take_lost(self) -> int:
         """Number of lines that were lost since the last call."""
-        lost = self._lost
+        lost = self._lost + self._unwritable
         new, self._reported_lost = lost - self._reported_lost, lost
         return new
 
@@ -58,20 +59,23 @@ class LogStream(logging.Handler):
     def _write_all(self) -> None:
         told = 0
         while True:
-            self._write(self._lines.get())
+            if not self._write(self._lines.get()):
+                self._unwritable += 1
             lost = self._lost
-            if lost > told:
-                self._write(f"{lost - told} lines of the log were lost here: standard error was not read\n")
+            if lost > told and self._write(
+                f"{lost - told} lines of the log were lost here: standard error was not read\n"
+            ):
                 told = lost
             self._written += 1
 
-    def _write(self, line: str) -> None:
+    def _write(self, line: str) -> bool:
         data = line.encode("utf-8", "backslashreplace")
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
         except OSError:  # the reader has closed the pipe, or the disk is full
-            self._lost += 1
+            return False
+        return True
 
 
 def start_logging(level: int | str, layout: str | None = None, dates: str | None = None) -> None:

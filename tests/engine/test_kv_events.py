@@ -27,7 +27,7 @@ from sidestream.engine.kv_events import (
     encode,
     events_of,
 )
-from sidestream.engine.kv_sockets import KVEventSockets, check_endpoints
+from sidestream.engine.kv_sockets import KVEventSockets, check_endpoints, warn_if_open
 from sidestream.errors import ConfigError
 from sidestream.kv.key_log import KeyLog, KeysCleared, KeysRemoved, KeysStored
 from sidestream.metrics import Metrics
@@ -509,6 +509,22 @@ def test_an_endpoint_that_is_taken_is_refused(tmp_path: Path) -> None:
     first.close()
     check_endpoints(config)
     check_endpoints(config)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "warned"),
+    [("tcp://*:*", True), ("tcp://0.0.0.0:*", True), ("tcp://127.0.0.1:*", False), ("tcp://[::1]:*", False)],
+)
+def test_events_that_other_machines_can_read_give_a_warning(
+    endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sockets = KVEventSockets(KVEventsConfig(endpoint))
+    try:
+        warn_if_open(sockets)
+    finally:
+        sockets.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert (f"KV events on {sockets.endpoint}: anyone who reaches this machine" in caplog.text) == warned
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

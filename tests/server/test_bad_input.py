@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .serving import Served
+from sidestream.server.fields import OTHER_SERVERS
+
+from .serving import Served, serving
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -41,7 +43,8 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"n": 1.5}, "n"),
         ({"n": 129}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_tokens": -1.0}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"max_completion_tokens": 10**3000}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -246,6 +249,31 @@ def test_a_text_field_that_asks_for_nothing_is_accepted(shared: Served, fields: 
 
 def test_an_unknown_field_names_the_nearest_known_one(shared: Served) -> None:
     assert "did you mean temperature?" in shared.chat(temprature=1).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", [*OTHER_SERVERS, "n_predicts", "prompt_cache", "optional", "stream_optional"])
+def test_a_field_of_another_server_is_explained_and_never_taken_for_another(shared: Served, name: str) -> None:
+    """With `n_predict` taken for `prediction`, which has no effect, a client would lose its limit."""
+    for reply in (shared.chat(**{name: 8}), shared.text(**{name: 8})):
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, name)
+        assert error["message"] == f"no field {name}: {OTHER_SERVERS.get(name, 'leave it out')}"
+
+
+def test_the_fields_to_send_in_place_of_another_servers_exist(shared: Served) -> None:
+    """Each field that an explanation names is accepted by one of the APIs."""
+    for text in OTHER_SERVERS.values():
+        if text.endswith("has this meaning here"):
+            name = text.partition(" ")[0].rstrip(",")
+            replies = [api(**{name: None}) for api in (shared.chat, shared.text)]
+            assert not any(f"no field {name}" in reply.text for reply in replies)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_of_minus_one_is_as_many_as_fit(name: str) -> None:
+    with serving() as served:
+        assert served.chat(**{name: -1}).status_code == 200
+        assert served.backend.params[0].max_tokens == served.backend.max_model_len
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_what_was_not_logged_is_counted_in_a_line_at_the_end_of_its_period(
     monkeypatch.setattr(connections, "_LOG_PERIOD_S", 0.01)
 
     async def report() -> None:
-        guard = connections.ConnectionLimits(ServerOptions(max_connections=64), Metrics().inc)
+        guard = connections.ConnectionLimits(ServerOptions(max_connections=64), Metrics().inc, lambda: (200, {}))
         for number in range(3):
             guard.report("malformed", f"peer {number}")
         guard.report("limit", "peer 3")
@@ -177,6 +177,23 @@ def test_what_was_not_logged_is_counted_in_a_line_at_the_end_of_its_period(
         f"cut 2 more connections within 0.01 s: {why}",
         f"cut the connection of peer 4: {why}",
     ]
+
+
+@pytest.mark.parametrize("line", [b"GET /health", b"GET /llm/health", b"POST /ping", b"GET /ping?x"])
+def test_a_health_check_is_answered_while_half_heads_hold_all_connections(line: bytes) -> None:
+    with serving(max_connections=2, root_path="/llm") as served, contextlib.ExitStack() as opened:
+        for _ in range(2):
+            opened.enter_context(served.connect()).sendall(HALF_HEAD)
+        with served.connect() as refused_one:  # once it is refused, the server has accepted the others
+            refused_one.sendall(HEALTH.replace(b"health", b"v1/models"))
+            assert read_to_end(refused_one).startswith(b"HTTP/1.1 503 ")
+        for _ in range(3):
+            with served.connect() as check:
+                check.sendall(line[:9])
+                check.sendall(line[9:] + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+                reply = read_to_end(check)
+                assert reply.startswith(b"HTTP/1.1 200 ") and b'"status":"ok"' in reply
+        assert served.backend.metrics.snapshot().values["connections_refused_total"] == {("limit",): 1}
 
 
 def test_one_connection_too_many_is_refused_with_a_reason_and_there_is_room_when_another_ends(
@@ -225,11 +242,10 @@ def test_refused_connections_that_stay_open_have_a_bound_too(monkeypatch: pytest
         held.sendall(HEALTH)
         assert read_reply(held).startswith(b"HTTP/1.1 200")
         silent = [opened.enter_context(served.connect()) for _ in range(3)]
-        assert [read_reply(connection)[:12] for connection in silent[:2]] == [b"HTTP/1.1 503"] * 2
         assert read_to_end(silent[2]) == b""
         for connection in silent[:2]:
-            connection.sendall(b"x")  # now it has read what it was sent
-            assert read_to_end(connection) == b""
+            connection.sendall(HEALTH.replace(b"health", b"version"))
+            assert read_to_end(connection).startswith(b"HTTP/1.1 503")
 
 
 def test_bytes_that_are_no_request_are_refused_and_logged_with_their_peer(warnings: queue.Queue[str]) -> None:

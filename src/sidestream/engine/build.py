@@ -21,7 +21,7 @@ from sidestream.engine.build_plan import BuildPlan, ServableModel, plan_build, s
 from sidestream.engine.engine import Engine
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.kv_events import KVEvents
-from sidestream.engine.kv_sockets import KVEventSockets
+from sidestream.engine.kv_sockets import KVEventSockets, warn_if_open
 from sidestream.engine.parts import Parts
 from sidestream.engine.rank_parts import RankParts, build_rank_parts
 from sidestream.kv.key_log import DeviceKeyLog, KeyLog
@@ -242,6 +242,7 @@ def _kv_events(config: EngineConfig, model: ServableModel, metrics: Metrics) -> 
         sockets = KVEventSockets(config.kv_events)
         replay = "" if sockets.replay_endpoint is None else f", replays on {sockets.replay_endpoint}"
         logger.info("KV events on %s%s", sockets.endpoint, replay)
+        warn_if_open(sockets)
     log = KeyLog(block_tokens=block_tokens)
     return KVEvents(config.kv_events, log=log, block_tokens=block_tokens, metrics=metrics, sockets=sockets)
 

@@ -12,6 +12,7 @@ a thread of their own, because a ROUTER socket blocks while a subscriber reads s
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -100,6 +101,18 @@ class KVEventSockets:
             if sequence >= first:
                 router.send_multipart((*envelope, sequence.to_bytes(_SEQUENCE_BYTES, "big"), batch))
         router.send_multipart((*envelope, _END, b""))
+
+
+def warn_if_open(sockets: KVEventSockets) -> None:
+    """Log a warning for each endpoint that other machines can reach."""
+    for endpoint in filter(None, (sockets.endpoint, sockets.replay_endpoint)):
+        host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if endpoint.startswith("tcp://") and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            logger.warning(
+                "KV events on %s: anyone who reaches this machine can read the token ids of all prompts; give an "
+                "address such as tcp://127.0.0.1:5557, or let only routers through",
+                endpoint,
+            )
 
 
 def check_endpoints(config: KVEventsConfig | None) -> None:

@@ -59,6 +59,12 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
     return Served(options.served_model_name or backend.model_name, options.max_choices, backend.max_model_len)
 
 
+def health_reply(backend: Backend) -> tuple[int, Json]:
+    """Status and body of the reply to a health check."""
+    state = backend.health()
+    return 200 if state.status == "ok" else 503, {"status": state.status, "detail": state.detail}
+
+
 def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | None = None) -> Starlette:
     """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply.
 
@@ -95,8 +101,8 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
         return JsonResponse({"version": VERSION})
 
     async def health(request: Request) -> Response:
-        state = backend.health()
-        return JsonResponse({"status": state.status, "detail": state.detail}, 200 if state.status == "ok" else 503)
+        status, body = health_reply(backend)
+        return JsonResponse(body, status)
 
     async def metrics(request: Request) -> Response:
         if lost := lost_lines():

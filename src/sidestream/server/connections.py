@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import re
 import resource
 import socket
 import ssl
@@ -16,7 +17,7 @@ import struct
 import termios
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Literal, cast
 
@@ -37,6 +38,8 @@ log = logging.getLogger("sidestream.server")
 _uvicorn_log = logging.getLogger("sidestream.server.uvicorn")
 _uvicorn_log.setLevel(logging.ERROR)
 
+ApiReply = tuple[int, dict[str, Any]]
+
 Reason = Literal["head_timeout", "malformed", "limit", "address_limit", "tls_handshake", "stall_timeout"]
 
 _DEFAULT_CONNECTIONS = 2048
@@ -47,6 +50,7 @@ _FEWEST_CONNECTIONS = 16
 # closed with unread bytes, the kernel would reset it and drop the rejection.
 _LINGER_S = 1.0
 _MOST_LINGERING = 64
+_MOST_LINE_BYTES = 256  # of the request line of a health check
 # Each reason is logged at most once in this period.
 _LOG_PERIOD_S = 10.0
 # Number of checks of a client's progress within one stall timeout.
@@ -71,12 +75,22 @@ def connection_limit(options: ServerOptions) -> int:
 class ConnectionLimits:
     """Admits the connections of one server, and reports each connection that it closes because of a limit."""
 
-    def __init__(self, options: ServerOptions, count: Callable[..., None], tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        options: ServerOptions,
+        count: Callable[..., None],
+        health: Callable[[], ApiReply],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """Raises ConfigError when the options need too many open files.
 
         count   function that adds to a counter: `count(name, value, *labels)`
+        health  status and body of the reply to a health check
         tls     the TLS context; None: plain HTTP
         """
+        self.health = health
+        prefix = re.escape(options.root_path.encode())
+        self.health_check = re.compile(rb"(GET (%s)?/health|(GET|POST) (%s)?/ping)[? ]" % (prefix, prefix))
         self.tls = tls
         self.head_timeout_s = options.head_timeout_s
         self.stall_timeout_s = options.stall_timeout_s
@@ -99,17 +113,15 @@ class ConnectionLimits:
 
         return cast("type[asyncio.Protocol]", make)
 
-    def admit(self, address: str, peer: str) -> ApiError | None:
+    def admit(self, address: str) -> tuple[Reason, ApiError] | None:
         """Count a new connection and return None; or, if it exceeds a limit, return the rejection."""
         if self._num_open >= self._limit:
-            self.report("limit", peer)
-            return _rejection(
+            return "limit", _rejection(
                 f"this server holds {self._limit} connections already: close idle ones, or try again later"
             )
         limit = self._limit_per_address
         if limit is not None and self._open[address] >= limit:
-            self.report("address_limit", peer)
-            return _rejection(
+            return "address_limit", _rejection(
                 f"{address} holds {limit} connections already, as many as one address may: "
                 "reuse them, or close idle ones"
             )
@@ -178,7 +190,9 @@ class _TlsHandshakeProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self._peer = _peer(transport)
-        if self._limits.admit(*self._peer) is not None:
+        rejection = self._limits.admit(self._peer[0])
+        if rejection is not None:
+            self._limits.report(rejection[0], self._peer[1])
             transport.abort()  # sending the rejection would need a handshake
             return
         self._http.server_state.connections.add(cast("Any", self))
@@ -243,9 +257,9 @@ class _LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         address, peer = _peer(transport)
-        rejection = self._limits.admit(address, peer)
+        rejection = self._limits.admit(address)
         if rejection is not None:
-            transport.set_protocol(_RejectedProtocol(self._limits, transport, rejection))
+            transport.set_protocol(_RejectedProtocol(self._limits, transport, peer, *rejection))
             return
         self.begin(transport, transport, (address, peer))
 
@@ -319,7 +333,7 @@ class _LimitedProtocol(H11Protocol):
     def _close_with(self, error: ApiError | None) -> None:
         self._stop_head_timer()
         if error is not None:
-            self.transport.write(_http_reply(error))
+            self.transport.write(_http_reply(error.status, error.body(), error.headers))
         self.transport.close()
         self._limit_tls_close()
 
@@ -388,26 +402,51 @@ class _LimitedProtocol(H11Protocol):
 
 
 class _RejectedProtocol(asyncio.Protocol):
-    """A connection over a limit. Sends the rejection. Closes when the client sends bytes or disconnects, and at the
-    latest after `_LINGER_S`.
+    """A connection over a limit. Health checks are answered all the same: a load balancer must not take a server for
+    dead because other clients hold all connections. Other requests get the rejection. Closes after `_LINGER_S`.
     """
 
-    def __init__(self, connections: ConnectionLimits, transport: asyncio.Transport, error: ApiError) -> None:
-        self._limits = connections
+    def __init__(
+        self, limits: ConnectionLimits, transport: asyncio.Transport, peer: str, reason: Reason, error: ApiError
+    ) -> None:
+        self._limits = limits
         self._transport = transport
-        self._timer = asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
-        connections.num_lingering += 1
-        if connections.num_lingering > _MOST_LINGERING:
+        self._rejection = (peer, reason, error)
+        self._line = b""
+        self._answered = False
+        self._timer = asyncio.get_running_loop().call_later(_LINGER_S, self._end)
+        limits.num_lingering += 1
+        if limits.num_lingering > _MOST_LINGERING:
+            limits.report(reason, peer)
             transport.abort()
-        else:
-            transport.write(_http_reply(error))
 
     def data_received(self, data: bytes) -> None:
-        self._transport.close()
+        if self._answered:
+            return  # the rest of the request
+        self._line += data[:_MOST_LINE_BYTES]
+        if b"\n" in self._line or len(self._line) >= _MOST_LINE_BYTES:
+            self._answer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._limits.num_lingering -= 1
+
+    def _answer(self) -> None:
+        self._answered = True
+        peer, reason, error = self._rejection
+        if self._limits.health_check.match(self._line):
+            self._transport.write(_http_reply(*self._limits.health(), {}))
+        else:
+            self._limits.report(reason, peer)
+            self._transport.write(_http_reply(error.status, error.body(), error.headers))
+        self._transport.write_eof()
+
+    def _end(self) -> None:
+        if self._answered:
+            self._transport.abort()
+        else:
+            self._answer()
+            self._transport.close()
 
 
 def _queued_in_kernel(transport: asyncio.Transport) -> int:
@@ -436,15 +475,15 @@ def _peer(transport: asyncio.Transport) -> tuple[str, str]:
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _http_reply(error: ApiError) -> bytes:
+def _http_reply(status: int, content: dict[str, Any], headers: Mapping[str, str]) -> bytes:
     """A complete HTTP/1.1 reply that closes the connection, for a request that does not reach the application."""
-    body = to_json(error.body())
-    head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-    headers = {
+    body = to_json(content)
+    head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+    fields = {
         "content-type": "application/json",
         "content-length": str(len(body)),
         "connection": "close",
-        **error.headers,
+        **headers,
     }
-    head += [f"{name}: {value}" for name, value in headers.items()]
+    head += [f"{name}: {value}" for name, value in fields.items()]
     return "\r\n".join([*head, "", ""]).encode("latin-1") + body

@@ -7,6 +7,7 @@ the model is refused before its items are checked, and a text before it is token
 
 from __future__ import annotations
 
+import difflib
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ Api = Literal["chat", "text"]
 _ApiFields = TypeVar("_ApiFields", bound="_Fields")
 _Checked = TypeVar("_Checked", bound=BaseModel)
 
+_TYPING_ERROR = 0.85  # difflib's ratio, as of temprature and temperature (0.95) or promt and prompt (0.91)
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_TOKEN_ID = (1 << 31) - 1
@@ -79,6 +81,15 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("suffix", ("text",), ("",)),
     Extra("use_beam_search", _BOTH, (False,)),
     Extra("verbosity", ("chat",), ("medium",)),
+    # Sampling that this server lacks, with the values that switch it off.
+    Extra("dry_multiplier", _BOTH, (0, 0.0)),
+    Extra("dynatemp_range", _BOTH, (0, 0.0)),
+    Extra("mirostat", _BOTH, (0,)),
+    Extra("tfs_z", _BOTH, (1, 1.0)),
+    Extra("top_a", _BOTH, (0, 0.0)),
+    Extra("top_n_sigma", _BOTH, (-1, -1.0, 0, 0.0)),
+    Extra("typical_p", _BOTH, (1, 1.0)),
+    Extra("xtc_probability", _BOTH, (0, 0.0)),
     # Not implemented: accepted only with a value that asks for nothing.
     Extra("allowed_token_ids", _BOTH, ()),
     Extra("audio", ("chat", "message"), ()),
@@ -99,6 +110,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("refusal", ("message",), ("",)),
     Extra("structured_outputs", _BOTH, ()),
     Extra("tool_choice", ("chat",), ("none", "auto")),
+    Extra("tool_choice", ("text",), ("none",)),
     Extra("tools", ("chat",), ([],)),
     Extra("truncate_prompt_tokens", _BOTH, ()),
     Extra("vllm_xargs", _BOTH, ({},)),
@@ -107,6 +119,56 @@ EXTRAS: tuple[Extra, ...] = (
 _IDLE: Mapping[Place, Mapping[str, tuple[Any, ...] | None]] = {
     place: {extra.name: extra.values for extra in EXTRAS if place in extra.places} for place in get_args(Place)
 }
+
+OTHER_SERVERS: Mapping[str, str] = {
+    # llama.cpp
+    "n_predict": "max_tokens has this meaning here",
+    "cache_prompt": "every prompt is cached here; leave it out",
+    "id_slot": "requests share all slots here; leave it out",
+    "n_keep": "prompts are never shortened here; leave it out",
+    "n_probs": "logprobs has this meaning here",
+    "repeat_penalty": "repetition_penalty has this meaning here",
+    "repeat_last_n": "repetition_penalty counts the whole prompt and output here; leave it out",
+    "samplers": "the order of sampling options is fixed here; leave it out",
+    "typical": "typical sampling does not exist here; leave it out",
+    "grammar": "answers cannot be constrained here; leave it out",
+    "json_schema": "answers cannot be constrained here; leave it out",
+    # Ollama
+    "options": "send its fields directly, and num_predict as max_tokens",
+    "num_predict": "max_tokens has this meaning here",
+    "num_ctx": "the context is set when the server starts: --max-model-len",
+    "keep_alive": "the model stays loaded here; leave it out",
+    "format": "answers cannot be constrained here; leave it out",
+    "think": "chat_template_kwargs may have such an option, such as enable_thinking",
+    "raw": "/v1/completions takes a text without a chat template",
+    "images": "images are not supported here; leave them out",
+    # OpenRouter
+    "provider": "this server is the only provider; leave it out",
+    "models": "this server has one model: send it as model",
+    "route": "this server has one model; leave it out",
+    "transforms": "prompts are never shortened here; leave it out",
+    "plugins": "plugins do not exist here; leave it out",
+    # vLLM, SGLang and text-generation-inference
+    "max_new_tokens": "max_tokens has this meaning here",
+    "min_new_tokens": "min_tokens has this meaning here",
+    "stop_sequences": "stop has this meaning here",
+    "do_sample": "temperature 0 is greedy here, and any other samples; leave it out",
+    "regex": "answers cannot be constrained here; leave it out",
+    "ebnf": "answers cannot be constrained here; leave it out",
+    "no_stop_trim": "include_stop_str_in_output has this meaning here",
+    "separate_reasoning": "reasoning is part of the answer's text here; leave it out",
+    "stream_reasoning": "reasoning is part of the answer's text here; leave it out",
+    "lora_path": "LoRA adapters are not supported here; leave it out",
+    "session_params": "sessions do not exist here; leave it out",
+    "rid": "request_id has this meaning here",
+    "data_parallel_rank": "a server has one replica here; leave it out",
+    "detokenize": "/v1/completions always returns text; leave it out",
+    "inputs": "prompt has this meaning here",
+    "input": "prompt, or messages in a chat, has this meaning here",
+    "max_output_tokens": "max_tokens has this meaning here",
+    "instructions": "send a message with the role system",
+}
+"""Fields of other servers, and what to send to this one in their place. No similar name is suggested for them."""
 
 _MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
 # Options of chat templates that a request sets in other fields, so chat_template_kwargs may not contain them.
@@ -418,6 +480,9 @@ def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served: Se
         fields["stop"] = [fields["stop"]]
     if fields.get("top_k") == -1:  # vLLM's value for off
         fields["top_k"] = 0
+    for name in ("max_tokens", "max_completion_tokens"):
+        if type(fields.get(name)) is int and fields[name] == -1:  # llama.cpp's value for as many as fit
+            fields[name] = served.max_model_len
     asked = _model_of(kind, fields)
     _check_model(asked.model, served)
     return asked
@@ -449,10 +514,21 @@ def _without_idle(
             if value is not None:
                 fields[name] = value
         elif name not in idle:
-            raise bad_request(unknown_name("field", path, [f"{where}{other}" for other in (*known, *idle)]), path)
+            raise bad_request(_unknown_field(name, path, [f"{where}{other}" for other in known]), path)
         elif not _asks_nothing(value, idle[name]):
             raise bad_request(f"{path} is {_short(value)}, which this server does not support: leave it out", path)
     return fields
+
+
+def _unknown_field(name: str, path: str, known: Sequence[str]) -> str:
+    """The message for an unknown field. It suggests a name only for a typing error: less similar names have other
+    meanings.
+    """
+    if name in OTHER_SERVERS:
+        return f"no field {path}: {OTHER_SERVERS[name]}"
+    if difflib.get_close_matches(path, known, n=1, cutoff=_TYPING_ERROR):
+        return unknown_name("field", path, known)
+    return f"no field {path}: leave it out"
 
 
 def _asks_nothing(value: Any, idle: tuple[Any, ...] | None) -> bool:

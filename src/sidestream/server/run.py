@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from sidestream.client.signals import on_stop_signal
-from sidestream.server.app import create_app, served_constants, text_handle
+from sidestream.server.app import create_app, health_reply, served_constants, text_handle
 from sidestream.server.backend import Backend
 from sidestream.server.cancellation import CallbackEvent
 from sidestream.server.connections import ConnectionLimits
@@ -77,7 +77,9 @@ def serve(
         _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,
-            http=ConnectionLimits(options, backend.count, tls_context(options)).protocol(),
+            http=ConnectionLimits(
+                options, backend.count, lambda: health_reply(backend), tls_context(options)
+            ).protocol(),
             loop="asyncio",
             ws="none",
             lifespan="off",
