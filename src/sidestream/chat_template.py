@@ -36,8 +36,6 @@ class ChatTemplate:
     def __init__(self, backend: PreTrainedTokenizerBase) -> None:
         self._backend = backend
         self._forms: dict[str, Mapping[str, ContentForm]] = {}
-        if self.exists:
-            self.content_forms()
 
     @property
     def exists(self) -> bool:
@@ -107,7 +105,8 @@ class ChatTemplate:
 
         A template for images and text may loop over a list of parts. Given a string, it loops over the characters and
         drops them. So the template renders a probe message of each role in both forms; a form whose rendering has the
-        probe's content is read. A role whose probes the template refuses gets the user's form.
+        probe's content is read. A role whose probes the template refuses gets the user's form. The probes are rendered
+        with the first conversation, not at load: a server bounds the time of a conversation's template.
         """
         template = self._backend.get_chat_template(tools=tools)
         if template not in self._forms:

@@ -26,7 +26,7 @@ def test_the_servers_defaults_are_those_of_its_options() -> None:
     serves = inspect.signature(serve).parameters
     assert {name: serves[name].default for name in defaults} == defaults
     assert ServerOptions().address == ("127.0.0.1", 8000)
-    assert defaults["max_body"] == "8MiB"
+    assert defaults["max_body"] is None
     assert defaults["cors_origin"] is None
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from sidestream.client.messages import EngineInfo, Welcome
@@ -14,10 +18,45 @@ from sidestream.config import NEUTRAL
 from sidestream.frames import FrameEncoder
 from sidestream.server import ServerOptions, api_process, bind
 from sidestream.server.control import DRAINED, READY, STOP, ApiProcessConfig
+from sidestream.server.text_work import ProcessBounds
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.version import VERSION
 
 WAIT_S = 20.0
+
+
+@dataclass
+class Process:
+    """An API process on a thread: its supervisor's and its engine's ends of the sockets, its port, and its end."""
+
+    supervisor: socket.socket
+    engine: socket.socket
+    port: int
+    ended: Future[bytes]
+
+
+@contextmanager
+def api_process_of(model: Path) -> Iterator[Process]:
+    info = EngineInfo(VERSION, str(model), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, 9.0, 1)
+    line, supervisor = socket.socketpair()
+    connection, engine = socket.socketpair()
+    engine.sendall(FrameEncoder().encode(Welcome(info)))
+    options = ServerOptions(port=0)
+    listener = bind(options)
+    config = ApiProcessConfig(options, 30, "%(message)s", "")
+    with line, supervisor, engine, ThreadPoolExecutor(1) as thread:
+        port = listener.getsockname()[1]
+        ended = thread.submit(api_process._serve, line, config, connection, listener)
+        try:
+            supervisor.settimeout(WAIT_S)
+            assert supervisor.recv(1) == READY
+            yield Process(supervisor, engine, port, ended)
+        finally:
+            supervisor.sendall(STOP + STOP)  # ends a process that would serve on
+            supervisor.shutdown(socket.SHUT_WR)
+            for reader in threading.enumerate():
+                if reader.name == "sidestream-supervisor":
+                    reader.join(WAIT_S)  # it reads from `line`, which is closed next
 
 
 def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(
@@ -26,38 +65,36 @@ def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(
     monkeypatch.setattr(api_process, "GRACE_S", 0.05)
     settled: list[bool] = []
     monkeypatch.setattr(api_process, "freeze_gc_heap", lambda: settled.append(True))
-    info = EngineInfo(
-        VERSION,
-        str(tiny_model_dir("llama", tmp_path, seed=1)),
-        "tiny",
-        64,
-        64,
-        16,
-        100,
-        4,
-        b"\0" * 16,
-        0,
-        NEUTRAL,
-        9.0,
-        1,
-    )
-    line, supervisor = socket.socketpair()
-    connection, engine = socket.socketpair()
-    engine.sendall(FrameEncoder().encode(Welcome(info)))
-    options = ServerOptions(port=0)
-    with line, supervisor, ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(
-            api_process._serve, line, ApiProcessConfig(options, 30, "%(message)s", ""), connection, bind(options)
-        )
-        try:
-            supervisor.settimeout(WAIT_S)
-            assert supervisor.recv(1) == READY
-            assert settled  # before the first request: a full collection would hold up all streams
-            engine.close()
-            assert ended.result(WAIT_S) == DRAINED
-        finally:
-            supervisor.sendall(STOP + STOP)  # ends a process that would serve on
-            supervisor.shutdown(socket.SHUT_WR)
-            for reader in threading.enumerate():
-                if reader.name == "sidestream-supervisor":
-                    reader.join(WAIT_S)  # it reads from `line`, which is closed next
+    with api_process_of(tiny_model_dir("llama", tmp_path, seed=1)) as process:
+        assert settled  # before the first request: a full collection would hold up all streams
+        process.engine.close()
+        assert process.ended.result(WAIT_S) == DRAINED
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}",
+        "{{ '%1000000000d' % 1 }}{{ messages }}",
+    ],
+    ids=["nested ranges", "one wide number"],
+)
+def test_a_chat_template_that_hangs_fails_its_own_request_only(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = ProcessBounds(cpu_s=0.5, memory_bytes=256 << 20)
+    monkeypatch.setattr(ProcessBounds, "for_context", lambda max_model_len: bounds)
+    model = tiny_model_dir("llama", tmp_path, seed=1)
+    (model / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with (
+        api_process_of(model) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{process.port}", timeout=WAIT_S) as client,
+    ):
+        for _ in range(2):
+            reply = client.post(
+                "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+            )
+            assert reply.status_code == 400
+            assert "the model's chat template" in reply.json()["error"]["message"]
+            assert client.get("/health").status_code == 200
+        assert client.post("/tokenize", json={"prompt": "hi"}).json()["count"] > 0

@@ -222,7 +222,7 @@ def test_an_address_with_too_many_connections_leaves_room_for_others() -> None:
         held.sendall(HEALTH)
         assert read_reply(held).startswith(b"HTTP/1.1 200")
         with served.connect() as second:
-            second.sendall(HEALTH)
+            second.sendall(HEALTH.replace(b"health", b"version"))
             reply = read_to_end(second)
         assert reply.startswith(b"HTTP/1.1 503 ")
         assert error_of(reply)["message"].startswith(

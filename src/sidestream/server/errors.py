@@ -36,8 +36,8 @@ class ApiError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle: text processes send their errors to the API process."""
-        fields = {"kind": self.kind, "param": self.param, "code": self.code, "headers": self.headers}
-        return functools.partial(ApiError, **fields), (self.status, str(self))
+        make = functools.partial(ApiError, kind=self.kind, param=self.param, code=self.code, headers=self.headers)
+        return make, (self.status, str(self))
 
     def body(self) -> dict[str, Any]:
         """The JSON body. The message is cut to a bounded length."""

@@ -70,6 +70,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("add_special_tokens", ("chat",), (False,)),
     Extra("add_special_tokens", ("text",), (True,)),
     Extra("best_of", ("text",), (1,)),
+    Extra("cache_prompt", _BOTH, (True,)),
     Extra("early_stopping", _BOTH, (False,)),
     Extra("echo", _BOTH, (False,)),
     Extra("include_reasoning", ("chat",), (True,)),
@@ -123,7 +124,6 @@ _IDLE: Mapping[Place, Mapping[str, tuple[Any, ...] | None]] = {
 OTHER_SERVERS: Mapping[str, str] = {
     # llama.cpp
     "n_predict": "max_tokens has this meaning here",
-    "cache_prompt": "every prompt is cached here; leave it out",
     "id_slot": "requests share all slots here; leave it out",
     "n_keep": "prompts are never shortened here; leave it out",
     "n_probs": "logprobs has this meaning here",
