@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ from engine_rig import PATIENCE_S, Rig
 
 from sidestream.client.process import config_of, plain
 from sidestream.config import EngineConfig, KVEventsConfig
-from sidestream.device.sim import make_policy
 from sidestream.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -31,97 +28,12 @@ from sidestream.engine.kv_sockets import KVEventSockets, check_endpoints, warn_i
 from sidestream.errors import ConfigError
 from sidestream.kv.key_log import KeyLog, KeysCleared, KeysRemoved, KeysStored
 from sidestream.metrics import Metrics
-from sidestream.testing.torture import POLICIES, draw_workload, run_schedule
-from sidestream.testing.torture import life as torture_life
+from sidestream.testing.torture.events import EventReplay
 
 PROMPT = list(range(1, 41))
-# Workloads that take 0.2 s at most, a third of them with resets, new weights or logits that are not finite.
-SEEDS = (2, 10, 14, 18, 28, 29, 30, 33, 39, 42, 57, 62, 73, 93, 98, 102, 117, 127, 146, 150)
-
-
-class Router:
-    """Counts the blocks of each medium from events. Checks that each event says something new."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
-        self.tokens: dict[int, tuple[int | None, tuple[int, ...]]] = {}
-        self.sequence = 0
-        self.num_batches = 0
-
-    def __call__(self, sequence: int, batch: KVEventBatch) -> None:
-        assert sequence == self.sequence
-        self.sequence += 1
-        self.num_batches += 1
-        for event in batch.events:
-            match event:
-                case AllBlocksCleared():
-                    self.held["GPU"].clear()
-                case BlockRemoved(hashes, medium):
-                    assert self.held[medium] >= set(hashes), "removed, but not held"
-                    self.held[medium] -= set(hashes)
-                case BlockStored():
-                    self._store(event)
-
-    def _store(self, event: BlockStored) -> None:
-        held = self.held[event.medium]
-        assert not held & set(event.block_hashes), "stored twice"
-        held |= set(event.block_hashes)
-        if event.medium != "GPU":
-            return
-        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-        parent = event.parent_block_hash
-        for index, name in enumerate(event.block_hashes):
-            tokens = event.token_ids[index * event.block_size : (index + 1) * event.block_size]
-            assert self.tokens.setdefault(name, (parent, tokens)) == (parent, tokens), "one hash, two contents"
-            parent = name
-
-
-def held_by(engine: Any) -> dict[str, set[int]]:
-    """The blocks that each medium can give, from the indices themselves."""
-    parts = engine.parts
-    keys = {"GPU": parts.blocks._index, "CPU": (), "DISK": ()}
-    if parts.tiers is not None and parts.states is None:
-        keys["CPU"] = parts.tiers.host.pool._index
-        keys |= {name.upper(): tier.index for name, tier in parts.tiers.persistent.items()}
-    return {medium: set(map(block_hash, held)) for medium, held in keys.items()}
 
 
 # ---------------------------------------------------------------------- exactness
-
-
-def test_after_each_step_of_torture_the_events_say_which_keys_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedules with evictions, resets, new weights, logits that are not finite, faults of tiers and restarts."""
-    make_config, build = torture_life._config, torture_life.build_engine
-    checked = dict.fromkeys(("steps", "batches", "GPU", "CPU", "DISK"), 0)
-
-    def build_watched(*args: Any, **kwargs: Any) -> Any:
-        engine = build(*args, **kwargs)
-        router, step = Router(), engine.loop.step
-        engine.on_kv_events(router)
-
-        def stepped() -> bool:
-            worked = step()
-            held = held_by(engine)
-            assert router.held == held
-            checked["steps"] += 1
-            checked["batches"] += router.num_batches
-            router.num_batches = 0
-            for medium in held:
-                checked[medium] += bool(held[medium])
-            return worked
-
-        engine.loop.step = stepped
-        return engine
-
-    monkeypatch.setattr(
-        torture_life, "_config", lambda *args: dataclasses.replace(make_config(*args), kv_events=KVEventsConfig())
-    )
-    monkeypatch.setattr(torture_life, "build_engine", build_watched)
-    for seed in SEEDS:
-        policy = make_policy(POLICIES[seed % len(POLICIES)], random.Random(seed))
-        outcome = run_schedule(draw_workload(seed), policy)
-        assert not outcome.findings, (seed, outcome.findings)
-    assert min(checked.values()) > 50, checked
 
 
 def test_a_sequence_is_told_with_its_tokens_and_its_parent() -> None:
@@ -150,14 +62,15 @@ def test_a_sequence_is_told_with_its_tokens_and_its_parent() -> None:
 
 
 def test_blocks_that_come_back_from_host_memory_are_told_again() -> None:
-    rig, router = Rig(blocks=14, slots=40, kv_events=KVEventsConfig()), Router()
-    rig.engine.on_kv_events(router)
+    rig = Rig(blocks=14, slots=40, kv_events=KVEventsConfig())
+    router = EventReplay(rig.engine)
     for first in (1, 2, 3, 1, 2):
         reply = rig.ask([first, *PROMPT], 4)
         rig.engine.flush(timeout_s=PATIENCE_S)
     assert reply.cached.host
     rig.close()
-    assert router.held == held_by(rig.engine)
+    router.compare()
+    assert not router.wrong
     assert len(router.held["CPU"]) > 20
 
 
@@ -170,6 +83,19 @@ def test_the_salt_of_a_request_is_told_with_the_first_block_only() -> None:
     assert first.extra_keys == (("mine",), *([None] * (len(first.block_hashes) - 1)))
     assert later
     assert {event.extra_keys for event in later} == {None}
+
+
+def test_removals_of_a_tier_are_one_event_unless_another_event_is_between_them() -> None:
+    removed, stored = ([kind("host", KEYS[at : at + 1]) for at in range(3)] for kind in (KeysRemoved, KeysStored))
+    changes = [removed[0], removed[1], stored[0], removed[0], KeysRemoved("disk", KEYS[:1]), removed[2]]
+    told = [(type(event), event.medium, event.block_hashes) for event in events_of(changes, block_tokens=2)]
+    assert told == [
+        (BlockRemoved, "CPU", tuple(HASHES[:2])),
+        (BlockStored, "CPU", (HASHES[0],)),
+        (BlockRemoved, "CPU", (HASHES[0],)),
+        (BlockRemoved, "DISK", (HASHES[0],)),
+        (BlockRemoved, "CPU", (HASHES[2],)),
+    ]
 
 
 def test_a_salt_that_is_no_text_is_told_all_the_same() -> None:
@@ -362,11 +288,12 @@ def test_what_an_earlier_process_left_on_disk_is_told_at_the_start(tmp_path: Pat
     config = KVEventsConfig(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     rig = Rig(slots=8, disk=tmp_path / "kv", kv_events=config)
     rig.ask([9], 1)  # no whole block
+    assert rig.engine.parts.tiers is not None and rig.engine.parts.tiers.persistent["disk"].index
     (batch,) = replayed(context, config.replay_endpoint or "", 0)
     cleared, stored = current_decoder(array_like=False).decode(batch[1]).events
     assert type(cleared).__name__ == "AllBlocksCleared"
     assert (stored.medium, stored.token_ids, stored.parent_block_hash) == ("DISK", [], None)
-    assert set(stored.block_hashes) == held_by(rig.engine)["DISK"] != set()
+    assert set(stored.block_hashes) == {block_hash(key) for key in rig.engine.parts.tiers.persistent["disk"].index}
     rig.close()
 
 

@@ -13,6 +13,8 @@ CPU = "cpu"
 """A device whose tensors are in host memory."""
 CUDA = "cuda"
 """A device whose tensors are on an NVIDIA GPU."""
+SIM = "sim"
+"""The simulated device for tests, whose tensors are in host memory."""
 
 
 def on_host(device: torch.device) -> bool:

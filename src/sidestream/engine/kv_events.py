@@ -115,6 +115,7 @@ def events_of(changes: Iterable[KeyChange], *, block_tokens: int) -> list[KVEven
                 )
             case KeysRemoved(tier, keys):
                 hashes, medium = tuple(map(block_hash, keys)), _MEDIA.get(tier, _OTHER_MEDIUM)
+                # rule: removals-are-not-merged-over-a-store
                 if events and isinstance(last := events[-1], BlockRemoved) and last.medium == medium:
                     events.pop()
                     hashes = last.block_hashes + hashes

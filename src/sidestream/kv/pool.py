@@ -206,10 +206,14 @@ class FencedPool:
         """`publish` each block under its key; faster than one call per block."""
         if 0 in map(self._references.__getitem__, block_ids):
             raise InvariantError(f"of {self.name} {list(block_ids)}, not all are in use: they cannot be published")
-        if self._tracer is not None or not self._index.add_all(keys, block_ids, partial=partial):
+        if not self._index.add_all(keys, block_ids, partial=partial):
             for block_id, key in zip(block_ids, keys, strict=True):
                 self.publish(block_id, key, partial=partial)
-        elif self.key_log is not None:
+            return
+        if self._tracer is not None:
+            for block_id, key in zip(block_ids, keys, strict=True):
+                self._tracer.published(self.name, block_id, key, partial=partial)
+        if self.key_log is not None:
             self.key_log.stored(keys)
 
     def match(self, keys: Sequence[Key]) -> list[int]:

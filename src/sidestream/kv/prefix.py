@@ -72,6 +72,7 @@ class PrefixIndex:
 
     def add_all(self, keys: Sequence[Key], block_ids: Sequence[int], *, partial: bool = False) -> bool:
         """Add all pairs. Returns False, and changes nothing, if one of them cannot be added."""
+        # rule: keys-refer-to-one-block-each
         if (
             len({*keys}) < len(keys)
             or not self._id_of.keys().isdisjoint(keys)
@@ -79,8 +80,8 @@ class PrefixIndex:
         ):
             return False
         if partial:
-            self._partial.update(block_ids)
-        self._id_of.update(zip(keys, block_ids, strict=True))
+            self._partial.update(block_ids)  # rule: partial-blocks-are-marked
+        self._id_of.update(zip(keys, block_ids, strict=True))  # rule: block-has-its-own-key
         self._key_of.update(zip(block_ids, keys, strict=True))
         return True
 

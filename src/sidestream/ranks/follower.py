@@ -99,6 +99,7 @@ class Follower:
         """Carry out the messages that have come. The inputs of a step stay in a buffer until the step is done: while
         `MAX_STEPS` steps are in flight, no further message is taken, of any kind.
         """
+        # rule: rank-has-a-buffer-for-each-step
         while len(self._tracks[COMPUTE].fences) < MAX_STEPS and (message := self._take()) is not None:
             self._apply(message)
 

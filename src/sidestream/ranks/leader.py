@@ -155,6 +155,7 @@ class Ranks:
 
     def ready_bytes(self, least: int) -> int:
         """Bytes of host memory that every other rank can use. A rank that has not reported counts as `least` bytes."""
+        # rule: unreported-rank-has-the-least-memory
         return min(self._ready[rank].num_bytes if rank in self._ready else least for rank in range(1, self.size))
 
     @property

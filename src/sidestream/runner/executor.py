@@ -301,11 +301,13 @@ class Executor:
             self._sampler.begin(slot, begin.sampling)
         step = self._prepare(batch, gates)
         self._uploads.open(step.entry.lease.ids[0])
+        numbers, inputs = self._uploads.hold(step.numbers)
+        step = step._replace(numbers=numbers)
         for fence in after:  # rule: step-waits-for-the-last-use
             self._stream.wait(fence)
         fence = self._stream.submit(
             lambda: self._run(batch, step),
-            lambda: self._tracing.at_launch(batch, step.entry, gated=gated),
+            lambda: [*self._tracing.at_launch(batch, step.entry, gated=gated), *inputs],
             label=_label_of(batch),
         )
         top_logprobs = self._sampler.top_logprobs_of(columns)

@@ -4,7 +4,8 @@ kernels read them.
 Even a small copy to the device waits while loads keep the copy engine busy: the 2 KB of a step took 40 ms during a load
 of 2 GiB. So on a GPU, the host writes the integers to mapped pinned memory, and a kernel copies them to device memory.
 Each step has its own region of the mapped memory until its results have been read (hazard H17 in
-docs/glossary.md). On a CPU there is nothing to copy.
+docs/glossary.md). On a CPU there is nothing to copy. On the simulated device, a step reads its inputs from its region,
+as on a GPU, so that tests notice a region that is overwritten too early.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 
 from sidestream.device.base import Device
-from sidestream.device.kinds import CPU, on_host
+from sidestream.device.kinds import CPU, SIM, on_host
+from sidestream.types import Access
 
 MEMORY = "uploads"
 _REGION_BYTES = 1 << 20
+_SIM_REGION_BYTES = 1 << 12
 _ALIGNMENT = 16
 _NUMBER_BYTES = 8
 # The first bytes of a region hold the inputs of a captured step.
@@ -59,6 +62,8 @@ class Uploads:
     @classmethod
     def of(cls, device: Device, *, num_regions: int) -> Uploads:
         """Make the uploads of a device. `num_regions`: largest number of launched steps whose results are unread."""
+        if device.kind == SIM:
+            return SimUploads(device, num_regions)
         if on_host(device.torch_device):
             return cls()
         memory = device.allocate_host(MEMORY, num_regions * _REGION_BYTES)
@@ -72,6 +77,12 @@ class Uploads:
     def open(self, region: int) -> None:
         """Use this region for the next step. The results of the region's last step must have been read."""
         self._region, self._used = region, self._input_bytes
+
+    def hold(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[Access]]:
+        """Put the inputs of the next step where the step will read them, and return them with the accesses of these
+        reads. On real devices, the step's work is enqueued at once and copies them itself: this changes nothing.
+        """
+        return numbers, []
 
     def numbers(self, values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
         """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the step. All empty lists share
@@ -131,6 +142,28 @@ class Uploads:
     def _pinned(self, values: Tensor) -> Tensor:
         """The values in pinned memory, for an asynchronous copy; torch keeps the memory until the copy has ended."""
         return values if on_host(self._device) else values.pin_memory()
+
+
+class SimUploads(Uploads):
+    """The uploads of a simulated device, whose work runs long after its submission."""
+
+    def __init__(self, device: Device, num_regions: int) -> None:
+        super().__init__()
+        self._tracer = device.tracer
+        self._memory = device.allocate_host(MEMORY, num_regions * _SIM_REGION_BYTES, item_bytes=_SIM_REGION_BYTES)
+        self._regions = self._memory.data.numpy().view(np.int64).reshape(num_regions, -1)
+
+    def hold(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[Access]]:
+        """Write the inputs to the step's region, if they fit. See `Uploads.hold`."""
+        region = self._regions[self._region]
+        if len(numbers) > len(region):
+            return numbers, []
+        start = self._region * _SIM_REGION_BYTES
+        where = self._memory.name, start, start + numbers.nbytes
+        if self._tracer is not None:
+            self._tracer.host_touched(lambda: [Access(*where, write=True)], "write inputs")
+        region[: len(numbers)] = numbers
+        return region[: len(numbers)], [Access(*where, write=False)]
 
 
 def _fetch(read: Tensor, target: Tensor) -> None:

@@ -60,8 +60,8 @@ class SimDevice:
     """A device whose policy decides the order of work. One thread, "the host", makes, uses and closes the device.
 
     turns     the scheduler of actors, with the virtual time
-    pin_s     virtual seconds until all items of a host memory are ready, one after another; set it before
-              `allocate_host`. 0: all items are ready at once
+    pin_s     virtual seconds until all items of the next host memories are ready, one after another. 0: all items are
+              ready at once
     guard     verifies the accesses that work declares; None: no verification
     records   last record of each event
     sticky    whether work that raises an exception loses the device, as an illegal access of a kernel does on CUDA:
@@ -92,8 +92,8 @@ class SimDevice:
         self.lost: DeviceLost | None = None
         self.num_done = 0
         self._default: SimStream | None = None
-        # Start time and item size of each host memory that becomes ready item by item.
-        self._pinned_from: dict[str, tuple[float, int]] = {}
+        # Start time, duration and item size of each host memory that becomes ready item by item.
+        self._pinned_from: dict[str, tuple[float, float, int]] = {}
         self.records: Mapping[SimEvent, SimFence | None] = {}
         self._streams: dict[str, SimStream] = {}
         self._threads: list[SimThread] = []
@@ -164,7 +164,7 @@ class SimDevice:
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """Host memory, filled with poison. With `pin_s`, only its first item is ready at once."""
         if self.pin_s and num_bytes > item_bytes:
-            self._pinned_from[name] = self.now(), item_bytes
+            self._pinned_from[name] = self.now(), self.pin_s, item_bytes
         return self.allocate(name, num_bytes)
 
     def mapped(self, memory: Memory) -> torch.Tensor:
@@ -175,8 +175,8 @@ class SimDevice:
         """All bytes; with `pin_s`, the items that are ready at the current virtual time."""
         if memory.name not in self._pinned_from:
             return memory.num_bytes
-        start_s, item_bytes = self._pinned_from[memory.name]
-        items = int(memory.num_bytes // item_bytes * (self.now() - start_s) / self.pin_s)
+        start_s, pin_s, item_bytes = self._pinned_from[memory.name]
+        items = int(memory.num_bytes // item_bytes * (self.now() - start_s) / pin_s)
         return min(max(1, items) * item_bytes, memory.num_bytes)
 
     def grows(self, memory: Memory) -> bool:

@@ -22,6 +22,18 @@ from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Muta
 
 MUTATIONS = (
     Mutation(
+        name="removals-are-not-merged-over-a-store",
+        hazard="H32",
+        change=Become(
+            "for at, event in enumerate(events):\n"
+            "    if isinstance(event, BlockRemoved) and event.medium == medium:\n"
+            "        hashes = events.pop(at).block_hashes + hashes\n"
+            "        break"
+        ),
+        consequence="a router takes a block that was evicted and stored again for evicted",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
         name="store-is-submitted-before-its-blocks-are-released",
         hazard="H23",
         change=MoveAfter("ended-requests-end"),

@@ -8,6 +8,7 @@ from sidestream.testing.mutations.operators import (
     Compare,
     Delete,
     DropOperand,
+    Never,
     Rewrite,
     SetArgument,
     Unwrap,
@@ -21,6 +22,19 @@ MUTATIONS = (
         hazard="H15",
         consequence="a request finds a block whose layers with a sliding window are missing, and attends to them",
         needs=frozenset({"offload", "window"}),
+        also=(Change("partial-blocks-are-marked", Delete()),),
+    ),
+    Mutation(
+        name="keys-refer-to-one-block-each",
+        hazard="H21",
+        change=Never(),
+        consequence="a second copy of a block takes the key, but the first copy still claims it",
+    ),
+    Mutation(
+        name="block-has-its-own-key",
+        hazard="H14",
+        change=SetArgument("zip", 1, "block_ids[::-1]"),
+        consequence="of blocks that become findable together, each is found under another one's key",
     ),
     Mutation(
         name="release-keeps-its-fences",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sidestream.testing.mutations.operators import (
     Always,
     Append,
+    Compare,
     DropOperand,
     Never,
     SetArgument,
@@ -51,6 +52,20 @@ MUTATIONS = (
         change=SetArgument("StorePlan", 2, "()"),
         consequence="the newest checkpoint of an answer is stored from a rank that has not written it yet",
         needs=frozenset({"ranks", "offload", "states"}),
+    ),
+    Mutation(
+        name="rank-has-a-buffer-for-each-step",
+        hazard="H17",
+        change=Compare("<=", "MAX_STEPS"),
+        consequence="a rank overwrites the inputs of a step that it has not finished",
+        needs=_RANKS,
+    ),
+    Mutation(
+        name="unreported-rank-has-the-least-memory",
+        hazard="H13",
+        change=Value("min((ready.num_bytes for ready in self._ready.values()), default=1 << 62)"),
+        consequence="a copy uses host memory that a rank has not pinned yet",
+        needs=frozenset({"ranks", "offload", "growing_tier"}),
     ),
     # ------------------------------------------------------------------ the same work on every rank
     Mutation(

@@ -41,6 +41,7 @@ _HARSH = (10.0, 2.0, 2.0)
 _TIE = 100.0
 # Virtual seconds after which another slot is ready, if a host tier grows while steps of several ranks run.
 _SLOT_S = (8e-6, 12e-6)
+_SLOWEST_PIN_S = 2.0
 
 
 def draw_workload(seed: int) -> Workload:
@@ -63,7 +64,17 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_second_failure(random.Random(f"sidestream second failure {seed}"), workload)
     workload = _draw_lost_rank(random.Random(f"sidestream lost rank {seed}"), workload)
     workload = _draw_failing_rank(random.Random(f"sidestream failing rank {seed}"), workload)
-    return _draw_window(random.Random(f"sidestream window {seed}"), workload)
+    workload = _draw_window(random.Random(f"sidestream window {seed}"), workload)
+    return _draw_lag(random.Random(f"sidestream lag {seed}"), workload)
+
+
+def _draw_lag(rng: random.Random, workload: Workload) -> Workload:
+    """In half of the workloads with ranks and a host tier that grows, let the other ranks' memory take much longer: rank
+    0 must wait for their reports.
+    """
+    if workload.ranks == 1 or not workload.pin_s or rng.random() < 0.5:
+        return workload
+    return dataclasses.replace(workload, pin_lag=min(200.0, _SLOWEST_PIN_S / workload.pin_s))
 
 
 def _draw_window(rng: random.Random, workload: Workload) -> Workload:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig
+from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SpeculativeConfig
 from sidestream.device.sim import Policy
 from sidestream.device.sim.policies import HOST
 from sidestream.engine import Engine, build_engine
@@ -16,6 +17,7 @@ from sidestream.testing.checker import Checker
 from sidestream.testing.guard import Guard
 from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
 from sidestream.testing.torture.contents import Contents
+from sidestream.testing.torture.events import EventReplay
 from sidestream.testing.torture.judge import wrong_when_published
 from sidestream.testing.torture.oracle import SALT, state_bytes, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
@@ -23,6 +25,9 @@ from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Workload
 from sidestream.testing.toy import ToyDraftHead, ToyProposer
 from sidestream.testing.trace import Recorder, TraceLine
 from sidestream.types import Fence
+
+# Steps whose KV events are published together. Within one step, few blocks are evicted, stored and evicted again.
+_EVENTS_EVERY = 8
 
 
 class Life:
@@ -34,6 +39,7 @@ class Life:
     disk      the disk tier of rank 0; None: there is none
     disks     the disk tiers of all ranks
     others    the ranks other than 0; None: there are none
+    events    what a router knows from the engine's KV events
     """
 
     def __init__(
@@ -56,7 +62,6 @@ class Life:
             ),
         )
         self.device = ScriptedDevice(policy, script, tracer=self.recorder, guard=Guard(self.checker))
-        self.device.pin_s = workload.pin_s
         if workload.layer_groups:
             self.device.segment_bytes = 1
         self.model = ScriptedModel(toy_of(workload), self.device)
@@ -70,7 +75,9 @@ class Life:
                 self.disk = scratch().open(self.model, self.device, num_blocks=workload.disk_blocks)
                 self.disks.append(self.disk)
             if workload.ranks > 1:
+                self.device.pin_s = workload.pin_s * workload.pin_lag
                 self.others = self._start_ranks(workload)
+            self.device.pin_s = workload.pin_s
             self.engine: Engine = build_engine(
                 self.model if self.others is None else RankToy(self.model, self.others.groups[0]),
                 _config(workload, self.model),
@@ -81,6 +88,8 @@ class Life:
                 tiers=None if self.disk is None else {"disk": self.disk},
                 proposer=self._proposer(workload),
             )
+            self.events = EventReplay(self.engine)
+            self._publish_events = self._hold_events_back()
             if workload.layer_groups:  # rows may join a step long before their load ends
                 self.engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]
             if workload.captured:
@@ -127,6 +136,27 @@ class Life:
                 gate_layers=0 if parts.transfers is None else layers_per_group(layout, self.device.segment_bytes),
             )
 
+    def check_events(self) -> None:
+        """Publish all KV events, and compare them with the findable keys. Call it between two steps."""
+        self._publish_events()
+        self.events.compare()
+
+    def _hold_events_back(self) -> Callable[[], None]:
+        """Publish the events of several steps together, and compare them each time. Returns the function that publishes
+        them at once.
+        """
+        self.engine.on_kv_events(lambda sequence, batch: self.events.compare())
+        kv_events, steps = self.engine.parts.kv_events, itertools.count(1)
+        assert kv_events is not None
+        publish = kv_events.flush
+
+        def flush() -> None:
+            if next(steps) % _EVENTS_EVERY == 0:
+                publish()
+
+        kv_events.flush = flush  # type: ignore[method-assign]
+        return publish
+
     def crash(self) -> None:
         """Stop like a killed process. Idempotent; does nothing after a close."""
         self.device.kill()
@@ -165,6 +195,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
         max_waiting=workload.waiting,
         salt=SALT,
         self_check=workload.self_check,
+        kv_events=KVEventsConfig(),
     )
 
 

@@ -231,8 +231,10 @@ class _Schedule:
                     self._end_lost_engine(step_error)
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
-            waits = self._life.engine.unfinished or self._busy() or self._again or not self._clients.is_quiet()
-            if step >= last and not waits:
+            rests = not (self._life.engine.unfinished or self._busy())
+            if rests:
+                self._life.check_events()
+            if step >= last and rests and not self._again and self._clients.is_quiet():
                 if not self._life.is_lost:
                     return True
                 self._end_lost_engine(

@@ -28,6 +28,7 @@ ORACLES = (
     "tokens",
     "accept lengths",
     "content",
+    "events",
     "self-check",
     "balance",
     "answered",
@@ -44,6 +45,8 @@ accept lengths  each row accepts as many drafts as a proposer with correct input
                 (H19) makes worse drafts, which does not change the text
 content         every findable block in every tier holds the content of its key; after a cache reset, no block from
                 before it becomes findable; blocks with different content never have the same key (H14)
+events          a router that follows the KV events knows exactly the findable keys of each tier, after each batch and
+                whenever the engine rests
 self-check      the two runs of a step agree, and every block in host memory matches its checksum, unless a fault makes
                 logits NaN
 balance         at the end, all blocks and slots are free, and no object of a request or transfer is kept
@@ -149,6 +152,8 @@ class Verdict:
         """
         for text in (*life.recorder.stale, *life.recorder.wrong):
             self.find("content", text)
+        for text in life.events.wrong:
+            self.find("events", text)
         for text in () if "bad_logits" in self._workload.features else disagreements(life.engine):
             self.find("self-check", text)
         for finding in life.checker.findings:

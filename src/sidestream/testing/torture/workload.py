@@ -147,6 +147,7 @@ class Workload:
     flush_s                      seconds that a close waits for transfers; transfers that have not started by then are
                                  dropped
     pin_s                        virtual seconds until all slots of the host tier are ready; 0: from the start
+    pin_lag                      how many times longer this takes on the ranks other than 0
     meanwhile                    requests arrive and abort in the middle of a step, between launch and commit, if the
                                  engine runs a step
     front_ends                   front ends between clients and engine, on in-memory connections; 0: clients call the
@@ -177,6 +178,7 @@ class Workload:
     flush_s: float = 30.0
     meanwhile: bool = False
     pin_s: float = 0.0
+    pin_lag: float = 1.0
     front_ends: int = 0
     waiting: int = 1024
     states: int = 0
