@@ -2,7 +2,9 @@
 everybody.
 """
 
+import dataclasses
 import logging
+import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +15,12 @@ import torch
 from engine_rig import Reply, Rig, prompts, serving
 
 from sidestream.attention.paged import PagedBatch
-from sidestream.config import EngineConfig, SamplingParams
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
 from sidestream.device.cpu import CpuDevice
+from sidestream.device.sim import SimDevice, make_policy
 from sidestream.engine import build_engine
 from sidestream.errors import EngineStopped
+from sidestream.offload.connector import LoadFailed
 from sidestream.testing.tokenizer import ToyTokenizer, text_bytes
 from sidestream.testing.toy import ToyModel
 from sidestream.text import Detokenizer
@@ -392,3 +396,27 @@ def test_no_log_line_is_written_for_requests_that_go_well(caplog: pytest.LogCapt
         assert isinstance(rig.submit(PROMPT), Reply)
         rig.turn()
     assert [record for record in caplog.records if record.name.startswith("sidestream.")] == []
+
+
+def test_a_failed_load_is_looked_up_before_the_results_of_its_step_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step waited for a load that has failed, and the offload worker has not reported the failure yet."""
+    model, told = ToyModel(), list[Delta]()
+    size, offload = model.layout.block_bytes, OffloadConfig(host=8 * model.layout.block_bytes)
+    device = SimDevice(make_policy("early", random.Random(0)))
+    config = EngineConfig(kv_memory=16 * size, block_tokens=4, max_running=1, offload=offload)
+    engine = build_engine(model, config, device=device, threaded=False)
+    engine.submit(PROMPT, SamplingParams(max_tokens=2), told.append)
+    while (step := engine.loop.in_flight) is None or not step.batch.rows[0].samples:
+        engine.step()
+    assert not told and engine.parts.transfers is not None
+    engine.loop.in_flight = dataclasses.replace(step, gated=True)
+    row = step.batch.rows[0]
+    with monkeypatch.context() as patch:
+        failed = LoadFailed(row.request_id, row.epoch, "load_failed")
+        patch.setattr(engine.parts.transfers, "failed_loads", lambda: [failed])
+        engine.step()
+    assert not told
+    while engine.unfinished:
+        engine.step()
+    engine.close()
+    assert [token for delta in told for token in delta.token_ids] == model.expected(PROMPT, 2)

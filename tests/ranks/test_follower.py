@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from sidestream.offload.tiers.disk import DiskTier
 from sidestream.offload.tiers.host import HostTier
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.ranks.follower import Follower
-from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, TierRead
+from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, StepEncoder, TierRead
+from sidestream.runner.executor import MAX_STEPS
+from sidestream.types import BatchPlan, LayerGates
 
 LAYOUT = KVLayout(1, 1, 2, 2, "float32")  # 32 bytes a block
 
@@ -75,7 +78,9 @@ def waits(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def watched(make: Callable[[str], Any]) -> Callable[[str], Any]:
         def stream(name: str) -> Any:
             made = make(name)
-            monkeypatch.setattr(made, "wait", lambda fence: waits.append(f"{name} waits for {fence.stream}"))
+            monkeypatch.setattr(
+                made, "wait", lambda fence: waits.append(f"{name} waits for {fence.stream}:{fence.tick}")
+            )
             return made
 
         return stream
@@ -90,10 +95,11 @@ def waits(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_copy_waits_for_the_fences_that_its_message_names(
     rank: Rank, waits: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank.inbox += [copy("store-0", 1, 0, 0), copy("store-1", 1, 1, 1, (("store-0", 1),))]
+    rank.inbox += [copy("store-0", number, 0, 0) for number in (1, 2, 3)]
+    rank.inbox.append(copy("store-1", 1, 1, 1, (("store-0", 2),)))
     rank.follower.turn()
     monkeypatch.undo()
-    assert waits == ["store-1 waits for store-0"]
+    assert waits == ["store-1 waits for store-0:2"]
     rank.settle()
 
 
@@ -105,7 +111,7 @@ def test_a_read_waits_for_the_fences_that_its_message_names(
     rank.inbox += [copy("load-0", 1, 0, 0), TierRead("disk-read-0", 1, "disk", 0, b"k" * 16, 1, (("load-0", 1),))]
     rank.follower.turn()
     monkeypatch.undo()
-    assert waits == ["disk-read-0 waits for load-0"]
+    assert waits == ["disk-read-0 waits for load-0:1"]
     rank.settle()
     tier.close()
 
@@ -123,6 +129,27 @@ def test_messages_out_of_order_end_the_rank(rank: Rank, messages: list[Copy]) ->
     rank.inbox += messages
     with pytest.raises(InvariantError, match=r"came after|was not sent"):
         rank.follower.turn()
+
+
+def test_a_rank_takes_no_message_while_each_of_its_input_buffers_is_in_use(
+    rank: Rank, waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Any] = []
+
+    class Steps:
+        def launch(self, batch: Any, *, after: Any, gates: Any) -> Any:
+            launched.append(batch)
+            fence = rank.device.stream(f"step-{len(launched)}").submit(lambda: None)
+            return SimpleNamespace(fence=fence, drop=lambda: None)
+
+    steps: Any = Steps()
+    rank.follower.executor, encoder = steps, StepEncoder()
+    rank.inbox += [encoder.encode(BatchPlan(()), (), LayerGates()) for _ in range(MAX_STEPS + 1)]
+    rank.follower.turn()
+    assert (len(launched), len(rank.inbox)) == (MAX_STEPS, 1)
+    monkeypatch.undo()
+    rank.settle()
+    assert (len(launched), len(rank.inbox)) == (MAX_STEPS + 1, 0)
 
 
 def test_a_failure_is_reported_before_the_work_counts_as_done(rank: Rank) -> None:

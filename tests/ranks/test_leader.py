@@ -110,6 +110,7 @@ def test_host_memory_is_as_large_as_what_every_rank_can_use(device: CpuDevice) -
     assert joint.ready_bytes(memory) == 16  # no rank has reported
     assert joint.grows(memory)
     ranks.take_in(1, Ready(64, True))
+    assert joint.ready_bytes(memory) == 16  # rank 2 has not
     ranks.take_in(2, Ready(32, False))
     assert joint.ready_bytes(memory) == 32
     ranks.take_in(2, Ready(48, True))

@@ -190,7 +190,7 @@ class Follower:
             track = self._tracks.get(stream)
             if track is None or number > track.last:
                 raise InvariantError(f"a message names work {number} of stream {stream}, which was not sent")
-            fences += [fence for at, fence in track.fences if at == number]
+            fences += [fence for at, fence in track.fences if at == number]  # rule: rank-waits-for-the-named-fence
         return fences
 
     def _report_passed(self) -> None:

@@ -8,6 +8,7 @@ from sidestream.testing.mutations.operators import (
     Compare,
     DropOperand,
     Never,
+    Rewrite,
     SetArgument,
     Value,
 )
@@ -52,6 +53,13 @@ MUTATIONS = (
         change=SetArgument("StorePlan", 2, "()"),
         consequence="the newest checkpoint of an answer is stored from a rank that has not written it yet",
         needs=frozenset({"ranks", "offload", "states"}),
+    ),
+    Mutation(
+        name="rank-waits-for-the-named-fence",
+        hazard="H13",
+        change=Rewrite("at == number", "at == number - 1"),
+        consequence="a copy or step of a rank waits for the work before the one that its message names",
+        needs=_TRANSFERS,
     ),
     Mutation(
         name="rank-has-a-buffer-for-each-step",

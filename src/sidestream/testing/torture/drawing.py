@@ -69,8 +69,8 @@ def draw_workload(seed: int) -> Workload:
 
 
 def _draw_lag(rng: random.Random, workload: Workload) -> Workload:
-    """In half of the workloads with ranks and a host tier that grows, let the other ranks' memory take much longer: rank
-    0 must wait for their reports.
+    """In half of the workloads with ranks and a host tier that grows, let the memory of the other ranks take much
+    longer, so that rank 0 depends on their reports.
     """
     if workload.ranks == 1 or not workload.pin_s or rng.random() < 0.5:
         return workload
