@@ -182,6 +182,7 @@ class Mailbox:
         if self._tracer is not None:
             self._tracer.host_touched(lambda: [entry.access(write=False)], "read mailbox")
         count, places = len(drafts), len(drafts) + sum(drafts)
+        # rule: token-ids-are-read-whole
         tokens, finite = (
             self._values(entry, "tokens", places)[:, 0].tolist(),
             self._values(entry, "finite", places)[:, 0],

@@ -13,11 +13,11 @@ EOS_ID = 0
 
 class ToyTokenizer:
     """Id 0 ends an answer and has no text; 1 to 95 are the printable ASCII characters, 96 is a new line, higher ids are
-    other characters.
+    other characters, without surrogates.
     """
 
     eos_ids = (EOS_ID,)
-    vocab_size = 0x110000 - 0x100  # number of ids
+    vocab_size = 0x110000 - 0x100 - 0x800  # number of ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """One id per character. Raises RequestRejected for a character without an id."""
@@ -59,9 +59,14 @@ def text_bytes(token_id: int) -> bytes:
 def _text(token_id: int) -> str:
     if token_id <= 0:
         return ""
-    return chr(31 + token_id) if token_id <= 95 else "\n" if token_id == 96 else chr(0x100 + token_id)
+    if token_id <= 96:
+        return chr(31 + token_id) if token_id <= 95 else "\n"
+    code = 0x100 + token_id
+    return chr(code if code < 0xD800 else code + 0x800)
 
 
 def _token(character: str) -> int:
     code = ord(character)
-    return 96 if character == "\n" else code - 0x100 if code > 0x100 + 96 else max(code - 31, 0)
+    if code > 0x100 + 96:
+        return code - 0x100 - 0x800 * (code >= 0xE000)
+    return 96 if character == "\n" else max(code - 31, 0)

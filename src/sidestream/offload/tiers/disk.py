@@ -221,7 +221,7 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
-        for entry in self._index.take_doomed():
+        for entry in self._index.take_doomed():  # rule: forgotten-files-are-deleted-at-close
             with contextlib.suppress(OSError):  # if this fails, the file stays, and the next open finds it again
                 _delete(self._held, entry)
         if self._is_lost(self._held):

@@ -18,6 +18,12 @@ from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Muta
 
 MUTATIONS = (
     Mutation(
+        name="token-ids-are-read-whole",
+        hazard="H9",
+        change=Rewrite(".tolist()", ".astype(np.int16).tolist()"),
+        consequence="clients receive other tokens if the vocabulary has more than 32,768",
+    ),
+    Mutation(
         name="layer-waits-for-its-load",
         hazard="H5",
         consequence="a step reads blocks that a load is still writing",

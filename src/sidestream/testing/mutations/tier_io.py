@@ -17,6 +17,12 @@ from sidestream.testing.mutations.reasons import GIVES_UP, PLACE
 from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
+    Mutation(
+        name="forgotten-files-are-deleted-at-close",
+        hazard="H22",
+        consequence="files of forgotten entries are left on disk, and the next start finds them again",
+        needs=frozenset({"disk", "reset"}),
+    ),
     # ------------------------------------------------------------------ disk writes
     Mutation(
         name="disk-write-holds-its-slot",

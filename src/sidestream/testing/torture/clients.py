@@ -97,7 +97,7 @@ class Clients:
         for index in range(asked.n):
             self.received[number, index] = Sample([])
         self.started[number] = self._weights
-        params = params_of(number, asked)
+        params = params_of(number, asked, vocab=self._workload.vocab)
         self._outputs[number] = OutputProcessor(ToyTokenizer(), params)
         if self.border is not None:
             self.border.submit(number, asked.prompt, params, priority=asked.priority, salt=asked.salt)

@@ -14,6 +14,7 @@ from sidestream.testing.torture.workload import (
     DAMAGE,
     FAULTS_OF,
     HEADER_PART,
+    LARGE_VOCAB,
     LOAD_DEADLINE_S,
     LONGEST_PROMPT,
     NEUTRAL,
@@ -65,7 +66,21 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_lost_rank(random.Random(f"sidestream lost rank {seed}"), workload)
     workload = _draw_failing_rank(random.Random(f"sidestream failing rank {seed}"), workload)
     workload = _draw_window(random.Random(f"sidestream window {seed}"), workload)
-    return _draw_lag(random.Random(f"sidestream lag {seed}"), workload)
+    workload = _draw_lag(random.Random(f"sidestream lag {seed}"), workload)
+    return _draw_vocabulary(random.Random(f"sidestream vocabulary {seed}"), workload)
+
+
+def _draw_vocabulary(rng: random.Random, workload: Workload) -> Workload:
+    """Use a large vocabulary in one workload of eight: its prompts have the same tokens under other ids, most of which
+    do not fit into 16 bits.
+    """
+    if rng.random() >= 1 / 8:
+        return workload
+    requests = tuple(
+        dataclasses.replace(asked, prompt=tuple(LARGE_VOCAB - 729 * (VOCAB - token) for token in asked.prompt))
+        for asked in workload.requests
+    )
+    return dataclasses.replace(workload, requests=requests, vocab=LARGE_VOCAB)
 
 
 def _draw_lag(rng: random.Random, workload: Workload) -> Workload:

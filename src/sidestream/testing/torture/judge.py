@@ -165,6 +165,15 @@ def wrong_entries(disk: ScriptedTier, contents: Contents, *, damaged: bool) -> I
             yield f"disk entry {entry.serial} is published as {key.hex()[:8]}, but cannot be read"
 
 
+def stray_files(disk: ScriptedTier, *, damaged: bool) -> Iterator[str]:
+    """Differences between the files on disk and the findable entries, after a close. `damaged`: the workload damages
+    files. The tier deletes a damaged file when it is read, also by `wrong_entries`, so entries may lack a file.
+    """
+    files, entries = disk.strays()
+    yield from (f"the file {name} is left on disk without a findable entry" for name in sorted(files))
+    yield from () if damaged else (f"entry {name} is findable without a file" for name in sorted(entries))
+
+
 def wrong_answer(
     workload: Workload, number: int, received: Sample, expected: Sample, *, over: bool
 ) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ without cache, tiers, preemption or aborts. The reference is computed once for e
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from sidestream.engine import Engine, build_engine
 from sidestream.kv.state_layout import RESERVED_STATES, blocks_per_state
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.script import Script, ScriptedDevice, ScriptedModel
-from sidestream.testing.torture.workload import Asked, Workload, blocks_for
+from sidestream.testing.torture.workload import VOCAB, Asked, Workload, blocks_for
 from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream.types import Delta
 
@@ -81,11 +82,13 @@ class Reference:
     computed: tuple[Computed, ...]
 
 
-def params_of(number: int, asked: Asked) -> SamplingParams:
-    """The sampling parameters of request `number`."""
+def params_of(number: int, asked: Asked, *, vocab: int) -> SamplingParams:
+    """The sampling parameters of request `number`. With its temperature, the model's best token and all others together
+    are about equally likely.
+    """
     repetition, presence, frequency = asked.penalties or (1.0, 0.0, 0.0)
     return SamplingParams(
-        temperature=20.0 if asked.hot else 0.0,
+        temperature=(20.0 if vocab == VOCAB else 100.0 / math.log(1.5 * vocab)) if asked.hot else 0.0,
         repetition_penalty=repetition,
         presence_penalty=presence,
         frequency_penalty=frequency,
@@ -100,11 +103,13 @@ def params_of(number: int, asked: Asked) -> SamplingParams:
 
 def toy_of(workload: Workload) -> ToyModel:
     """The toy model that the workload uses."""
-    if workload.states:
-        return StatefulToyModel(
-            eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden, window=workload.window
-        )
-    return ToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden, window=workload.window)
+    kind = StatefulToyModel if workload.states else ToyModel
+    return kind(
+        vocab_size=workload.vocab,
+        eos_every=workload.eos_every,
+        leaves_hidden=workload.leaves_hidden,
+        window=workload.window,
+    )
 
 
 def reference_of(workload: Workload) -> Reference:
@@ -194,7 +199,7 @@ def run_alone(workload: Workload, model: ScriptedModel, numbers: Sequence[int]) 
         asked = workload.requests[number]
         for index in range(asked.n):
             received[number, index] = Sample([])
-        params = params_of(number, asked)
+        params = params_of(number, asked, vocab=workload.vocab)
         output = OutputProcessor(ToyTokenizer(), params)
 
         def take(delta: Delta, number: int = number, output: OutputProcessor = output) -> None:

@@ -277,6 +277,7 @@ class _Schedule:
             self._verdict.judge_ended(self._life, self._clients, "closed")
         else:
             self._verdict.judge_balance(self._life, self._clients, "closed")
+            self._verdict.judge_files(self._life)
 
     def _settle(self, why: str) -> None:
         """Deliver all messages between the engine and its front ends. `why` is named in the finding if some stay."""

@@ -295,6 +295,13 @@ class ScriptedTier:
             return None
         return bytes(out)
 
+    def strays(self) -> tuple[set[str], set[str]]:
+        """Names of files without a findable entry, and names of findable entries without a file."""
+        subdirectories = [each for each in os.scandir(self._inner.directory) if each.is_dir()]
+        files = {entry.name for each in subdirectories for entry in os.scandir(each)}
+        entries = {os.path.basename(_path(self._inner, entry)) for entry in self.index.entries}
+        return files - entries, entries - files
+
     def close(self) -> None:
         """See `PersistentTier.close`."""
         self._inner.close()

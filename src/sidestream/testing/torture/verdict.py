@@ -12,6 +12,7 @@ from sidestream.testing.torture.contents import contents_of
 from sidestream.testing.torture.judge import (
     disagreements,
     still_findable,
+    stray_files,
     unbalanced,
     unended,
     wrong_answer,
@@ -49,7 +50,8 @@ events          a router that follows the KV events knows exactly the findable k
                 whenever the engine rests
 self-check      the two runs of a step agree, and every block in host memory matches its checksum, unless a fault makes
                 logits NaN
-balance         at the end, all blocks and slots are free, and no object of a request or transfer is kept
+balance         at the end, all blocks and slots are free, no object of a request or transfer is kept, and the disk holds
+                exactly the files of the findable entries
 answered        every request ends exactly once, with a possible finish reason; before its client learns of the end, the
                 engine has released the request's resources (H24)
 deadlock        no stream and no thread can continue, because each waits for another
@@ -76,6 +78,7 @@ class Verdict:
     def __init__(self, workload: Workload, reference: Reference) -> None:
         self._workload = workload
         self._reference = reference
+        self._damaged = any(fault.kind in DAMAGE for fault in workload.faults)
         self.contents = contents_of(workload, reference)
         self._findings: dict[Finding, None] = {}
         self.objections: list[Objection] = []
@@ -107,6 +110,11 @@ class Verdict:
             self.find("balance", f"{when}: {text}")
         self.judge_ended(life, clients, when)
 
+    def judge_files(self, life: Life) -> None:
+        """Check that the disk holds exactly the findable entries: the engine is closed."""
+        for text in () if life.disk is None else stray_files(life.disk, damaged=self._damaged):
+            self.find("balance", f"closed: {text}")
+
     def judge_ended(self, life: Life, clients: Clients, when: str) -> None:
         """Check that no request is left in the engine's counts and streams, nor at the front ends. This also holds for
         an engine whose device is lost. `when` is named in the findings.
@@ -127,8 +135,7 @@ class Verdict:
         """
         if life.disk is None:
             return
-        damaged = any(fault.kind in DAMAGE for fault in self._workload.faults)
-        for text in wrong_entries(life.disk, self.contents, damaged=damaged):
+        for text in wrong_entries(life.disk, self.contents, damaged=self._damaged):
             self.find("content", f"{when}: {text}")
 
     def judge_answers(self, clients: Clients, *, over: bool) -> None:

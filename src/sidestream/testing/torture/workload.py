@@ -17,6 +17,8 @@ from sidestream.testing.mutations import Feature
 
 BLOCK_TOKENS = 4
 VOCAB = 97
+LARGE_VOCAB = 70_001
+"""A vocabulary whose ids do not fit into 16 bits."""
 LONGEST_PROMPT = 40
 # Longest time that a request waits for a load from disk.
 LOAD_DEADLINE_S = 1e-3
@@ -156,6 +158,7 @@ class Workload:
     waiting                      with front ends: maximum number of waiting requests; more are rejected
     ranks                        number of ranks (tensor parallelism); each has its own streams, memories and disk tier
     self_check                   share of steps that run twice, and of blocks in host memory that have a checksum
+    vocab                        number of tokens of the model
     window                       tokens of the sliding windows of some layers; 0: no layer has one
     """
 
@@ -185,6 +188,7 @@ class Workload:
     ranks: int = 1
     self_check: float = 0.0
     window: int = 0
+    vocab: int = VOCAB
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -295,7 +299,8 @@ def from_plain(values: object) -> Workload:
 
 def _workload(values: Any) -> Workload:
     given = dict(values)
-    requests = tuple(_asked(dict(asked)) for asked in given.pop("requests"))
+    vocab = given.get("vocab", VOCAB)
+    requests = tuple(_asked(dict(asked), vocab) for asked in given.pop("requests"))
     events = tuple(Event(**_checked(dict(event), Event)) for event in given.pop("events"))
     faults = tuple(Fault(**_checked(dict(fault), Fault)) for fault in given.pop("faults"))
     for fault in faults:
@@ -307,10 +312,10 @@ def _workload(values: Any) -> Workload:
     return Workload(requests=requests, events=events, faults=faults, **_checked(given, Workload))
 
 
-def _asked(values: dict[str, Any]) -> Asked:
+def _asked(values: dict[str, Any], vocab: int) -> Asked:
     penalties, prompt, bias = values.pop("penalties", None), values.pop("prompt"), values.pop("bias", ())
-    if not prompt or not all(type(token) is int and 0 < token < VOCAB for token in prompt):
-        raise ValueError(f"a prompt is {prompt!r}, not a list of tokens from 1 to {VOCAB - 1}")
+    if not prompt or not all(type(token) is int and 0 < token < vocab for token in prompt):
+        raise ValueError(f"a prompt is {prompt!r}, not a list of tokens from 1 to {vocab - 1}")
     given = _checked(values, Asked)
     if penalties is not None:
         first, second, third = (float(value) for value in penalties)
