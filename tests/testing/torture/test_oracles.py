@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,7 +33,7 @@ from sidestream.testing.torture import (
     run_one,
     run_schedule,
 )
-from sidestream.testing.torture.judge import wrong_answer
+from sidestream.testing.torture.judge import stray_files, wrong_answer
 from sidestream.testing.torture.oracle import Sample
 from sidestream.testing.torture.run import _Schedule
 from sidestream.testing.torture.script import ScriptedTier
@@ -74,6 +76,7 @@ OBJECTIONS: dict[str, tuple[Callable[[], AbstractContextManager[None]], int, str
     "tokens": (without("only-the-last-chunk-samples"), 0, "random", 0),
     "accept lengths": (without("slot-begins-with-its-own-history"), 8, "late", 0),
     "content": (without("key-contains-its-prefix"), 0, "random", 0),
+    "events": (without("removals-are-not-merged-over-a-store"), 7, "starve:store", 56),
     "self-check": (without("second-run-begins-with-the-hidden-states-of-the-first"), 67, "random", 67),
     "balance": (without("unfindable-block-is-free"), 30, "random", 1),
     "answered": (without("request-ends-before-its-client-is-notified"), 0, "random", 0),
@@ -97,6 +100,15 @@ def test_an_oracle_objects(oracle: str) -> None:
         outcome = run_one(workload, policy, seed, reference)
     assert oracle in outcome.oracles
     assert run_one(workload, policy, seed, reference).findings == ()
+
+
+def test_a_file_without_an_entry_and_an_entry_without_a_file_are_found() -> None:
+    kinds: dict[str, set[str]] = {"files": {"left"}, "entries": {"gone"}}
+    disk: Any = SimpleNamespace(strays=lambda: (kinds["files"], kinds["entries"]))
+    left, gone = stray_files(disk, damaged=False)
+    assert left == "the file left is left on disk without a findable entry"
+    assert gone == "entry gone is findable without a file"
+    assert list(stray_files(disk, damaged=True)) == [left]
 
 
 def test_the_first_objection_is_that_of_the_first_oracle_in_the_list() -> None:

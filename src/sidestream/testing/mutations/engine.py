@@ -22,14 +22,6 @@ from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Muta
 
 MUTATIONS = (
     Mutation(
-        name="failed-loads-are-looked-up-at-the-commit",
-        hazard="H9",
-        change=Never(),
-        consequence="results of a step with a failed load are used, because the offload worker has not reported the "
-        "failure yet",
-        needs=frozenset({"failing_load", "layer_groups", "offload"}),
-    ),
-    Mutation(
         name="removals-are-not-merged-over-a-store",
         hazard="H32",
         change=Become(

@@ -167,8 +167,8 @@ EQUIVALENT = (
             consequence="a rank overwrites the inputs of a step that it has not finished",
             needs=_RANKS,
         ),
-        reason="rank 0 commits a step before it launches the one after the next, and both need this rank's values: when "
-        "a fourth step arrives, the first has ended",
+        reason="rank 0 commits a step before it launches the second after it, and needs this rank's values for that: "
+        "when a fourth step arrives, the first has ended",
         noticed_by="ranks/test_follower.py::test_a_rank_takes_no_message_while_each_of_its_input_buffers_is_in_use",
     ),
     Equivalent(

@@ -299,7 +299,7 @@ class ScriptedTier:
         """Names of files without a findable entry, and names of findable entries without a file."""
         subdirectories = [each for each in os.scandir(self._inner.directory) if each.is_dir()]
         files = {entry.name for each in subdirectories for entry in os.scandir(each)}
-        entries = {os.path.basename(_path(self._inner, entry)) for entry in self.index.entries}
+        entries = {Path(_path(self._inner, entry)).name for entry in self.index.entries}
         return files - entries, entries - files
 
     def close(self) -> None:

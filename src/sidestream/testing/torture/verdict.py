@@ -50,8 +50,8 @@ events          a router that follows the KV events knows exactly the findable k
                 whenever the engine rests
 self-check      the two runs of a step agree, and every block in host memory matches its checksum, unless a fault makes
                 logits NaN
-balance         at the end, all blocks and slots are free, no object of a request or transfer is kept, and the disk holds
-                exactly the files of the findable entries
+balance         at the end, all blocks and slots are free, no object of a request or transfer is kept, and the files on
+                disk are those of the findable entries
 answered        every request ends exactly once, with a possible finish reason; before its client learns of the end, the
                 engine has released the request's resources (H24)
 deadlock        no stream and no thread can continue, because each waits for another
