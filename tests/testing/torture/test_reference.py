@@ -81,6 +81,7 @@ def test_pressure_aborts_faults_and_events_do_not_change_it() -> None:
             blocks=200,
             chunk_tokens=workload.chunk_tokens,
             eos_every=workload.eos_every,
+            vocab=workload.vocab,
             states=workload.states,
             window=workload.window,
         )
