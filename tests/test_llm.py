@@ -99,8 +99,16 @@ def test_the_stages_of_the_start_are_reported(tmp_path: Path) -> None:
 
 def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
     assert EngineConfig().sizes("cpu") == EngineSizes(1 << 30, 16, 256, 528)
-    assert EngineConfig().sizes("cuda") == EngineSizes(None, 256, 2048, 2304)
-    assert EngineConfig(max_running=64, kv_memory="2GiB").sizes("cuda") == EngineSizes(2 << 30, 64, 2048, 2112)
+    assert EngineConfig().sizes("cuda") == EngineSizes(None, 256, 8192, 8448, False, 0.25)
+    assert EngineConfig(max_running=64, kv_memory="2GiB").sizes("cuda") == EngineSizes(
+        2 << 30, 64, 8192, 8256, False, 0.25
+    )
+    assert EngineConfig(tail_apart=True).sizes("cuda") == EngineSizes(None, 256, 8192, 8448, True, None)
+    assert EngineConfig(target_gap_ms=60).sizes("cpu") == EngineSizes(1 << 30, 16, 256, 528, False, 0.06)
+    with pytest.raises(ConfigError, match="target_gap_ms is 60 and tail_apart is on, with which no chunk is cut"):
+        EngineConfig(target_gap_ms=60, tail_apart=True)
+    with pytest.raises(ConfigError, match="target_gap_ms is 0: give milliseconds above 0"):
+        EngineConfig(target_gap_ms=0)
     assert EngineConfig(block_tokens=48).sizes("cpu") == EngineSizes(1 << 30, 16, 240, 496)
     assert EngineConfig(block_tokens=512).sizes("cpu") == EngineSizes(1 << 30, 16, 512, 1040)
     with pytest.raises(ConfigError, match=r"token_budget is 300: it must hold one chunk .* \(256 \+ 64\)"):

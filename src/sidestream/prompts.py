@@ -10,6 +10,7 @@ from typing import Any
 
 from sidestream.config import SamplingParams
 from sidestream.errors import RequestRejected
+from sidestream.text import TokenizerLike
 from sidestream.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -61,7 +62,7 @@ def checked_params(params: SamplingParams | None, where: str = "params") -> Samp
     raise RequestRejected(reason, param=where)
 
 
-def with_special_stops(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+def with_special_stops(params: SamplingParams, tokenizer: TokenizerLike) -> SamplingParams:
     """`params` with a stop token for each stop string that is a special token, such as `<|im_end|>`. Special tokens
     have no text, so no search in the text finds them.
     """

@@ -61,6 +61,10 @@ class TokenizerLike(Protocol):
         """The vocabulary's string for each token."""
         ...
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this string; None if there is none."""
+        ...
+
     def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         """A new incremental detokenizer, for one sample.
 

@@ -122,7 +122,7 @@ def test_steps_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path: 
 def test_blocks_of_no_tokens_are_refused(run: Run) -> None:
     done = run("bench", "hybrid-engine", "--device", "cpu", "--shape", "tiny-hybrid", "--block-tokens", "0")
     assert done.exit_code != 0
-    assert "block_tokens is 0" in done.stderr
+    assert "--block-tokens is 0" in done.stderr
 
 
 def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:

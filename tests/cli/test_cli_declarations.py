@@ -98,9 +98,9 @@ def test_a_number_that_cannot_be_read_is_named_with_its_option(run: Run, command
 
 def test_help_says_what_an_absent_value_stands_for(run: Run) -> None:
     shown = run("serve", "--help").output
-    assert "Chunked prefill: tokens per chunk. Default: 256 on a CPU, 2048 on a GPU." in shown
+    assert "Chunked prefill: tokens per chunk. Default: 256 on a CPU, 8192 on a GPU." in shown
     assert "Address to listen on; 0.0.0.0 for all addresses. Default: 127.0.0.1." in shown
-    assert "[default: 8MiB]" in shown
+    assert "[default: 10.0]" in shown
 
 
 @_every_command

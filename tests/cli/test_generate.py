@@ -18,13 +18,14 @@ def test_the_text_is_printed_and_json_reports_how_it_came(run: Run, tiny: Path) 
     plain = run("generate", tiny, "--prompt", "The whale", *ENGINE)
     told = run("generate", tiny, "--prompt", "The whale", "--json", *ENGINE)
     assert plain.exit_code == told.exit_code == 0
-    answer = json.loads(told.output)
-    assert plain.output == answer["text"] + "\n"
+    answer = json.loads(told.stdout)
+    assert plain.stdout == answer["text"] + "\n"
     assert answer["model"] == tiny.name
     assert len(answer["token_ids"]) == 12
     assert answer["finish_reason"] == "length"
     assert answer["prompt_tokens"] == len("The whale")
-    assert answer["cached"] == {"device": 0, "host": 0, "disk": 0}
+    assert {"device", "host", "disk"} <= answer["cached"].keys()  # and tiers that other tests have registered
+    assert not any(answer["cached"].values())
     assert 0 < answer["ttft_s"] <= answer["seconds"]
 
 
@@ -41,7 +42,7 @@ def test_json_reports_the_outcome_of_drafts(run: Run, tiny: Path) -> None:
                 "float32",
                 *more,
                 *ENGINE,
-            ).output
+            ).stdout
         )
         for more in ((), ("--speculative", "ngram"))
     )
@@ -53,14 +54,14 @@ def test_json_reports_the_outcome_of_drafts(run: Run, tiny: Path) -> None:
 
 def test_the_prompt_may_come_from_a_file_or_from_stdin(run: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("The whale\n", encoding="utf-8")
-    wanted = run("generate", tiny, "--prompt", "The whale", *ENGINE).output
-    assert run("generate", tiny, "--prompt-file", tmp_path / "prompt.txt", *ENGINE).output == wanted
-    assert run("generate", tiny, *ENGINE, stdin="The whale\n").output == wanted
+    wanted = run("generate", tiny, "--prompt", "The whale", *ENGINE).stdout
+    assert run("generate", tiny, "--prompt-file", tmp_path / "prompt.txt", *ENGINE).stdout == wanted
+    assert run("generate", tiny, *ENGINE, stdin="The whale\n").stdout == wanted
 
 
 def test_chat_lays_the_prompt_out_by_the_template(run: Run, tiny: Path) -> None:
     plain, asked, told = (
-        json.loads(run("generate", tiny, "--prompt", "Hi", "--json", *more, *ENGINE).output)
+        json.loads(run("generate", tiny, "--prompt", "Hi", "--json", *more, *ENGINE).stdout)
         for more in ((), ("--chat",), ("--chat", "--system", "Be brief."))
     )
     assert plain["prompt_tokens"] < asked["prompt_tokens"] < told["prompt_tokens"]
@@ -79,7 +80,7 @@ def test_kv_on_disk_serves_the_next_process(run: Run, tiny: Path, tmp_path: Path
         "8MiB",
         *ENGINE,
     )
-    first, second = (json.loads(run(*again).output) for _ in range(2))
+    first, second = (json.loads(run(*again).stdout) for _ in range(2))
     assert first["cached"]["disk"] == 0
     assert second["cached"]["disk"] > 0
     assert second["token_ids"] == first["token_ids"]
@@ -137,7 +138,7 @@ def test_the_models_sampling_defaults_count_unless_an_option_says_otherwise(
     def answers(*more: str) -> set[str]:
         drawn = [run(command, model, *options, *more, "--seed", seed, stdin="The whale\n") for seed in (1, 2)]
         assert [one.exit_code for one in drawn] == [0, 0]
-        return {one.output for one in drawn}
+        return {one.stdout for one in drawn}
 
     assert len(answers()) == 1
     assert len(answers("--top-k", "0")) == 2

@@ -46,7 +46,7 @@ from .conftest import Run
         (("--tensor-parallel", "2"), "--tensor-parallel is given without --device"),
         (
             ("--device", "cpu", "--tensor-parallel", "3"),
-            "tensor_parallel is 3: the model of this test has 8 KV heads, which two or more ranks divide among them: "
+            "--tensor-parallel is 3: the model of this test has 8 KV heads, which two or more ranks divide among them: "
             "give 2 or 4 or 8",
         ),
         *(

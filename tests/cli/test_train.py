@@ -154,9 +154,9 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
         (["--batch", "0"], "batch is 0: it must be 1 or more"),
         (["--drafts", "0"], "drafts is 0: it must be 1 or more"),
         (["--drafts", "17"], "drafts is 17: at most 16 tokens are verified at once; lower it"),
-        (["--learning-rate", "0"], "learning_rate is 0: it must be more than 0"),
-        (["--learning-rate", "inf"], "learning_rate is inf: it must be more than 0, and finite"),
-        (["--learning-rate", "nan"], "learning_rate is nan: it must be more than 0, and finite"),
+        (["--learning-rate", "0"], "--learning-rate is 0: it must be more than 0"),
+        (["--learning-rate", "inf"], "--learning-rate is inf: it must be more than 0, and finite"),
+        (["--learning-rate", "nan"], "--learning-rate is nan: it must be more than 0, and finite"),
         (["--seed", str(1 << 62)], f"seed is {1 << 62}: it must be in [0, 4294967295]"),
         (["--length", "7"], "--length is 7: for 4 drafts, a sequence needs 8 tokens; give more"),
         (["--answers", "-1"], "--answers is -1: it must be 0 or more"),
@@ -306,7 +306,7 @@ def test_a_process_that_dies_leaves_what_was_saved(
         ("--length", "40", "head.tokens was made with length 32, but now it is 40"),
         ("--seed", "5", "head.tokens was made with seed 0, but now it is 5"),
         ("--steps", "9", "head.training was made with steps 8, but now it is 9"),
-        ("--learning-rate", "0.1", "head.training was made with learning_rate 0.001, but now it is 0.1"),
+        ("--learning-rate", "0.1", "head.training was made with --learning-rate 0.001, but now it is 0.1"),
     ],
 )
 def test_what_was_made_with_other_options_is_neither_used_nor_lost(

@@ -82,6 +82,7 @@ def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(
 def test_a_chat_template_that_hangs_fails_its_own_request_only(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(api_process, "freeze_gc_heap", lambda: None)  # this process would stay frozen
     bounds = ProcessBounds(cpu_s=0.5, memory_bytes=256 << 20)
     monkeypatch.setattr(ProcessBounds, "for_context", lambda max_model_len: bounds)
     model = tiny_model_dir("llama", tmp_path, seed=1)

@@ -18,7 +18,7 @@ from sidestream.testing.fake_backend import FakeBackend
 
 from .serving import serving
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"  # /health is answered beyond all limits
 
 
 @contextlib.contextmanager
@@ -137,10 +137,10 @@ def test_connections_are_limited_by_user_and_logged_with_their_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(uds=str(tmp_path / "s"), max_connections_per_address=1) as served, served.connect() as held:
-        held.sendall(HEALTH)
+        held.sendall(VERSION)
         assert held.recv(12) == b"HTTP/1.1 200"
         with served.connect() as second:
-            second.sendall(HEALTH)
+            second.sendall(VERSION)
             reply = second.recv(1 << 16)
         assert b"HTTP/1.1 503 " in reply
         assert f"user {os.getuid()} holds 1 connections already".encode() in reply

@@ -163,6 +163,7 @@ def _close(close: Callable[[], None], config: EngineConfig) -> None:
 
 def _end_hung_close(seconds: float) -> None:
     log.critical("the engine did not close within %g s: KV that was not stored yet is lost", seconds)
+    logging.shutdown()  # waits at most a second for the reader of the log
     os._exit(1)
 
 

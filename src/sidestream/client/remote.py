@@ -40,7 +40,7 @@ from sidestream.client.messages import (
 from sidestream.client.pulse import PULSE_S, Pulse, silence
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped
-from sidestream.frames import FrameEncoder
+from sidestream.frames import FrameDecoder, FrameEncoder
 from sidestream.kv.keys import BlockKeys
 from sidestream.metrics import MetricsSnapshot
 from sidestream.metrics.counters import HistogramValue
@@ -110,12 +110,7 @@ class RemoteClient:
         connection.setblocking(True)
         decoder = decoder_of_outputs()
         try:
-            messages: list[Any] = []
-            while not messages:
-                data = connection.recv(_READ_BYTES)
-                if not data:
-                    raise EngineStopped(f"{_GONE} before it served")
-                messages.extend(decoder.feed(data))
+            messages = _first_messages(connection, decoder)
             client = cls(connection, _checked_info(messages[0]), why_gone=why_gone)
         except OSError as error:
             connection.close()
@@ -389,6 +384,16 @@ def _submit(first: int, checked: CheckedRequest) -> Submit:
         checked.priority,
         checked.cache_salt.encode("utf-8", "surrogatepass"),
     )
+
+
+def _first_messages(connection: socket.socket, decoder: FrameDecoder) -> list[Any]:
+    messages: list[Any] = []
+    while not messages:
+        data = connection.recv(_READ_BYTES)
+        if not data:
+            raise EngineStopped(f"{_GONE} before it served")
+        messages.extend(decoder.feed(data))
+    return messages
 
 
 def _checked_info(message: Any) -> EngineInfo:

@@ -41,6 +41,10 @@ class ToyTokenizer:
         """The character of each id."""
         return [_text(token_id) for token_id in token_ids]
 
+    def special_id(self, text: str) -> int | None:
+        """Always None: no token is special."""
+        return None
+
     def template_knows(self, option: str) -> bool:
         """Always False: the chat template has no options."""
         return False
