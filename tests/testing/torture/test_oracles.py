@@ -203,7 +203,7 @@ def spoiling(deed: str) -> AbstractContextManager[None]:
         ("engine.streams._by_id[9] = None", "balance", "1 output streams are kept"),
         ("engine.serving._unfinished += 1", "balance", "1 requests are counted as unfinished"),
         ("parts.device.stall('queue full')", "balance", "the engine's thread was blocked: queue full"),
-        ("parts.device.stall('queue full')", "checker", "the host was blocked"),
+        ("parts.device.stall('queue full')", "checker", "the host waited for the reason `queue full`"),
     ],
 )
 def test_what_is_spoilt_at_the_end_is_noticed(spoilt: str, oracle: str, text: str) -> None:

@@ -291,7 +291,7 @@ EXEMPT = (
     Exempt("InProcessClient.on_output", ("_forget",), _BOTH_CLIENTS),
     Exempt("InProcessClient.abort", ("_forget",), _BOTH_CLIENTS),
     Exempt("InProcessClient._queue_of", ("clear",), _OTHER_LOOP),
-    Exempt("RemoteClient.connect", ("extend",), "a list of messages"),
+    Exempt("_first_messages", ("extend",), "a list of messages"),
     Exempt("RemoteClient._keys_of", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
     Exempt("RemoteClient.listen", ("clear",), _OTHER_LOOP),
     Exempt("RemoteClient._on_message", ("done",), _CALLS),

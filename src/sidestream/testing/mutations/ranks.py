@@ -8,7 +8,6 @@ from sidestream.testing.mutations.operators import (
     Compare,
     DropOperand,
     Never,
-    Rewrite,
     SetArgument,
     Value,
 )
@@ -57,8 +56,8 @@ MUTATIONS = (
     Mutation(
         name="rank-waits-for-the-named-fence",
         hazard="H13",
-        change=Rewrite("at == number", "at == number - 1"),
-        consequence="a copy or step of a rank waits for the work before the one that its message names",
+        change=Compare("<"),
+        consequence="a copy or step of a rank waits for work before the one that its message names, not for that one",
         needs=_TRANSFERS,
     ),
     Mutation(
