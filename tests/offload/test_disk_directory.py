@@ -285,13 +285,13 @@ def test_close_after_a_loss_reports_no_block(made: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("by", ["write", "read"])
 def test_loss_forgets_the_entries_shows_in_health_and_metrics_and_ends_with_the_next_write(
-    tmp_path: Path, by: str
+    disk_rig: transfer_rig.Rig, tmp_path: Path, by: str
 ) -> None:
-    rig = transfer_rig.Rig(tmp_path / "tier")
+    rig = disk_rig
     assert rig.disk is not None
     rig.on_disk_only(transfer_rig.keys("a", "b"))
     assert (rig.transfers.tier_faults, rig.metrics.value("tier_works", "disk")) == ([], 1)
-    removed(tmp_path / "tier")
+    removed(tmp_path)
     if by == "read":
         rig.promote(transfer_rig.keys("a"))
         rig.finish("disk-read-0", "disk-read-1")
@@ -299,7 +299,7 @@ def test_loss_forgets_the_entries_shows_in_health_and_metrics_and_ends_with_the_
         rig.stored(transfer_rig.keys("c"))
     assert len(rig.disk.index) == 0
     (fault,) = rig.transfers.tier_faults
-    assert f"disk directory {tmp_path / 'tier'} was removed or replaced" in fault
+    assert f"disk directory {tmp_path} was removed or replaced" in fault
     assert rig.metrics.value("tier_works", "disk") == 0
     if by == "read":
         rig.stored(transfer_rig.keys("c"))

@@ -127,9 +127,7 @@ def test_a_tier_changes_two_files(tmp_path: Path) -> None:
     package = tmp_path / "sidestream"
     shutil.copytree(original, package, ignore=shutil.ignore_patterns("__pycache__", "data"))
     source = EXAMPLE.read_text(encoding="utf-8")
-    source = source[: source.index("def main(")].replace(
-        "from sidestream.offload.tiers.registry import register\n", ""
-    )
+    source = source[: source.index("def main(")].replace("from sidestream.offload.tiers.registry import register\n", "")
     (package / "offload/tiers/sqlite.py").write_text(source, encoding="utf-8")
     rows = package / "offload/tiers/registry.py"
     text = rows.read_text(encoding="utf-8").replace("import disk\n", "import disk, sqlite\n")
