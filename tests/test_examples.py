@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sidestream import LLM, ModelError
+from sidestream.offload.tiers import registry
 from sidestream.testing.tiny_models import tiny_model_dir
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -112,6 +113,7 @@ def test_an_architecture_of_ones_own_is_served(
 def test_an_example_with_a_wrong_argument_ends_with_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
 ) -> None:
+    monkeypatch.setattr(registry, "_KINDS", [*registry._KINDS])  # own_tier.py registers a tier in this process
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, name, *arguments)
     assert str(ended.value.code).startswith("error: " if arguments else "usage: python examples/offline_batch.py")
