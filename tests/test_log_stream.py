@@ -1,4 +1,4 @@
-"""The log never holds up a thread, whoever reads it."""
+"""Logging never blocks a thread, also if the log is not read."""
 
 from __future__ import annotations
 
