@@ -6,6 +6,9 @@ JOBS ?= 3
 # Whatever the environment says: many processes import the same.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
+# Both packages, for a Python in which they are not installed.
+SOURCES := $(CURDIR)/src:$(CURDIR)/packages/sidestream-kv/src
+EDITABLE := --editable packages/sidestream-kv --editable
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 RAY := .venv-ray
@@ -61,14 +64,14 @@ test-ray: $(RAY)/.installed
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$(PYTHON) has no torch with a GPU: make test-gpu PYTHON=…"; exit 1; }
-	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest -p no:cacheprovider -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m pytest -p no:cacheprovider -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
 
 # Our own kernels under NVIDIA's memory checker, at small shapes: `make sanitize PYTHON=…`. Without torch's cache every tensor is an
 # allocation of its own, so that whatever goes past its end is seen.
 SANITIZER ?= compute-sanitizer
 sanitize:
 	@command -v $(SANITIZER) > /dev/null || { echo "no $(SANITIZER): it comes with the CUDA toolkit: make sanitize SANITIZER=…/compute-sanitizer"; exit 1; }
-	PYTHONPATH=$(CURDIR)/src PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 --report-api-errors no \
+	PYTHONPATH=$(SOURCES) PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 --report-api-errors no \
 		$(PYTHON) -m pytest -p no:cacheprovider -q tests/attention/test_triton.py tests/device/test_cuda_kernels_gpu.py \
 		-k "mixed_batch or head_sizes or last_byte"
 
@@ -98,13 +101,13 @@ bench: $(VENV)/.dev
 GPU ?= h100
 bench-gpu:
 	for name in transfer mailbox forward-thread host-time identity interference engine throughput host-tier hybrid-engine windows self-check; do \
-		PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
+		PYTHONPATH=$(SOURCES) $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
 		mv bench/results/$$name-$(GPU).json.new bench/results/$$name-$(GPU).json; \
 	done
-	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m sidestream bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
 		> bench/results/speculative-$(GPU).json.new; mv bench/results/speculative-$(GPU).json.new bench/results/speculative-$(GPU).json
 	for shape in qwen3-8b llama-3.2-1b; do \
-		PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench serve --device cuda --shape $$shape --json > bench/results/serve-$$shape-$(GPU).json.new; \
+		PYTHONPATH=$(SOURCES) $(PYTHON) -m sidestream bench serve --device cuda --shape $$shape --json > bench/results/serve-$$shape-$(GPU).json.new; \
 		mv bench/results/serve-$$shape-$(GPU).json.new bench/results/serve-$$shape-$(GPU).json; \
 	done
 
@@ -128,21 +131,21 @@ $(VENV)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip $(RAY)/bin/pip:
 comma := ,
 install = echo "installing torch, transformers and the extras $(1) into $(VENV)"; \
 	(seconds=10; while sleep 10 > /dev/null; do echo "installing ($$seconds s)"; seconds=$$((seconds + 10)); done) & ticker=$$!; \
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(1)]'; status=$$?; \
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt $(EDITABLE) '.[$(1)]'; status=$$?; \
 	kill $$ticker; exit $$status
 
 # Bytecode is made when it is first needed, which is of a fraction of what is installed: compiling all of it takes longer than the rest of it.
-$(VENV)/.demo: $(VENV)/bin/pip pyproject.toml constraints.txt
+$(VENV)/.demo: $(VENV)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml constraints.txt
 	@$(call install,server$(comma)demo)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml constraints.txt
 	@$(call install,dev)
 	touch $@
 
 # uv resolves to the lowest versions of which there are wheels, and unpacks its gigabytes side by side: pip takes minutes for them.
 # It reads UV_DEFAULT_INDEX and the like, not pip's configuration.
-UV_INSTALL = $(@D)/bin/pip install --quiet --constraint constraints.txt uv && $(@D)/bin/uv pip install --quiet --system-certs --only-binary :all: --no-binary sidestream --python $(@D)/bin/python --editable '.[dev]'
+UV_INSTALL = $(@D)/bin/pip install --quiet --constraint constraints.txt uv && $(@D)/bin/uv pip install --quiet --system-certs --only-binary :all: --no-binary sidestream --no-binary sidestream-kv --python $(@D)/bin/python $(EDITABLE) '.[dev]'
 
 # Collecting the tests makes the bytecode of all that they import, while the static checks leave a core idle.
 $(LOWEST)/.installed: $(LOWEST)/bin/pip pyproject.toml
@@ -150,8 +153,8 @@ $(LOWEST)/.installed: $(LOWEST)/bin/pip pyproject.toml
 	$(@D)/bin/python -m pytest --collect-only -q $(WITH_LOWEST:%=tests/%) > /dev/null
 	touch $@
 
-$(RAY)/.installed: $(RAY)/bin/pip pyproject.toml constraints.txt
-	$(@D)/bin/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,ray]'
+$(RAY)/.installed: $(RAY)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml constraints.txt
+	$(@D)/bin/pip install --quiet --no-compile --constraint constraints.txt $(EDITABLE) '.[dev,ray]'
 	touch $@
 
 # Each time: there may be newer versions by now.

@@ -23,17 +23,21 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "sidestream"
+PACKAGES = (ROOT / "src" / "sidestream", ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv")
 
 # What ships for tests and measurements, and not for serving.
-BESIDE_PRODUCT = ("testing", "cli/bench")
+BESIDE_PRODUCT = ("sidestream/testing", "sidestream/cli/bench")
 # Words that stand for a noun which the sentence does not name.
 VAGUE = ("what", "nobody", "whoever")
 
 
 def sources(*, product_only: bool = False) -> dict[Path, str]:
-    """Text of the package's modules, by path relative to the package."""
-    found = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    """Text of the packages' modules, by path: `sidestream/engine/loop.py`."""
+    found = {
+        path.relative_to(package.parent): path.read_text(encoding="utf-8")
+        for package in PACKAGES
+        for path in sorted(package.rglob("*.py"))
+    }
     if not product_only:
         return found
     return {path: text for path, text in found.items() if not path.as_posix().startswith(BESIDE_PRODUCT)}
@@ -74,7 +78,7 @@ def import_circles() -> list[tuple[str, ...]]:
 
 
 def _module_of(path: Path) -> str:
-    parts = ["sidestream", *path.with_suffix("").parts]
+    parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -161,11 +165,14 @@ class FilesRun:
         self._records = on
 
     def end(self) -> list[str]:
-        """Take the profile function off, and return the files, relative to the package."""
+        """Take the profile function off, and return the files, as in `sources`."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
         inside = (
-            Path(name).relative_to(PACKAGE).as_posix() for name in self._seen if Path(name).is_relative_to(PACKAGE)
+            Path(name).relative_to(package.parent).as_posix()
+            for name in self._seen
+            for package in PACKAGES
+            if Path(name).is_relative_to(package)
         )
         return sorted(name for name in inside if not name.startswith(BESIDE_PRODUCT))
 
@@ -229,7 +236,7 @@ def _ask(client: Any, prompt: str) -> int:
 
 def main() -> None:
     """Print the figures as JSON."""
-    runner = [path for path in sources() if path.parts[0] in ("runner", "execute")]
+    runner = [path for path in sources() if path.parts[1] in ("runner", "execute")]
     with tempfile.TemporaryDirectory() as directory:
         hops = files_of_a_request(Path(directory))
     json.dump(

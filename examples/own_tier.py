@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidestream import ConfigError, OffloadConfig, SidestreamError
-from sidestream.config import parse_bytes
 from sidestream.errors import TierCorrupt, TierError, TierFull
-from sidestream.offload.tiers.base import Block, Entry, TierContext, TierIndex, TierKind, WriteGrant
-from sidestream.offload.tiers.registry import register
+from sidestream_kv.config import parse_bytes
+from sidestream_kv.offload.tiers.base import Block, Entry, TierContext, TierIndex, TierKind, WriteGrant
+from sidestream_kv.offload.tiers.registry import register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

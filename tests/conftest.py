@@ -28,7 +28,6 @@ def _interpret() -> None:
 
         import sidestream.attention.triton.gated_delta
         import sidestream.attention.triton.kernels
-        import sidestream.device.cuda.peer_kernels
         import sidestream.ops.draft_kernels
         import sidestream.ops.step_kernels  # noqa: F401
         from sidestream.attention.triton import launch

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from sidestream import rank_process
-from sidestream.device.base import Device
 from sidestream.errors import OutOfDeviceMemory
 from sidestream.rank_processes import RankProcesses, RankProgram
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived
+from sidestream_kv.device.base import Device
 
 _EARLY = "RANK_LEAVES_EARLY"
 

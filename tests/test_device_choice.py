@@ -13,9 +13,9 @@ import torch
 from sidestream import LLM, ConfigError, EngineConfig, SamplingParams
 from sidestream.cli.options import engine_config
 from sidestream.cli.probes import Status, findings
-from sidestream.device.choice import torch_device, why_no_gpu
-from sidestream.device.cuda import device as cuda_device
 from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream_kv.device.choice import torch_device, why_no_gpu
+from sidestream_kv.device.cuda import device as cuda_device
 
 
 def test_an_unknown_device_names_the_nearest() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = (ROOT / "src" / "sidestream", ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv")
 PAGES = [path for pattern in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(pattern))]
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -53,7 +54,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 @each_page([page for page in PAGES if page.name != "CHANGELOG.md"])
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
-    homes = (ROOT, ROOT / "src", ROOT / "src" / "sidestream", ROOT / "docs")
+    homes = (ROOT, ROOT / "src", ROOT / "docs", *PACKAGES)
     named = {code for code in _CODE.findall(prose(page)) if _PATH.fullmatch(code)}
     assert not {path for path in named if not any((home / path).exists() for home in homes)}
 
@@ -68,7 +69,7 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 
 def test_every_member_of_a_class_that_a_page_names_exists() -> None:
-    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in package.rglob("*.py")]
     codes = {code for page in PAGES for code in _CODE.findall(prose(page))}
     named = {found.groups() for code in codes if (found := _MEMBER.fullmatch(code)) and found[1] not in _FOREIGN}
     assert len(named) > 20
@@ -103,8 +104,8 @@ def test_the_order_of_rooms_is_the_one_that_is_checked() -> None:
 
 @pytest.mark.parametrize(("page", "heading"), [("docs/architecture.md", "## Rooms"), ("README.md", "## The map")])
 def test_a_map_names_every_room_and_no_other(page: str, heading: str) -> None:
-    package = ROOT / "src" / "sidestream"
-    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    inside = [path for package in PACKAGES for path in package.iterdir()]
+    rooms = {path.stem for path in inside if path.suffix == ".py" or (path / "__init__.py").exists()}
     table = (ROOT / page).read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {code.removesuffix("/").removesuffix(".py") for cell in first_cells for code in _CODE.findall(cell)}
@@ -115,7 +116,8 @@ def test_a_map_names_every_room_and_no_other(page: str, heading: str) -> None:
     ("heading", "module"), [("## Processes", "client"), ("## Threads that are not streams", "offload")]
 )
 def test_a_table_of_messages_names_messages(heading: str, module: str) -> None:
-    source = (ROOT / "src" / "sidestream" / module / "messages.py").read_text(encoding="utf-8")
+    (page,) = [page for package in PACKAGES if (page := package / module / "messages.py").exists()]
+    source = page.read_text(encoding="utf-8")
     section = (ROOT / "docs" / "streams.md").read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
     table = section.partition("| message |")[2].partition("\n\n")[0]
     named = {code for line in table.splitlines()[2:] for code in _CODE.findall(line.split("|")[1])}

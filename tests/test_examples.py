@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sidestream import LLM, ModelError
-from sidestream.offload.tiers import registry
 from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream_kv.offload.tiers import registry
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -171,3 +172,20 @@ def test_an_architecture_whose_module_does_not_name_the_attention_interface_is_r
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "private_llama"}), encoding="utf-8")
     with pytest.raises(ModelError, match="attention code of its own"):
         LLM(directory)
+
+
+def test_a_toy_engine_on_the_transfer_engine_loads_preempts_and_survives_a_restart(tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        "runpy.run_path(sys.argv[2], run_name='__main__')\n"
+        "assert not {'sidestream', 'transformers'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "kv"), str(EXAMPLES / "transfer_engine.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.splitlines() == [
+        f"{start} start, request {number}: KV sums to {total}, {loaded} of 6 blocks came from a tier"
+        for start, counts in (("first", (0, 6, 6)), ("second", (6, 6, 6)))
+        for number, (total, loaded) in enumerate(zip((4800, 42816, 4800), counts, strict=True))
+    ]
+    assert len((EXAMPLES / "transfer_engine.py").read_text(encoding="utf-8").splitlines()) <= 80

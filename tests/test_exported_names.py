@@ -47,3 +47,14 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 def test_importing_the_package_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", "import sidestream, sys; sys.exit('torch' in sys.modules)"], check=True)
+
+
+def test_names_of_the_transfer_engine_exist_and_need_no_torch_before_their_use() -> None:
+    import sidestream_kv
+
+    assert all(getattr(sidestream_kv, name) is not None for name in sidestream_kv.__all__)
+    imported = {name for name, value in vars(sidestream_kv).items() if isinstance(value, type)}
+    assert imported - {"Any"} <= set(sidestream_kv.__all__) and set(sidestream_kv._LAZY) <= set(sidestream_kv.__all__)
+    for package in ("sidestream", "transformers", "torch"):
+        program = f"import sidestream_kv, sys; sys.exit({package!r} in sys.modules)"
+        subprocess.run([sys.executable, "-c", program], check=True)

@@ -21,12 +21,12 @@ def house(monkeypatch: pytest.MonkeyPatch) -> object:
 
 def test_modules_that_import_each_other_are_found(house, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {
-        Path("a.py"): "def f():\n    import sidestream.b\n",
-        Path("b.py"): "from sidestream import c\n",
+        Path("sidestream/a.py"): "def f():\n    import sidestream.b\n",
+        Path("sidestream/b.py"): "from sidestream import c\n",
         Path(
-            "c.py"
+            "sidestream/c.py"
         ): "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import sidestream.d\nimport sidestream.a\n",
-        Path("d.py"): "import sidestream.c\n",
+        Path("sidestream/d.py"): "import sidestream.c\n",
     }
     monkeypatch.setattr(house, "sources", lambda: texts)
     assert house.import_circles() == [("sidestream.a", "sidestream.b", "sidestream.c")]
@@ -34,7 +34,7 @@ def test_modules_that_import_each_other_are_found(house, monkeypatch: pytest.Mon
 
 def test_no_more_modules_import_each_other(house) -> None:
     rooms = {".".join(name.split(".")[:3]) for group in house.import_circles() for name in group}
-    assert rooms <= {"sidestream.attention.triton", "sidestream.device.cuda", "sidestream.speculate"} | {
+    assert rooms <= {"sidestream.attention.triton", "sidestream_kv.device.cuda", "sidestream.speculate"} | {
         f"sidestream.speculate.{name}" for name in ("argmax", "launch", "ngram")
     }
 
@@ -56,11 +56,13 @@ def test_the_longest_function_and_class_are_found(
         "class": ("class F:\n", "    a = 1\n", house.longest_classes),
     }[kind]
     kernel = "@triton.jit\ndef k():\n" + "    a = 1\n" * 400
-    monkeypatch.setattr(house, "sources", lambda: {Path("a.py"): kernel + head + body * lines})
-    assert longest(1) == [(lines + 1, "a.py:" + ("f" if kind == "function" else "F"))]
+    monkeypatch.setattr(house, "sources", lambda: {Path("sidestream/a.py"): kernel + head + body * lines})
+    assert longest(1) == [(lines + 1, "sidestream/a.py:" + ("f" if kind == "function" else "F"))]
 
 
 def test_a_request_is_traced_from_http_to_disk_and_back(house, tmp_path: Path) -> None:
     files = house.files_of_a_request(tmp_path)
-    assert {"server/app.py", "engine/loop.py", "attention/paged.py", "offload/tiers/disk.py"} <= set(files)
-    assert not [name for name in files if name.startswith(("testing/", "cli/"))]
+    assert {"sidestream/server/app.py", "sidestream/engine/loop.py", "sidestream_kv/offload/tiers/disk.py"} <= set(
+        files
+    )
+    assert not [name for name in files if name.startswith(("sidestream/testing/", "sidestream/cli/"))]

@@ -38,11 +38,11 @@ from sidestream import (
     SpeculativeConfig,
 )
 from sidestream.config import EngineSizes
-from sidestream.device.machine import process_age_s
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.text import Detokenizer, StopStrings
 from sidestream.types import Delta
+from sidestream_kv.device.machine import process_age_s
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [

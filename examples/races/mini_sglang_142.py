@@ -8,9 +8,9 @@ Fix: the release names the step that still uses the page, and the new owner wait
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
-from sidestream.kv.pool import FencedPool
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
+from sidestream_kv.kv.pool import FencedPool
 
 A, B = 1, 2
 

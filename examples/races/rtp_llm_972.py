@@ -9,8 +9,8 @@ Fix: the main thread publishes on the compute stream, before it hands the rest t
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
 
 STEPS = 3
 

@@ -8,8 +8,8 @@ Fix: the schedule stream waits for the forward stream at the top of each loop, a
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice, SimFence
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice, SimFence
 
 STEPS = 3
 

@@ -8,8 +8,8 @@ Fix: each transfer waits for the event of the forward pass that wrote its pages,
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
 
 CHUNKS = 2
 

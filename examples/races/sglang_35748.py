@@ -8,8 +8,8 @@ Fix: the schedule stream waits for the whole forward pass, as in the thread.
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
 
 OLD, NEW = 1, 2
 

@@ -8,8 +8,8 @@ Fix: the compute stream waits for the load stream before the replay, as the thre
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
 
 
 def program(device: SimDevice, *, fixed: bool) -> None:

@@ -8,8 +8,8 @@ Fix: each step has a fresh host buffer, as in the thread.
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
 
 STEPS = 3
 

@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
-from sidestream.device.base import no_accesses
-from sidestream.device.sim import SimDevice, SimStream
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice, SimStream
+from sidestream_kv.device.base import no_accesses
 
 
 def halves(stream: SimStream, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -8,8 +8,8 @@ Fix: the load's stream waits for the compute stream, as in the thread.
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
 
 
 def program(device: SimDevice, *, fixed: bool) -> None:

@@ -8,8 +8,8 @@ Fix (ours): only boundaries at which a step wrote a state are stored.
 
 from functools import partial
 
-from sidestream.device.sim import SimDevice
 from sidestream.testing.explore import explore
+from sidestream.testing.sim import SimDevice
 
 NULL = 0
 

@@ -10,7 +10,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream import moved
+from sidestream.config import EngineConfig, KVEventsConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import (
     ConfigError,
     ContextTooLong,
@@ -32,9 +33,10 @@ from sidestream.errors import (
     TierLost,
     TierTimeout,
 )
-from sidestream.metrics.progress import start_lines
+from sidestream.progress import start_lines
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 from sidestream.version import VERSION
+from sidestream_kv.config import OffloadConfig
 
 if TYPE_CHECKING:
     from sidestream.async_llm import AsyncLLM
@@ -75,6 +77,8 @@ __all__ = [
 ]
 
 __version__ = VERSION
+
+sys.meta_path.insert(0, moved.MovedModules())  # before the finder of files, which would load a module twice
 
 _LAZY = {"AsyncLLM": "async_llm", "Completion": "llm", "LLM": "llm", "RequestOutput": "llm"}
 

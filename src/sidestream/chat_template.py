@@ -11,8 +11,8 @@ from typing import Any, Literal
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from sidestream.config import unknown_name
 from sidestream.errors import RequestRejected
+from sidestream_kv.config import unknown_name
 
 # Parameters of apply_chat_template. They are not allowed as template options, because an option would replace them.
 _TEMPLATE_CALL = frozenset(

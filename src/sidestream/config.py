@@ -5,122 +5,24 @@ about models.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, get_type_hints
 
-from sidestream.errors import ConfigError, RequestRejected, SidestreamError
+from sidestream.errors import ConfigError, RequestRejected
 from sidestream.types import SamplingSpec
+from sidestream_kv.config import OffloadConfig, options_checked, parse_bytes, unknown_name
 
-T = TypeVar("T")
-
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 # Attention kernels on a GPU read a block in tiles of 16 tokens.
 _GPU_BLOCK_MULTIPLE = 16
-_UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SHOWN_NAMES = 40  # known names that a message lists
-
-
-def parse_bytes(value: int | str, *, option: str) -> int:
-    """Bytes of `"4GiB"`, `"512MiB"` or a plain number. Units are powers of 1024. Raises ConfigError."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ConfigError(f"{option} is {value} bytes: give a size of 0 or more, such as 512MiB")
-        return value
-    match = _SIZE.match(value) if isinstance(value, str) else None
-    if match is None:
-        raise ConfigError(f"{option} is {value!r}: give a size such as 512MiB or 4GiB")
-    unit = (match.group(2) or "").upper().replace("IB", "").replace("B", "")
-    return int(float(match.group(1)) * _UNIT[unit])
-
-
-def options_checked(error: type[SidestreamError]) -> Callable[[type[T]], type[T]]:
-    """Decorator for a dataclass: an unknown keyword raises `error` instead of TypeError. The message names the most
-    similar known keyword.
-
-    The class keeps its signature and its types, and can be copied and pickled as before.
-    """
-
-    def decorate(kind: type[T]) -> type[T]:
-        known = frozenset(option.name for option in dataclasses.fields(kind) if option.init)  # type: ignore[arg-type]
-        build = kind.__init__
-
-        @functools.wraps(build)
-        def check_and_build(self: T, *values: Any, **options: Any) -> None:
-            for name in options:
-                if name not in known:
-                    raise error(unknown_name("option", name, known))
-            build(self, *values, **options)
-
-        kind.__init__ = check_and_build  # type: ignore[method-assign, assignment]
-        return kind
-
-    return decorate
-
-
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """The message for an unknown name: `no option max_num_seq; did you mean max_num_seqs?`."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names[:_SHOWN_NAMES])}{more}"
-    return f"no {what} {name}; {hint}"
 
 
 def _at_least(option: str, value: int, bound: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < bound:
         raise ConfigError(f"{option} is {value!r}: it must be a whole number of {bound} or more")
-
-
-@options_checked(ConfigError)
-@dataclass(frozen=True, slots=True)
-class OffloadConfig:
-    """The offload tiers: storage outside the device that keeps KV blocks, such as host memory and disk.
-
-    host             size of the host tier: bytes of host memory for KV blocks
-    disk             directory of the disk tier; None: no disk tier
-    disk_capacity    bytes that the disk tier may use
-    load_deadline_s  maximum seconds that a request waits for KV from a tier; then the engine recomputes the KV
-    tiers            options of further tiers, by the tier's name (docs/tiers.md)
-    """
-
-    host: int | str = "1GiB"
-    disk: str | Path | None = None
-    disk_capacity: int | str = "10GiB"
-    load_deadline_s: float = 10.0
-    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        parse_bytes(self.host, option="offload host")
-        parse_bytes(self.disk_capacity, option="offload disk_capacity")
-        if not (
-            isinstance(self.load_deadline_s, int | float)
-            and self.load_deadline_s > 0
-            and math.isfinite(self.load_deadline_s)
-        ):
-            raise ConfigError(f"load_deadline_s is {self.load_deadline_s!r}: give a positive number of seconds")
-        if self.disk is not None and self.host_bytes == 0:
-            raise ConfigError("offload to disk goes through host memory: give offload host a size, such as 256MiB")
-        if self.tiers and self.host_bytes == 0:
-            raise ConfigError(
-                f"offload to {', '.join(self.tiers)} goes through host memory: give offload host a size, such as 256MiB"
-            )
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the host tier."""
-        return parse_bytes(self.host, option="offload host")
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes that the disk tier may use."""
-        return parse_bytes(self.disk_capacity, option="offload disk_capacity")
 
 
 PROPOSERS = ("ngram", "mtp", "draft")
@@ -187,6 +89,8 @@ class SpeculativeConfig:
 IPC = "ipc://"
 """Prefix of an endpoint that is a Unix socket."""
 _TCP = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s:/\[\]*]+):(\*|\d{1,5})")
+
+
 # Longest path of a Unix socket that all systems accept: 104 bytes in the kernel's `sun_path`, minus the zero byte.
 _MOST_IPC_BYTES = 103
 
@@ -254,6 +158,8 @@ def default_block_tokens(kind: str, *, recurrent: bool) -> int:
 # Defaults on a CPU (False) and on a GPU (True).
 # On a GPU: measured in bench/results/served-vllm-h200.json; 2,048 tokens a step computed bursts of prompts slower.
 _CHUNK_TOKENS = {False: 256, True: 8192}
+
+
 _TARGET_GAP_MS = 250.0
 _MAX_RUNNING = {False: 16, True: 256}
 _CPU_KV_BYTES = 1 << 30
@@ -442,7 +348,6 @@ class EngineConfig:
 
 MOST_SALT_CHARS = 1024
 """Maximum number of characters of a request's cache salt."""
-
 MOST_STOP_CHARS = 1024
 """Maximum number of characters of a stop string."""
 
@@ -660,6 +565,7 @@ SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
     if isinstance(row, SamplingOption)
 }
 """The table of sampling options by name: the annotated fields of `SamplingParams`, in their order."""
+
 
 MODEL_OPTIONS = tuple(name for name in SAMPLING_OPTIONS if getattr(SamplingParams(), name) is None)
 """Options whose default a checkpoint may set."""

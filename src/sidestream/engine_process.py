@@ -12,10 +12,10 @@ import sys
 from sidestream.client.engine_server import EngineServer, engine_info
 from sidestream.client.messages import Failure, Progress, Reply, Start, Started, Status, ToClient, decoder_of_requests
 from sidestream.client.process import config_of
-from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import EngineStopped, SidestreamError
 from sidestream.frames import FrameEncoder
 from sidestream.log_stream import start_logging
+from sidestream_kv.device.thread_limits import refused_threads_named
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,45 @@ SidestreamError
 └── InvariantError       an internal invariant is broken: a bug in Sidestream
 """
 
+from __future__ import annotations
 
-class SidestreamError(Exception):
-    """Root of every error that Sidestream raises on purpose."""
+from sidestream_kv.errors import (
+    ConfigError,
+    DeviceError,
+    DeviceLost,
+    InvariantError,
+    OutOfDeviceMemory,
+    ProcessFailed,
+    RaceError,
+    SidestreamError,
+    TierCorrupt,
+    TierError,
+    TierFull,
+    TierLost,
+    TierTimeout,
+)
 
-
-class ConfigError(SidestreamError):
-    """An option, a model directory or a tier directory is unusable."""
+__all__ = [
+    "ConfigError",
+    "ContextTooLong",
+    "DeviceError",
+    "DeviceLost",
+    "EngineStopped",
+    "InvariantError",
+    "ModelError",
+    "OutOfDeviceMemory",
+    "ProcessFailed",
+    "QueueFull",
+    "RaceError",
+    "RequestError",
+    "RequestRejected",
+    "SidestreamError",
+    "TierCorrupt",
+    "TierError",
+    "TierFull",
+    "TierLost",
+    "TierTimeout",
+]
 
 
 class ModelError(ConfigError):
@@ -57,49 +89,5 @@ class QueueFull(RequestError):
     """Too many requests are waiting; the client may try again later."""
 
 
-class TierError(SidestreamError):
-    """An offload tier (host memory, disk) failed. The engine counts the failure and recomputes the KV."""
-
-
-class TierFull(TierError):
-    """The tier has no room, even after eviction. Nothing was written."""
-
-
-class TierCorrupt(TierError):
-    """The checksum, length or header of stored KV is wrong. The engine treats the block as a cache miss."""
-
-
-class TierLost(TierError):
-    """The medium of a tier was removed or replaced, and with it every entry. The engine forgets the entries."""
-
-
-class TierTimeout(TierError):
-    """The engine closed before a transfer began."""
-
-
-class DeviceError(SidestreamError):
-    """A call to the device failed. The caller's operation fails; the device still works."""
-
-
-class OutOfDeviceMemory(DeviceError):
-    """The device has too little free memory."""
-
-
-class DeviceLost(DeviceError):
-    """The device stopped working, and the results of running work are undefined: the engine ends."""
-
-
 class EngineStopped(SidestreamError):
     """The engine is draining or has ended."""
-
-
-class ProcessFailed(SidestreamError):
-    """A child process ended unexpectedly. The message gives its exit status or signal."""
-
-
-class RaceError(SidestreamError):
-    """The order checker (`sidestream.testing.checker`) found unordered accesses to the same bytes."""
-
-
-class InvariantError(SidestreamError):
-    """An internal invariant is broken: a bug in Sidestream, never a user's fault."""

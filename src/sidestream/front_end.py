@@ -9,10 +9,10 @@ from typing import Any
 from sidestream.client.base import EngineClient
 from sidestream.client.output import OutputProcessor
 from sidestream.config import SamplingDefaults, SamplingParams
-from sidestream.metrics import MetricsSnapshot
 from sidestream.prompts import Prompt, checked_params, ids_of, with_special_stops
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import Delta, Health
+from sidestream_kv.metrics import MetricsSnapshot
 
 
 class FrontEnd:

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
-from sidestream.device.choice import torch_device
-from sidestream.device.machine import process_age_s
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
 from sidestream.errors import ConfigError, DeviceLost, ModelError, RaceError, RequestRejected
 from sidestream.garbage import freeze_gc_heap
-from sidestream.metrics import Timeline
-from sidestream.metrics.progress import start_lines
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
 from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of
 from sidestream.models.mtp import attach_head
+from sidestream.progress import start_lines
 from sidestream.rank_processes import RankProcesses, check_ranks, threads_of_rank
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
 from sidestream.speculate.mtp import MtpProposer
 from sidestream.tokenizer import Tokenizer
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.machine import process_age_s
+from sidestream_kv.metrics import Timeline
 
 if TYPE_CHECKING:
     from sidestream.testing.checker import Checker

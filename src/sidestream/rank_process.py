@@ -14,12 +14,6 @@ import torch
 
 from sidestream.client.process import config_of
 from sidestream.config import EngineConfig
-from sidestream.device.base import Device
-from sidestream.device.choice import torch_device
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.group import open_group
-from sidestream.device.kinds import on_gpu
-from sidestream.device.thread_limits import refused_threads_named
 from sidestream.engine.build import build_follower
 from sidestream.errors import ProcessFailed, SidestreamError
 from sidestream.log_stream import start_logging
@@ -28,6 +22,12 @@ from sidestream.rank_processes import COLLECTIVE_S, threads_of_rank
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving
 from sidestream.version import VERSION
+from sidestream_kv.device.base import Device
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.group import open_group
+from sidestream_kv.device.kinds import on_gpu
+from sidestream_kv.device.thread_limits import refused_threads_named
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def follow(begin: Begin, link: RankConnection, on_device: OnDevice = leave_as_it
 def _open_device(config: EngineConfig, device: torch.device) -> Device:
     if not on_gpu(device):
         return CpuDevice(compute_threads=threads_of_rank(config))
-    from sidestream.device.cuda import CudaDevice
+    from sidestream_kv.device.cuda import CudaDevice
 
     cuda = CudaDevice()
     cuda.warm_up()

@@ -15,9 +15,6 @@ import torch
 
 from sidestream.client.process import how_it_ended, plain, start_child
 from sidestream.config import EngineConfig
-from sidestream.device.choice import torch_device
-from sidestream.device.group import Group, open_group
-from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, EngineStopped, ProcessFailed
 from sidestream.frames import FrameDecoder, FrameEncoder
 from sidestream.ranks.leader import error_named
@@ -25,6 +22,9 @@ from sidestream.ranks.link import SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving, ToLeader
 from sidestream.ranks.owned_directory import OwnedDirectory
 from sidestream.version import VERSION
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.group import Group, open_group
+from sidestream_kv.device.kinds import on_gpu
 
 log = logging.getLogger(__name__)
 

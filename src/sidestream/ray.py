@@ -29,15 +29,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig, unknown_name
-from sidestream.device.kinds import CPU, CUDA
+from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.errors import ConfigError, EngineStopped
-from sidestream.metrics import MetricsSnapshot
 from sidestream.server.app import create_app
 from sidestream.server.errors import ApiError
 from sidestream.server.json_response import JsonResponse, to_json
 from sidestream.server.metrics import families
 from sidestream.server.options import ServerOptions
+from sidestream_kv.config import OffloadConfig, unknown_name
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.metrics import MetricsSnapshot
 
 if TYPE_CHECKING:
     from ray.serve import Application

@@ -14,10 +14,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from sidestream.attention.states import DraftInputs, StatePool
-from sidestream.device.kinds import CUDA
-from sidestream.kv.state_layout import StateLayout, StateTensor
 from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules
 from sidestream.testing.tiny_models import tiny_config
+from sidestream_kv.device.kinds import CUDA
+from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64")
 

@@ -22,7 +22,7 @@ if DEVICE == "cuda":
 from triton.runtime import interpreter  # noqa: E402
 
 from sidestream.attention.triton import kernels, launch, paged_attention  # noqa: E402
-from sidestream.device.cuda import peer_kernels  # noqa: E402
+from sidestream_kv.device.cuda import peer_kernels  # noqa: E402
 
 ROWS = [(1, 30), (3, 150), (1, 1), (9, 9), (40, 75)]
 

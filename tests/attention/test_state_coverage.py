@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sidestream.attention.states import DraftInputs, StatePool
-from sidestream.kv.state_layout import StateLayout, StateTensor
+from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
 LAYOUT = StateLayout((StateTensor(0, "recurrent", 0, (4,), "float32"),), 1, "float32")
 

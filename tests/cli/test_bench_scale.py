@@ -13,7 +13,7 @@ from sidestream.cli.bench.scale import waits_of_rank
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.messages import StepDecoder, StepEncoder
 from sidestream.testing.tiny_models import tiny_model_dir
-from sidestream.types import LayerGates
+from sidestream_kv.types import LayerGates
 
 from .conftest import Run
 

@@ -42,11 +42,11 @@ from sidestream.cli.bench.serving.server import Server, metric
 from sidestream.cli.bench.serving.workload import Arrivals, Workload, loads_of
 from sidestream.config import SamplingParams
 from sidestream.errors import ConfigError, SidestreamError
-from sidestream.metrics import Metrics
 from sidestream.models import load_model
 from sidestream.testing.random_models import random_checkpoint
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta
+from sidestream_kv.metrics import Metrics
 
 from .conftest import Run
 

@@ -10,9 +10,10 @@ import pytest
 from sidestream.cli.options import engine_config, options_of, sampling_params
 from sidestream.cli.serve import serve
 from sidestream.cli.server_options import server_options
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions
+from sidestream_kv.config import OffloadConfig
 
 
 def test_without_options_the_configs_are_the_defaults() -> None:

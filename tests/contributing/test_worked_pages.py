@@ -20,7 +20,8 @@ def test_a_sampling_option_touches_three_files_and_is_generated_with(tmp_path: P
 
 def test_a_metric_touches_the_table_and_the_line_that_writes_it(tmp_path: Path) -> None:
     page = WorkedPage.read("metric.md")
-    assert len(page.files) <= 2 and "src/sidestream/metrics/counters.py" in page.files, page.files
+    assert len(page.files) <= 2, page.files
+    assert "packages/sidestream-kv/src/sidestream_kv/metrics/counters.py" in page.files
     page.apply(tmp_path)
     page.run(tmp_path, str(tiny_model_dir("llama", tmp_path, seed=1)))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "contributing"
+SOURCES = ("src", "packages/sidestream-kv/src")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class WorkedPage:
         return re.findall(r"^\+\+\+ b/(.+)$", self.diff, re.MULTILINE)
 
     def apply(self, to: Path) -> None:
-        """Copy the package below `to` and apply the diff to the copy."""
-        shutil.copytree(ROOT / "src", to / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        """Copy the packages below `to` and apply the diff to the copy."""
+        for source in SOURCES:
+            shutil.copytree(ROOT / source, to / source, ignore=shutil.ignore_patterns("__pycache__"))
         environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(to.parent)}
         done = subprocess.run(
             ["git", "apply", "--recount", "-"],
@@ -50,10 +52,14 @@ class WorkedPage:
         assert done.returncode == 0, f"the page's diff does not apply any more, make it anew: {done.stderr}"
 
     def run(self, within: Path, *arguments: str) -> str:
-        """What the program prints, run with the package that `apply` changed. Kernels run in Triton's interpreter."""
+        """What the program prints, run with the packages that `apply` changed. Kernels run in Triton's interpreter."""
         program = within / "program.py"
         program.write_text(self.program, encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(within / "src"), "TRITON_INTERPRET": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(within / source) for source in SOURCES),
+            "TRITON_INTERPRET": "1",
+        }
         done = subprocess.run(
             [sys.executable, str(program), *arguments],
             env=environment,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sidestream.device.cuda.driver import Rows, named
 from sidestream.errors import DeviceError
+from sidestream_kv.device.cuda.driver import Rows, named
 
 PATIENCE_S = 10.0
 

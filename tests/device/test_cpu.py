@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.device.base import CopyBatch
-from sidestream.device.channel import Bell
-from sidestream.device.cpu import CpuDevice
 from sidestream.errors import InvariantError
-from sidestream.metrics import Metrics, Timeline
-from sidestream.types import Fence
+from sidestream_kv.device.base import CopyBatch
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.metrics import Metrics, Timeline
+from sidestream_kv.types import Fence
 
 # Nothing here takes long; a test that would hang fails instead.
 PATIENCE_S = 10.0
@@ -332,7 +332,7 @@ def test_the_timeline_has_a_span_for_each_work_once_its_fence_is_done() -> None:
 
 
 def test_the_timeline_shows_what_a_stream_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidestream.device.host._VISIBLE_WAIT_NS", -1)
+    monkeypatch.setattr("sidestream_kv.device.host._VISIBLE_WAIT_NS", -1)
     timeline = Timeline()
     device = CpuDevice(timeline=timeline)
     compute, load, barrier = device.stream("compute"), device.stream("load"), Barrier()
@@ -443,7 +443,7 @@ def test_openmp_team_of_the_thread_that_makes_the_compute_stream_is_ended_before
             )
         )
 
-    monkeypatch.setattr("sidestream.device.cpu._end_own_openmp_team", end)
+    monkeypatch.setattr("sidestream_kv.device.cpu._end_own_openmp_team", end)
     for threads in (1, 3):
         device = CpuDevice(compute_threads=threads)
         for name in ("store", "compute", "load"):
@@ -459,7 +459,7 @@ def test_a_system_without_libgomp_computes_all_the_same(
     def load(name: str) -> None:
         raise failure
 
-    monkeypatch.setattr("sidestream.device.cpu.ctypes.CDLL", load)
+    monkeypatch.setattr("sidestream_kv.device.cpu.ctypes.CDLL", load)
     finish(device, device.stream("compute").submit(compute_with_three_threads))
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestream.device.cpu import _MADV_POPULATE_WRITE, CpuDevice
 from sidestream.errors import ConfigError
+from sidestream_kv.device.cpu import _MADV_POPULATE_WRITE, CpuDevice
 
 PATIENCE_S = 10.0
 # How long something that must not happen is given to happen. A pass never depends on it, a catch does.
@@ -61,8 +61,8 @@ class Kernel:
                     kernel.mapped += 1
                 super().madvise(option, *span)
 
-        monkeypatch.setattr("sidestream.device.cpu.mmap.mmap", Pages)
-        monkeypatch.setattr("sidestream.device.cpu._TOUCH_BYTES", MIB)
+        monkeypatch.setattr("sidestream_kv.device.cpu.mmap.mmap", Pages)
+        monkeypatch.setattr("sidestream_kv.device.cpu._TOUCH_BYTES", MIB)
 
     def let_go(self) -> None:
         self._gate.set()
@@ -128,7 +128,7 @@ def test_memory_is_used_while_its_pages_are_touched_and_keeps_what_is_written(mo
 
 def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """What the system says, whatever is allocated: as if the kernel were behind with its own counting."""
-    monkeypatch.setattr("sidestream.device.cpu.available_bytes", lambda: num_bytes)
+    monkeypatch.setattr("sidestream_kv.device.cpu.available_bytes", lambda: num_bytes)
 
 
 def test_memory_whose_pages_are_not_mapped_yet_is_not_given_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_allocation_that_is_refused_takes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_system_that_does_not_say_what_is_available_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidestream.device.cpu.available_bytes", lambda: None)
+    monkeypatch.setattr("sidestream_kv.device.cpu.available_bytes", lambda: None)
     device = CpuDevice(compute_threads=1)
     assert int(device.allocate("kv", 4096).data.sum()) == 0
     device.close()
@@ -234,7 +234,7 @@ def lack(*_: object) -> None:
 def test_system_that_cannot_touch_pages_maps_them_when_they_are_written(
     monkeypatch: pytest.MonkeyPatch, madvise: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("sidestream.device.cpu.mmap.mmap", type("Pages", (mmap.mmap,), {"madvise": madvise}))
+    monkeypatch.setattr("sidestream_kv.device.cpu.mmap.mmap", type("Pages", (mmap.mmap,), {"madvise": madvise}))
     device = CpuDevice(compute_threads=1)
     memory = device.allocate("kv", 4096)
     touched(device)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from cuda_rig import FakeGpu
 
-from sidestream.device.base import CopyBatch, Memory
-from sidestream.device.cuda import CudaDevice, copies
-from sidestream.device.cuda.copies import GRID_BELOW, KERNEL_BELOW, Grid, Segments, locate, plan
-from sidestream.device.cuda.stream import CudaFence, CudaStream
 from sidestream.errors import InvariantError
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.device.cuda import CudaDevice, copies
+from sidestream_kv.device.cuda.copies import GRID_BELOW, KERNEL_BELOW, Grid, Segments, locate, plan
+from sidestream_kv.device.cuda.stream import CudaFence, CudaStream
 
 KIB = 1 << 10
 ANY_PITCH = 2**31 - 1
@@ -223,10 +223,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             target + (ctypes.c_int64.from_address(offset_address).value if offset_address else 0), source, num_bytes
         )
 
-    fake = types.ModuleType("sidestream.device.cuda.kernels")
+    fake = types.ModuleType("sidestream_kv.device.cuda.kernels")
     fake.copy_segments, fake.deliver = copy_segments, deliver  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sidestream.device.cuda.kernels", fake)
-    monkeypatch.setattr("sidestream.device.cuda.kernels", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "sidestream_kv.device.cuda.kernels", fake)
+    monkeypatch.setattr("sidestream_kv.device.cuda.kernels", fake, raising=False)
     return launched
 
 

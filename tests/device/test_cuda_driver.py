@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.device.cuda.driver import Driver, named
 from sidestream.errors import ConfigError, DeviceError, DeviceLost, OutOfDeviceMemory
+from sidestream_kv.device.cuda.driver import Driver, named
 
 CONTEXT = 4711
 
@@ -252,17 +252,17 @@ def test_other_errors_keep_their_names(error: BaseException) -> None:
 def test_the_room_is_importable_without_a_gpu_and_the_device_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sidestream.device import cuda
+    from sidestream_kv.device import cuda
 
     def missing() -> Any:
         raise ConfigError(
             "the CUDA driver cannot be loaded (libcuda.so.1): install NVIDIA's driver, or use the cpu device"
         )
 
-    monkeypatch.setattr("sidestream.device.cuda.device.load_library", missing)
+    monkeypatch.setattr("sidestream_kv.device.cuda.device.load_library", missing)
     with pytest.raises(ConfigError, match="cannot be loaded"):
         cuda.CudaDevice()
-    monkeypatch.setattr("sidestream.device.cuda.device.load_library", types.SimpleNamespace)
+    monkeypatch.setattr("sidestream_kv.device.cuda.device.load_library", types.SimpleNamespace)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match="built without CUDA: install a CUDA build of torch"):
         cuda.CudaDevice()

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from cuda_rig import FakeGpu
 
-from sidestream.device.channel import Bell
-from sidestream.device.cuda import CudaDevice
-from sidestream.device.cuda import wait as wait_module
-from sidestream.device.cuda.forecast import Forecast
-from sidestream.device.cuda.stream import CudaFence, CudaStream
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.device.cuda import CudaDevice
+from sidestream_kv.device.cuda import wait as wait_module
+from sidestream_kv.device.cuda.forecast import Forecast
+from sidestream_kv.device.cuda.stream import CudaFence, CudaStream
 
 
 def test_work_is_expected_to_take_as_long_as_the_shortest_of_its_name_lately() -> None:

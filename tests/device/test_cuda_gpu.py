@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.device.base import CopyBatch, Memory
-from sidestream.device.cuda import CudaDevice, CudaStream
 from sidestream.errors import ConfigError, InvariantError, OutOfDeviceMemory
 from sidestream.testing.checker import Checker
-from sidestream.types import Access, Fence
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.device.cuda import CudaDevice, CudaStream
+from sidestream_kv.types import Access, Fence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -213,9 +213,9 @@ def test_segments_arrive_to_the_byte_both_ways(device: CudaDevice, layout: str, 
 
 def test_copies_across_pinned_chunks_arrive(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are merged up to where one pinned chunk ends."""
-    monkeypatch.setattr("sidestream.device.cuda.pinned.READY_AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("sidestream.device.cuda.pinned.FIRST_CHUNK_BYTES", MIB)
-    monkeypatch.setattr("sidestream.device.cuda.pinned.CHUNK_BYTES", MIB)
+    monkeypatch.setattr("sidestream_kv.device.cuda.pinned.READY_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("sidestream_kv.device.cuda.pinned.FIRST_CHUNK_BYTES", MIB)
+    monkeypatch.setattr("sidestream_kv.device.cuda.pinned.CHUNK_BYTES", MIB)
     kv, host = filled(device, "kv", 16 * MIB), host_of(device, 16 * MIB)
     starts = np.arange(0, 16 * MIB, 64 * KIB)
     stream = device.stream("store")
@@ -393,7 +393,7 @@ def test_memory_that_runs_out_inside_work_is_named_and_the_device_goes_on(device
 
 LOST = """
 import torch
-from sidestream.device.cuda import CudaDevice, kernels
+from sidestream_kv.device.cuda import CudaDevice, kernels
 from sidestream.errors import DeviceLost
 
 device = CudaDevice()

@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import numpy as np, torch
-from sidestream.device.cuda import kernels
+from sidestream_kv.device.cuda import kernels
 
 rng = np.random.default_rng(0)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.device.base import CopyBatch, Memory
-from sidestream.device.cuda import CudaDevice
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.device.cuda import CudaDevice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

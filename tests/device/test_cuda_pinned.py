@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from cuda_rig import PATIENCE_S, FakeGpu
 
-from sidestream.device.cuda import CudaDevice, pinned
-from sidestream.device.cuda.pinned import CHUNK_BYTES, FIRST_CHUNK_BYTES, READY_AT_ONCE_BYTES, Slab, chunk_borders
 from sidestream.errors import ConfigError, DeviceError
+from sidestream_kv.device.cuda import CudaDevice, pinned
+from sidestream_kv.device.cuda.pinned import CHUNK_BYTES, FIRST_CHUNK_BYTES, READY_AT_ONCE_BYTES, Slab, chunk_borders
 
 PAGE = 4096
 MIB = 1 << 20
@@ -247,7 +247,7 @@ def test_close_lets_go_of_the_rest_when_a_chunk_cannot_be(small_chunks: None) ->
 
 def device_with(monkeypatch: pytest.MonkeyPatch, available: Callable[[], int | None]) -> CudaDevice:
     device = CudaDevice(driver=FakeGpu(memory_bytes=1 << 20))  # type: ignore[arg-type]
-    monkeypatch.setattr("sidestream.device.cuda.device.available_bytes", available)
+    monkeypatch.setattr("sidestream_kv.device.cuda.device.available_bytes", available)
     return device
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from cuda_rig import PATIENCE_S, FakeGpu, GpuStream, Wait
 
-from sidestream.device.base import Rest
-from sidestream.device.cuda import CudaDevice
-from sidestream.device.cuda.graphs import Capture, CudaGraph
-from sidestream.device.cuda.stream import CudaStream
 from sidestream.errors import DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory
-from sidestream.metrics import Metrics, Timeline
+from sidestream_kv.device.base import Rest
+from sidestream_kv.device.cuda import CudaDevice
+from sidestream_kv.device.cuda.graphs import Capture, CudaGraph
+from sidestream_kv.device.cuda.stream import CudaStream
+from sidestream_kv.metrics import Metrics, Timeline
 
 # How long something that must not happen is given to happen. A pass never depends on it, a catch does.
 SILENCE_S = 0.1

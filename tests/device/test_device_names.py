@@ -1,4 +1,4 @@
-"""Names of device kinds are spelled in device/ and config.py only; elsewhere code uses `sidestream.device.kinds`."""
+"""Names of device kinds are spelled by devices and config.py only; others use `sidestream_kv.device.kinds`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ast
 from pathlib import Path
 
 import sidestream
-from sidestream.device.kinds import CPU, CUDA
+import sidestream_kv
+from sidestream_kv.device.kinds import CPU, CUDA
 
-PACKAGE = Path(sidestream.__file__).parent
+PACKAGES = (Path(sidestream.__file__).parent, Path(sidestream_kv.__file__).parent)
 # Constants that name something else: a finding of `doctor`, and the processor's name in a report.
 _OTHER_MEANINGS = {"cli/probes.py": 3, "cli/bench/report.py": 1}
 
@@ -23,15 +24,15 @@ def _spelled(source: str) -> list[int]:
     )
 
 
-def test_only_device_and_config_spell_the_kinds_of_devices() -> None:
+def test_only_devices_and_config_spell_the_kinds_of_devices() -> None:
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if name != "config.py" and not name.startswith("device/"):
+    paths = {path.relative_to(root).as_posix(): path for root in PACKAGES for path in sorted(root.rglob("*.py"))}
+    for name, path in paths.items():
+        if name != "config.py" and not name.startswith(("device/", "testing/sim/")):
             lines = _spelled(path.read_text(encoding="utf-8"))
             if len(lines) > _OTHER_MEANINGS.get(name, 0):
                 found[name] = lines
-    assert not found, f"use CPU, CUDA, on_host or on_gpu of sidestream.device.kinds: {found}"
+    assert not found, f"use CPU, CUDA, on_host or on_gpu of sidestream_kv.device.kinds: {found}"
 
 
 def test_a_name_with_an_index_and_a_comparison_are_found() -> None:

@@ -16,10 +16,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from sidestream.device.group import Group, NcclGroup, TorchGroup, _Meeting, _use_peers, open_group
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError, ProcessFailed
 from sidestream.testing.thread_group import run_ranks, thread_groups
+from sidestream_kv.device.group import Group, NcclGroup, TorchGroup, _Meeting, _use_peers, open_group
+from sidestream_kv.device.kinds import CPU, CUDA
 
 HOST = torch.device(CPU)
 
@@ -169,7 +169,7 @@ def test_a_thread_that_does_not_take_part_fails_the_collectives_of_the_others() 
 
 RANK = """
 import os, sys, pathlib, torch
-from sidestream.device.group import open_group
+from sidestream_kv.device.group import open_group
 group = open_group(pathlib.Path(sys.argv[1]), rank=1, size=2, device=torch.device(sys.argv[2]), timeout_s=60)
 values = torch.tensor([[1.0], [2.0]])
 group.all_reduce(values)
@@ -234,7 +234,7 @@ def test_a_group_whose_backend_does_not_end_is_left_with_an_error(
         def abort(self) -> None:
             ends.wait(30.0)
 
-    monkeypatch.setattr("sidestream.device.group._CLOSE_S", 0.05)
+    monkeypatch.setattr("sidestream_kv.device.group._CLOSE_S", 0.05)
     group = TorchGroup(Backend(), rank=0, size=2, store=None)
     group.close()
     group.close()
@@ -310,7 +310,7 @@ class FakePeers:
 
 def use_fake_peers(fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[NcclGroup]:
     pytest.importorskip("triton")
-    monkeypatch.setattr("sidestream.device.cuda.peers.PeerSums", partial(FakePeers, fault))
+    monkeypatch.setattr("sidestream_kv.device.cuda.peers.PeerSums", partial(FakePeers, fault))
 
     class Backend:
         def abort(self) -> None:
@@ -334,7 +334,7 @@ def test_all_ranks_use_their_peers_up_to_what_rank_0_measured(tmp_path: Path, mo
 
 def test_the_limit_of_the_peers_saves_the_most_whatever_one_time_says() -> None:
     pytest.importorskip("triton")
-    from sidestream.device.cuda.peers import fastest_bytes
+    from sidestream_kv.device.cuda.peers import fastest_bytes
 
     assert fastest_bytes([(4, 1e-6, 4e-6), (16, 2e-5, 1e-5), (64, 1e-6, 4e-6), (256, 3e-6, 2e-6)]) == 64
     assert fastest_bytes([(4, 1e-6, 2e-6), (16, 3e-6, 1e-6), (64, 2e-6, 1e-6)]) == 4
@@ -358,7 +358,7 @@ def test_no_rank_uses_its_peers_if_one_cannot(
 
 
 def test_a_sum_of_any_size_that_is_slower_than_nccl_is_left_to_it() -> None:
-    peers = pytest.importorskip("sidestream.device.cuda.peers", reason="needs triton")
+    peers = pytest.importorskip("sidestream_kv.device.cuda.peers", reason="needs triton")
     assert peers.fastest_bytes([(4, 2.0, 1.0), (8, 1.0, 2.0)]) == 0
     assert peers.fastest_bytes([(4, 1.0, 2.0), (8, 1.0, 2.0)]) == 8
 
@@ -375,7 +375,7 @@ def test_a_wait_for_a_rank_ends_when_the_check_says_so(tmp_path: Path) -> None:
 
 GPU_RANK = """
 import sys, pathlib, torch
-from sidestream.device.group import open_group
+from sidestream_kv.device.group import open_group
 rank, device = int(sys.argv[2]), torch.device(sys.argv[3], int(sys.argv[2]))
 torch.cuda.set_device(device)
 group = open_group(pathlib.Path(sys.argv[1]), rank=rank, size=2, device=device, timeout_s=60)
@@ -405,7 +405,7 @@ GPU_RANK_THAT_IS_LEFT = """
 import os, signal, sys, time
 from pathlib import Path
 import torch
-from sidestream.device.group import open_group
+from sidestream_kv.device.group import open_group
 
 directory, rank, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 where = torch.device(kind, rank)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.device.base import Rest
-from sidestream.device.channel import Channel, Mark
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.host import TurnTaker
-from sidestream.device.sim import SimDevice, make_policy
 from sidestream.errors import DeviceLost
 from sidestream.testing.checker import simulated
-from sidestream.types import Access
+from sidestream.testing.sim import SimDevice, make_policy
+from sidestream_kv.device.base import Rest
+from sidestream_kv.device.channel import Channel, Mark
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.host import TurnTaker
+from sidestream_kv.types import Access
 
 PATIENCE_S = 20.0
 

@@ -11,8 +11,8 @@ import pytest
 
 PROGRAM = """
 import os, sys, torch
-from sidestream.device.cuda import peer_kernels
-from sidestream.device.cuda.peer_kernels import add_few, add_many, counters, few_bytes, many_bytes
+from sidestream_kv.device.cuda import peer_kernels
+from sidestream_kv.device.cuda.peer_kernels import add_few, add_many, counters, few_bytes, many_bytes
 
 size, kind = int(sys.argv[1]), sys.argv[2]
 words = 4096

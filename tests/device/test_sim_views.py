@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestream.device.sim import SimDevice, make_policy
 from sidestream.errors import InvariantError
-from sidestream.types import Access
+from sidestream.testing.sim import SimDevice, make_policy
+from sidestream_kv.types import Access
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.device.base import CopyBatch, Memory
-from sidestream.device.cpu import CpuDevice
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.device.cpu import CpuDevice
 
 
 def striped(rng: np.random.Generator, name: str, parts: int, rows: int, stripe: int) -> Memory:

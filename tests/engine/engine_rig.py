@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.client.output import OutputProcessor
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.host import HostFence, HostStream
+from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle, build_engine
-from sidestream.offload.pacing import TO_DEVICE, TO_HOST
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.speculate import Proposer
 from sidestream.testing.faults import FaultyTier, Hold
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.toy import ToyModel
 from sidestream.types import CachedTokens, Delta, TokenLogprob
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.host import HostFence, HostStream
+from sidestream_kv.offload.pacing import TO_DEVICE, TO_HOST
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 
 PATIENCE_S = 20.0
 # How long something that must not happen is given to happen. A pass never depends on it, a catch does.

@@ -8,9 +8,9 @@ import pytest
 from engine_rig import PATIENCE_S, Reply, Rig, passed, prompts
 
 from sidestream.errors import ConfigError, EngineStopped
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 
 
 def closed_in_time(rig: Rig, **options: float) -> bool:

@@ -694,7 +694,7 @@ LOST = """
 import sys
 import torch
 from sidestream import LLM, EngineStopped, OffloadConfig, RequestError, SamplingParams
-from sidestream.device.cuda import kernels
+from sidestream_kv.device.cuda import kernels
 
 offload = OffloadConfig(host="16MiB", disk=sys.argv[2], disk_capacity="64MiB")
 greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

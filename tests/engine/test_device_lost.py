@@ -13,16 +13,17 @@ import torch
 from engine_rig import PATIENCE_S, Reply
 
 from sidestream.attention.paged import PagedBatch
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
-from sidestream.device.channel import Bell
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.host import HostFence, HostStream
+from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import DeviceLost, EngineStopped, OutOfDeviceMemory
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
-from sidestream.offload.worker import OffloadWorker
 from sidestream.testing.toy import ToyModel
-from sidestream.types import Accesses, Fence
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.host import HostFence, HostStream
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream_kv.offload.worker import OffloadWorker
+from sidestream_kv.types import Accesses, Fence
 
 FIRST = list(range(1, 30))
 OTHERS = [list(range(first, first + 25)) for first in (40, 41, 42)]

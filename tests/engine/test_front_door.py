@@ -11,9 +11,10 @@ from engine_rig import PATIENCE_S, Reply, Rig, serving
 
 from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped, QueueFull
-from sidestream.kv.keys import BlockKeys
 from sidestream.schedule.validation import CheckedRequest
-from sidestream.types import Delta, Key
+from sidestream.types import Delta
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.types import Key
 
 PROMPT = list(range(1, 22))
 PARAMS = SamplingParams(max_tokens=6)

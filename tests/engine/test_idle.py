@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from engine_rig import serving
 
-from sidestream.device.cpu import CpuDevice
 from sidestream.engine import loop
+from sidestream_kv.device.cpu import CpuDevice
 
 
 @pytest.fixture

@@ -26,9 +26,9 @@ from sidestream.engine.kv_events import (
 )
 from sidestream.engine.kv_sockets import KVEventSockets, check_endpoints, warn_if_open
 from sidestream.errors import ConfigError
-from sidestream.kv.key_log import KeyLog, KeysCleared, KeysRemoved, KeysStored
-from sidestream.metrics import Metrics
 from sidestream.testing.torture.events import EventReplay
+from sidestream_kv.kv.key_log import KeyLog, KeysCleared, KeysRemoved, KeysStored
+from sidestream_kv.metrics import Metrics
 
 PROMPT = list(range(1, 41))
 

@@ -14,16 +14,17 @@ import torch
 from engine_rig import PATIENCE_S, Reply, Rig, prompts, serving
 
 from sidestream.attention.paged import PagedBatch
-from sidestream.device.base import CopyBatch
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.host import HostFence, HostStream
 from sidestream.engine.warm_up import warm_up_row
 from sidestream.errors import RequestRejected
-from sidestream.offload import tier_io
-from sidestream.offload.loads import Loads
 from sidestream.testing import faults
 from sidestream.testing.toy import StatefulToyModel, ToyModel
-from sidestream.types import BatchPlan, CachedTokens, Health, LayerGates, LoadPlan
+from sidestream.types import BatchPlan, CachedTokens, Health
+from sidestream_kv.device.base import CopyBatch
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.host import HostFence, HostStream
+from sidestream_kv.offload import tier_io
+from sidestream_kv.offload.loads import Loads
+from sidestream_kv.types import LayerGates, LoadPlan
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28

@@ -9,7 +9,7 @@ from engine_rig import Reply, Rig, prompts, serving
 from sidestream.schedule.commit import Committed
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
-from sidestream.types import StorePlan
+from sidestream_kv.types import StorePlan
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

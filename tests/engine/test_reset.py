@@ -6,7 +6,7 @@ import pytest
 from engine_rig import Rig, serving
 
 from sidestream.errors import EngineStopped
-from sidestream.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import TierStack
 
 PROMPT = list(range(1, 24))
 

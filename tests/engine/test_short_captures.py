@@ -14,9 +14,9 @@ import pytest
 import torch
 from engine_rig import Rig, prompts, serving
 
-from sidestream.device.base import Graph
 from sidestream.errors import OutOfDeviceMemory
 from sidestream.runner.step_inputs import GraphKey, StepInputs
+from sidestream_kv.device.base import Graph
 
 ACTIVATIONS: list[weakref.ref[torch.Tensor]] = []
 """What a pass held when memory ended."""

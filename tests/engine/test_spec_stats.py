@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sidestream.engine import spec_stats
-from sidestream.metrics import Metrics
 from sidestream.runner.mailbox import Delivered
 from sidestream.types import RowResult
+from sidestream_kv.metrics import Metrics
 
 
 def test_requests_without_drafts_are_logged_once_a_minute_with_all_counts(caplog: pytest.LogCaptureFixture) -> None:

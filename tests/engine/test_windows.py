@@ -10,10 +10,10 @@ import torch
 from engine_rig import Rig, prompts, serving
 
 from sidestream import LLM, OffloadConfig, SamplingParams
-from sidestream.device.cpu import CpuDevice
-from sidestream.kv.state_layout import blocks_per_state
 from sidestream.testing.tiny_models import WINDOW, tiny_model_dir
 from sidestream.testing.toy import StatefulToyModel, ToyModel
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.kv.state_layout import blocks_per_state
 
 WINDOW_OF_TOY = 6
 """With blocks of 4 tokens, a request that continues at token 28 attends to tokens from 23 on in layers 0 and 2."""

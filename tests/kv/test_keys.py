@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.kv import keys as keys_module
-from sidestream.kv.keys import KEY_BYTES, BlockKeys
-from sidestream.kv.layout import KVLayout
-from sidestream.types import Key
+from sidestream_kv.kv import keys as keys_module
+from sidestream_kv.kv.keys import KEY_BYTES, BlockKeys
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.types import Key
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=4, dtype="float32")
 TOKENS = list(range(100, 112))
@@ -41,8 +41,8 @@ def test_keys_are_what_they_always_were() -> None:
 
 def test_keys_do_not_depend_on_the_process() -> None:
     program = (
-        "from sidestream.kv.keys import BlockKeys\n"
-        "from sidestream.kv.layout import KVLayout\n"
+        "from sidestream_kv.kv.keys import BlockKeys\n"
+        "from sidestream_kv.kv.layout import KVLayout\n"
         "keys = []\n"
         f"BlockKeys(fingerprint='model', layout={LAYOUT!r}).extend(keys, {TOKENS})\n"
         "print(*[key.hex() for key in keys])\n"

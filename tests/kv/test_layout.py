@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from sidestream.kv.layout import DTYPE_BYTES, KVLayout, blocks_before_window
+from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout, blocks_before_window
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4, dtype="bfloat16")
 

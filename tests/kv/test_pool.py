@@ -6,10 +6,10 @@ import pytest
 from fake_fences import FakeFence, FakeStream
 
 from sidestream.errors import InvariantError
-from sidestream.kv.eviction import Lru
-from sidestream.kv.pool import FencedPool, Lease, PoolExhausted, merge_fences
-from sidestream.kv.prefix import PrefixIndex
-from sidestream.types import Key
+from sidestream_kv.kv.eviction import Lru
+from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted, merge_fences
+from sidestream_kv.kv.prefix import PrefixIndex
+from sidestream_kv.types import Key
 
 
 def key(number: int) -> Key:

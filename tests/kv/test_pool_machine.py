@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sidestream.errors import InvariantError
-from sidestream.kv.pool import FencedPool, Lease, PoolExhausted
-from sidestream.types import Key
+from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted
+from sidestream_kv.types import Key
 
 STREAMS = ("compute", "store", "load")
 KEYS = [bytes([number]) * 16 for number in range(5)]

@@ -21,12 +21,12 @@ from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.attention.states import DraftInputs, StateBatch, StatePool
 from sidestream.cli.bench.hybrid import logprobs
 from sidestream.errors import ConfigError, ModelError
-from sidestream.kv.pool import Lease
-from sidestream.kv.state_layout import RESERVED_STATES
 from sidestream.llm import RequestOutput
 from sidestream.models import load_model
 from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules, unbind_time_steps
 from sidestream.testing.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
+from sidestream_kv.kv.pool import Lease
+from sidestream_kv.kv.state_layout import RESERVED_STATES
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_running": 3, "compute_threads": 1, "chunk_tokens": 32}

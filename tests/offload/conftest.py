@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from transfer_rig import Rig
 
-from sidestream.offload import pacing
-from sidestream.types import Key
+from sidestream_kv.offload import pacing
+from sidestream_kv.types import Key
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from sidestream.kv.layout import KVLayout
-from sidestream.offload.tiers.disk import HEADER_BYTES, DiskTier, entry_bytes
-from sidestream.offload.tiers.index import Entry
-from sidestream.types import Key
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers.disk import HEADER_BYTES, DiskTier, entry_bytes
+from sidestream_kv.offload.tiers.index import Entry
+from sidestream_kv.types import Key
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 ENTRY_BYTES = entry_bytes(LAYOUT)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transfer_rig import LAYOUT, Rig, content, key, keys
 
-from sidestream.offload import pacing
-from sidestream.offload.connector import LoadFailed
-from sidestream.types import Key
+from sidestream_kv.offload import pacing
+from sidestream_kv.offload.connector import LoadFailed
+from sidestream_kv.types import Key
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from disk_fixtures import (
 )
 
 from sidestream.errors import InvariantError
-from sidestream.offload.tiers.base import PersistentTier
-from sidestream.offload.tiers.disk import HEADER_BYTES, entry_bytes
+from sidestream_kv.offload.tiers.base import PersistentTier
+from sidestream_kv.offload.tiers.disk import HEADER_BYTES, entry_bytes
 
 
 def test_a_stored_block_is_read_back(tmp_path: Path) -> None:

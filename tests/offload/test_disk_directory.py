@@ -26,8 +26,8 @@ from disk_fixtures import (
 )
 
 from sidestream.errors import ConfigError, TierCorrupt, TierError, TierLost
-from sidestream.offload.tier_io import PAUSE_S
-from sidestream.offload.tiers.disk import DiskTier
+from sidestream_kv.offload.tier_io import PAUSE_S
+from sidestream_kv.offload.tiers.disk import DiskTier
 
 
 @pytest.fixture

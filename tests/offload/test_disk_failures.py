@@ -29,7 +29,7 @@ from disk_fixtures import (
 )
 
 from sidestream.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull
-from sidestream.offload.tiers.disk import HEADER_BYTES
+from sidestream_kv.offload.tiers.disk import HEADER_BYTES
 
 
 def flip(position: int) -> Callable[[Path], None]:

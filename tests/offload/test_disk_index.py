@@ -6,7 +6,7 @@ import pytest
 from disk_fixtures import key, keys
 
 from sidestream.errors import InvariantError, TierFull
-from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
+from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
 
 
 def index_of(*numbers: int, max_entries: int = 3) -> TierIndex:

@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 )
 
 from sidestream.errors import TierCorrupt, TierError, TierFull
-from sidestream.offload.tiers.index import Entry, ReadLease, WriteGrant
-from sidestream.types import Key
+from sidestream_kv.offload.tiers.index import Entry, ReadLease, WriteGrant
+from sidestream_kv.types import Key
 
 NUMBERS = st.integers(0, 5)
 

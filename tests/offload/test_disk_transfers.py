@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, key, keys, step_of
+from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, key, keys
 
 from sidestream.errors import TierError
-from sidestream.offload.messages import Promoted
-from sidestream.offload.tier_io import PAUSE_S
-from sidestream.offload.tiers.base import Block
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.testing import faults
-from sidestream.types import LoadPlan, PromotePlan, StorePlan
+from sidestream_kv.offload.messages import Promoted
+from sidestream_kv.offload.tier_io import PAUSE_S
+from sidestream_kv.offload.tiers.base import Block
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream_kv.types import LoadPlan, PromotePlan, StorePlan
 
 READERS = ("disk-read-0", "disk-read-1")
 DONE, MISSED = (Promoted(1, 0, True, "done"), Promoted(1, 0, False, "failed"))
@@ -408,7 +408,7 @@ def test_nothing_blocks_the_submitting_thread_though_every_stream_is_stuck(disk_
             PromotePlan(2, 0, keys("in host", "on disk")),
         ]
         transfers.submit(plans)
-        transfers.gates(step_of((1, 0)))
+        transfers.gates([(1, 0)])
         assert disk_rig.poll() == []
         assert transfers.busy
         disk_rig.clock.now_s += 2 * DEADLINE_S

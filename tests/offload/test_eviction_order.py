@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transfer_rig import Rig, keys
 
-from sidestream.device.host import HostStream
-from sidestream.types import Key
+from sidestream_kv.device.host import HostStream
+from sidestream_kv.types import Key
 
 Full = tuple[Rig, Callable[[Key], bool]]
 CONVERSATION = keys("a", "b", "c", "d")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from transfer_rig import Rig, key, keys
 
-from sidestream.offload.connector import TransferEvent
-from sidestream.offload.messages import StoreAgain
-from sidestream.types import Key
+from sidestream_kv.offload.connector import TransferEvent
+from sidestream_kv.offload.messages import StoreAgain
+from sidestream_kv.types import Key
 
 
 def again(events: Sequence[TransferEvent]) -> list[Key]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sidestream.offload.connector import _Load
-from sidestream.offload.messages import LoadSubmitted, Part
-from sidestream.types import LoadPlan
+from sidestream_kv.offload.connector import _Load
+from sidestream_kv.offload.messages import LoadSubmitted, Part
+from sidestream_kv.types import LoadPlan
 
 
 def test_layer_waits_for_the_last_slice_of_all_earlier_pieces_and_of_its_own_group() -> None:  # H5

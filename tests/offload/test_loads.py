@@ -7,17 +7,17 @@ import math
 from itertools import pairwise
 
 import pytest
-from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
+from transfer_rig import LAYOUT, Rig, content, key, keys
 
-from sidestream.device.base import CopyBatch
-from sidestream.device.host import HostStream
-from sidestream.kv.layout import KVLayout
-from sidestream.offload import pacing
-from sidestream.offload.connector import LoadFailed, LoadReady
-from sidestream.offload.costs import _HEALTHY_HOST
-from sidestream.offload.loads import layers_per_group, piece_ends
-from sidestream.offload.pacing import Copy
-from sidestream.types import LoadPlan
+from sidestream_kv.device.base import CopyBatch
+from sidestream_kv.device.host import HostStream
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload import pacing
+from sidestream_kv.offload.connector import LoadFailed, LoadReady
+from sidestream_kv.offload.costs import _HEALTHY_HOST
+from sidestream_kv.offload.loads import layers_per_group, piece_ends
+from sidestream_kv.offload.pacing import Copy
+from sidestream_kv.types import LoadPlan
 
 
 def test_load_without_fences_gates_no_step(rig: Rig) -> None:
@@ -26,10 +26,10 @@ def test_load_without_fences_gates_no_step(rig: Rig) -> None:
     lease = rig.blocks.take(1)
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids)
-        assert rig.transfers.gates(step_of((1, 0))).by_layer == ()
+        assert rig.transfers.gates([(1, 0)]).by_layer == ()
         rig.poll()
         assert rig.ready == [(1, 0)]
-        assert len(rig.transfers.gates(step_of((1, 0))).by_layer) == LAYOUT.num_layers
+        assert len(rig.transfers.gates([(1, 0)]).by_layer) == LAYOUT.num_layers
     rig.finish("load")
     lease.release()
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.device.base import CopyBatch, Memory
-from sidestream.offload.pacing import Copy, Lane, Pace, Urgency
-from sidestream.types import Fence
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.offload.pacing import Copy, Lane, Pace, Urgency
+from sidestream_kv.types import Fence
 
 MEMORY = Memory("m", (torch.zeros(1 << 20, dtype=torch.uint8),))
 WIDE = Pace(slice_bytes=1 << 20, slice_segments=100, bytes_in_flight=1 << 30, segments_in_flight=1 << 20, streams=8)

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
+from transfer_rig import LAYOUT, Rig, content, key, keys
 
-from sidestream.device.base import CopyBatch
-from sidestream.device.host import HostStream
-from sidestream.offload import pacing, worker
-from sidestream.offload.connector import LoadFailed
-from sidestream.offload.pacing import Lane, Pace
+from sidestream_kv.device.base import CopyBatch
+from sidestream_kv.device.host import HostStream
+from sidestream_kv.offload import pacing, worker
+from sidestream_kv.offload.connector import LoadFailed
+from sidestream_kv.offload.pacing import Lane, Pace
 
 PATIENCE_S = 10.0
 
@@ -126,7 +126,7 @@ def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: py
     with rig.hold("load"):
         rig.load(keys("a", "b", "c", "d"), lease.ids)
         rig.poll()
-        gates = rig.transfers.gates(step_of((1, 0))).by_layer
+        gates = rig.transfers.gates([(1, 0)]).by_layer
         waited = [("load-0", 5)]  # the hold was tick 1; what was given before it is done before it
         assert [[(fence.stream, fence.tick) for fence in fences] for fences in gates] == [waited] * LAYOUT.num_layers
     rig.finish("load")

@@ -4,16 +4,16 @@ import random
 
 import pytest
 import torch
-from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
+from transfer_rig import LAYOUT, Rig, content, key, keys
 
-from sidestream.device.base import CopyBatch, Memory
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.host import HostStream
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import PoolExhausted
-from sidestream.offload.connector import LoadFailed
-from sidestream.offload.copy import BlockMemory, layers_batch
-from sidestream.types import LoadPlan, StorePlan
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.host import HostStream
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.pool import PoolExhausted
+from sidestream_kv.offload.connector import LoadFailed
+from sidestream_kv.offload.copy import BlockMemory, layers_batch
+from sidestream_kv.types import LoadPlan, StorePlan
 
 # How long something that must not happen is given to happen. A pass never depends on it, a catch does.
 
@@ -317,21 +317,21 @@ def test_step_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only(rig:
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids[:1], request_id=1, epoch=0)
         rig.load(keys("b"), lease.ids[1:], request_id=2, epoch=5)
-        assert rig.transfers.gates(step_of((1, 0))).by_layer == ()  # nothing was heard of them yet: they have no fences
+        assert rig.transfers.gates([(1, 0)]).by_layer == ()  # nothing was heard of them yet: they have no fences
         rig.poll()
         assert rig.ready == [(1, 0), (2, 5)]
-        assert rig.transfers.gates(step_of((3, 0), (2, 4), (1, 1))).by_layer == ()
-        own = rig.transfers.gates(step_of((1, 0), (3, 0))).by_layer
+        assert rig.transfers.gates([(3, 0), (2, 4), (1, 1)]).by_layer == ()
+        own = rig.transfers.gates([(1, 0), (3, 0)]).by_layer
         assert [[fence.tick for fence in fences] for fences in own] == [[2], [3], [4]]  # the hold was tick 1
         assert {fence.stream for fences in own for fence in fences} == {"load-0"}
-        both = rig.transfers.gates(step_of((2, 5), (1, 0))).by_layer
+        both = rig.transfers.gates([(2, 5), (1, 0)]).by_layer
         assert [[(fence.stream, fence.tick) for fence in fences] for fences in both] == [
             [("load-0", 5)],
             [("load-0", 6)],
             [("load-0", 7)],
         ]  # of one stream, only the last counts
     rig.finish("load")
-    assert rig.transfers.gates(step_of((1, 0), (2, 5))).by_layer == ()
+    assert rig.transfers.gates([(1, 0), (2, 5)]).by_layer == ()
     rig.poll()
     lease.release()
 
@@ -343,7 +343,7 @@ def test_layers_share_a_fence_where_single_ones_are_too_small_a_copy(rig: Rig) -
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids)
         rig.poll()
-        gates = rig.transfers.gates(step_of((1, 0))).by_layer
+        gates = rig.transfers.gates([(1, 0)]).by_layer
         assert [[fence.tick for fence in fences] for fences in gates] == [[2], [2], [3]]
     rig.finish("load")
     assert rig.block(lease.ids[0]) == content(key("a")).tobytes()
@@ -359,7 +359,7 @@ def test_layer_reads_loaded_bytes_once_its_gate_is_passed(rig: Rig) -> None:
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids)
         rig.poll()
-        for layer, fences in enumerate(rig.transfers.gates(step_of((1, 0))).by_layer):
+        for layer, fences in enumerate(rig.transfers.gates([(1, 0)]).by_layer):
             for fence in fences:
                 rig.compute.wait(fence)
             start, stop = LAYOUT.layer_span(lease.ids[0], layer, layer + 1)

@@ -14,16 +14,17 @@ from types import ModuleType
 
 import pytest
 
-import sidestream
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+import sidestream_kv
+from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError
-from sidestream.offload.tiers import registry
-from sidestream.offload.tiers.base import Entry, PersistentTier, TierContext
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.testing.tier_conformance import TierConformance
 from sidestream.testing.toy import ToyModel
 from sidestream.types import CachedTokens, Delta
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.offload.tiers import registry
+from sidestream_kv.offload.tiers.base import Entry, PersistentTier, TierContext
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_tier.py"
 
@@ -123,11 +124,13 @@ def test_registered_tier_serves_a_second_engine_and_shows_in_cached_tokens_and_m
 
 def test_a_tier_changes_two_files(tmp_path: Path) -> None:
     """The example as a module of a copy of the package, and its row: a process that uses the copy knows the tier."""
-    original = Path(sidestream.__file__).parent
-    package = tmp_path / "sidestream"
+    original = Path(sidestream_kv.__file__).parent
+    package = tmp_path / "sidestream_kv"
     shutil.copytree(original, package, ignore=shutil.ignore_patterns("__pycache__", "data"))
     source = EXAMPLE.read_text(encoding="utf-8")
-    source = source[: source.index("def main(")].replace("from sidestream.offload.tiers.registry import register\n", "")
+    source = source[: source.index("def main(")].replace(
+        "from sidestream_kv.offload.tiers.registry import register\n", ""
+    )
     (package / "offload/tiers/sqlite.py").write_text(source, encoding="utf-8")
     rows = package / "offload/tiers/registry.py"
     text = rows.read_text(encoding="utf-8").replace("import disk\n", "import disk, sqlite\n")
@@ -141,11 +144,10 @@ def test_a_tier_changes_two_files(tmp_path: Path) -> None:
     assert changed == ["offload/tiers/registry.py", "offload/tiers/sqlite.py"]
     program = """
 import sys
-import sidestream
-from sidestream.config import OffloadConfig
-from sidestream.kv.layout import KVLayout
-from sidestream.offload.tiers.base import TierContext
-from sidestream.offload.tiers.registry import names, open_tiers
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers.base import TierContext
+from sidestream_kv.offload.tiers.registry import names, open_tiers
 layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_tokens=8, dtype="float32")
 config = OffloadConfig(tiers={"sqlite": {"path": sys.argv[1]}})
 print(*names(), *open_tiers(config, TierContext(layout, "model")))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from transfer_rig import Rig, key, keys
 
-from sidestream.device.host import HostStream
 from sidestream.errors import InvariantError
-from sidestream.offload import pacing, worker
-from sidestream.offload.tickets import LoadJob
-from sidestream.types import Key, LoadPlan, PromotePlan, StorePlan
+from sidestream_kv.device.host import HostStream
+from sidestream_kv.offload import pacing, worker
+from sidestream_kv.offload.tickets import LoadJob
+from sidestream_kv.types import Key, LoadPlan, PromotePlan, StorePlan
 
 
 def test_a_turn_takes_a_bounded_number_of_commands(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

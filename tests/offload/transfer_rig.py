@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from sidestream.device.base import Rest
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.host import HostFence, HostStream
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import FencedPool, Lease
-from sidestream.metrics import Metrics
-from sidestream.offload.connector import LoadReady, OffloadConnector, TransferEvent
-from sidestream.offload.copy import BlockMemory
-from sidestream.offload.costs import CostModel
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
-from sidestream.offload.tiers.host import HostTier
-from sidestream.offload.tiers.stack import TierStack
 from sidestream.testing.faults import FaultyTier, Hold
-from sidestream.types import BatchPlan, Fence, Key, LoadPlan, PromotePlan, RowPlan, StorePlan
+from sidestream_kv.device.base import Rest
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.host import HostFence, HostStream
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.pool import FencedPool, Lease
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.connector import LoadReady, OffloadConnector, TransferEvent
+from sidestream_kv.offload.copy import BlockMemory
+from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream_kv.offload.tiers.host import HostTier
+from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
 DEADLINE_S = 10.0
@@ -307,9 +307,3 @@ class Rig:
             assert len(self.disk.index._idle) == len(self.disk.index), "an entry on disk is still pinned"
             assert self.disk.index._leaving == 0
         assert self.device.host_waits() == {}
-
-
-def step_of(*members: tuple[int, int]) -> BatchPlan:
-    """A batch of prefill rows `(request id, epoch)`."""
-    rows = [RowPlan(rid, row, epoch, 0, 1, (0,), (0,), True, 0) for row, (rid, epoch) in enumerate(members)]
-    return BatchPlan(tuple(rows))

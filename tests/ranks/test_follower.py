@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sidestream.device.cpu import CpuDevice
 from sidestream.errors import InvariantError
-from sidestream.kv.layout import KVLayout
-from sidestream.offload.tiers.disk import DiskTier
-from sidestream.offload.tiers.host import HostTier
-from sidestream.offload.tiers.stack import TierStack
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, StepEncoder, TierRead
 from sidestream.runner.executor import MAX_STEPS
-from sidestream.types import BatchPlan, LayerGates
+from sidestream.types import BatchPlan
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers.disk import DiskTier
+from sidestream_kv.offload.tiers.host import HostTier
+from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.types import LayerGates
 
 LAYOUT = KVLayout(1, 1, 2, 2, "float32")  # 32 bytes a block
 

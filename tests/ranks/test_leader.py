@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from sidestream.config import EngineConfig, SamplingParams
-from sidestream.device.base import CopyBatch, Rest
-from sidestream.device.cpu import CpuDevice
 from sidestream.engine import build_engine
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.ranks.fences import JointFence, Progress
@@ -20,6 +18,8 @@ from sidestream.ranks.leader import Ranks, joint_device
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready
 from sidestream.testing.toy import ToyModel
 from sidestream.types import Delta
+from sidestream_kv.device.base import CopyBatch, Rest
+from sidestream_kv.device.cpu import CpuDevice
 
 
 class Sent:

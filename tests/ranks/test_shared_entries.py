@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestream.kv.layout import KVLayout
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
-from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream.ranks.shared_entries import keep_shared
 from sidestream.testing.thread_group import thread_groups
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
 
 HOST = torch.device("cpu")
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_tokens=4, dtype="float32")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.config import OffloadConfig
 from sidestream.errors import ConfigError
-from sidestream.offload.tiers.registry import share_of_rank
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.offload.tiers.registry import share_of_rank
 
 
 def test_each_rank_has_its_part(tmp_path: Path) -> None:

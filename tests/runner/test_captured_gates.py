@@ -8,13 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from sidestream.device.sim import SimStream
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.graphs import Graphs
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.runner.upload import Uploads
 from sidestream.testing.checker import Checker, simulated
-from sidestream.types import Access, LayerGates
+from sidestream.testing.sim import SimStream
+from sidestream_kv.types import Access, LayerGates
 
 LAYERS, GROUP, SIZE = 6, 2, 8
 

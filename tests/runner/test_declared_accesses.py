@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream.kv.accesses import StepAccesses
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout, StateRegion, StateTensor
+from sidestream.runner.accesses import StepAccesses
 from sidestream.runner.executor import StepTracing
-from sidestream.types import Access, BatchPlan, RowPlan
+from sidestream.types import BatchPlan, RowPlan
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout, StateRegion, StateTensor
+from sidestream_kv.types import Access
 
 LAYOUT = KVLayout(2, 1, 2, 4, "float32")
 SIZE = LAYOUT.block_bytes

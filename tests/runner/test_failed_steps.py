@@ -8,13 +8,14 @@ import pytest
 
 from sidestream.attention.paged import TorchAttention
 from sidestream.config import SamplingParams
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.group import Group
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import Executor
 from sidestream.testing.thread_group import thread_groups
 from sidestream.testing.toy import ToyModel
-from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart
+from sidestream.types import BatchPlan, RowPlan, RowStart
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.group import Group
+from sidestream_kv.types import LayerGates
 
 
 @pytest.mark.parametrize("is_rank", [False, True])

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from sidestream.attention.paged import TorchAttention
-from sidestream.device.base import Stream
-from sidestream.device.sim import SimDevice, make_policy
 from sidestream.engine.warm_up import GREEDY
 from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.speculate import StepTokens
+from sidestream.testing.sim import SimDevice, make_policy
 from sidestream.testing.toy import ToyDraftHead, ToyModel, ToyProposer
-from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart
+from sidestream.types import BatchPlan, RowPlan, RowStart
+from sidestream_kv.device.base import Stream
+from sidestream_kv.types import LayerGates
 
 PROMPT = (5, 6, 7)
 

@@ -12,7 +12,6 @@ from test_sampler import HIDDEN, MAX_LEN, begun, forward_output
 from test_sampler import random_batch as certain_batch
 from test_step_inputs import BLOCK_TOKENS, SLOTS, WIDTH, random_batch
 
-from sidestream.kv.layout import KVLayout
 from sidestream.ops import Ops, TorchOps
 from sidestream.ops.interface import FROM_SLOT, ZEROS, DraftRows, PackedRows, ResolvedInputs
 from sidestream.runner.hidden_states import HiddenStates
@@ -20,6 +19,7 @@ from sidestream.runner.sampler import SamplingMode
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import GraphKey, InputSizes, StepInputs, pack
 from sidestream.types import BatchPlan
+from sidestream_kv.kv.layout import KVLayout
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestream.device.cpu import CpuDevice
 from sidestream.errors import InvariantError
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Mailbox, MailboxEntry
 from sidestream.runner.sampler import SamplerOutput
 from sidestream.testing.faults import Hold
-from sidestream.types import BatchPlan, Fence, RowPlan
+from sidestream.types import BatchPlan, RowPlan
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.types import Fence
 
 ROWS, DRAFTS, PADDED = 3, 2, 40
 

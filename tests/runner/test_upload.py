@@ -8,11 +8,12 @@ import torch
 
 from sidestream.attention.paged import TorchAttention
 from sidestream.config import SamplingParams
-from sidestream.device.cpu import CpuDevice
 from sidestream.runner.executor import Executor
 from sidestream.runner.upload import Uploads
 from sidestream.testing.toy import ToyModel
-from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart
+from sidestream.types import BatchPlan, RowPlan, RowStart
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.types import LayerGates
 
 SLOT = 256
 

@@ -14,28 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sidestream.config import SamplingParams
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import FencedPool
 from sidestream.schedule.chunking import chunk_stop, reusable_tokens
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.schedule.tiers import Source
-from sidestream.types import (
-    BatchPlan,
-    Fence,
-    Key,
-    LoadPlan,
-    PromotePlan,
-    RequestId,
-    RowPlan,
-    RowResult,
-    StepPlan,
-    StorePlan,
-    TransferPlan,
-)
+from sidestream.types import BatchPlan, RowPlan, RowResult, StepPlan
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
 
 VOCAB = 50
 NO_TOKEN = -1

@@ -6,7 +6,7 @@ from plans import crowded_world, prompt, row_epochs, steps_until
 from scheduler_world import World
 
 from sidestream.schedule.request import State
-from sidestream.types import LoadPlan
+from sidestream_kv.types import LoadPlan
 
 
 def test_blocks_and_row_of_an_aborted_request_wait_for_its_step() -> None:

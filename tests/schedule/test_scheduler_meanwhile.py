@@ -9,7 +9,7 @@ from plans import prompt, row_of, states, steps_until
 from scheduler_world import World
 
 from sidestream.schedule.request import Request, State
-from sidestream.types import LoadPlan, PromotePlan
+from sidestream_kv.types import LoadPlan, PromotePlan
 
 
 def busy_world(*, num_blocks: int = 16, num_rows: int = 4) -> tuple[World, Request]:

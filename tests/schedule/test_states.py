@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import pytest
 from scheduler_world import GREEDY, SimTiers
 
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import FencedPool
-from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, StateTensor
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.states import BEGINS, StateCache, part_keys
 from sidestream.schedule.step_builder import StepBuilder
-from sidestream.types import LoadPlan, RowPlan, RowResult, StateIds, StepPlan, StorePlan
+from sidestream.types import RowPlan, RowResult, StateIds, StepPlan
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, StateTensor
+from sidestream_kv.types import LoadPlan, StorePlan
 
 SIZE = 4
 LAYOUT = KVLayout(1, 1, 8, SIZE, "float32")  # 256 bytes a block

@@ -7,7 +7,8 @@ from plans import loading, promoting, prompt, row_of, spans, states, steps_until
 from scheduler_world import World
 
 from sidestream.schedule.request import Request, State
-from sidestream.types import CachedTokens, LoadPlan, PromotePlan
+from sidestream.types import CachedTokens
+from sidestream_kv.types import LoadPlan, PromotePlan
 
 
 def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, RequestError, RequestRejected
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.layout import KVLayout
 from sidestream.schedule.validation import Bounds, RequestChecker
-from sidestream.types import Key
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.types import Key
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=4, dtype="float32")
 BOUNDS = Bounds(max_model_len=64, pool_tokens=48, block_tokens=4, vocab_size=97, max_unfinished=6)

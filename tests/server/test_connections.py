@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from sidestream.errors import ConfigError
-from sidestream.metrics import Metrics
 from sidestream.server import ServerOptions, bind, connections
 from sidestream.testing.fake_backend import FakeBackend, Script
+from sidestream_kv.metrics import Metrics
 
 from .serving import WAIT_S, Served, serving
 

@@ -16,14 +16,14 @@ import torch
 from typer.testing import CliRunner
 
 from sidestream.cli.app import app
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 from sidestream.testing.check_trace import Judgement, check_script, touches
 from sidestream.testing.check_trace.__main__ import main
 from sidestream.testing.check_trace.judge import Judge
 from sidestream.testing.check_trace.real import CudaRuntime
 from sidestream.testing.check_trace.recorder import Recorder
-from sidestream.types import Access
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.types import Access
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "check_trace"
 PRELUDE = """

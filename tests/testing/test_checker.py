@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from checker_rig import BLOCK, Rig, judged, kinds, nothing, reads, rig, writes
 
-from sidestream.device.base import no_accesses
-from sidestream.device.sim import SimFence
-from sidestream.device.sim.device import POISON
 from sidestream.errors import ConfigError
 from sidestream.testing.checker import Checker, simulated
-from sidestream.types import Access, Tracer
+from sidestream.testing.sim import SimFence
+from sidestream.testing.sim.device import POISON
+from sidestream_kv.device.base import no_accesses
+from sidestream_kv.types import Access, Tracer
 
 # ---------------------------------------------------------------------- contents
 

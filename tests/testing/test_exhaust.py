@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from sidestream.device.base import Rest
-from sidestream.device.sim import SimDevice, SimFence
 from sidestream.errors import ConfigError
 from sidestream.testing.exhaust import all_orders, exhaust
 from sidestream.testing.explore import Rules, replay
+from sidestream.testing.sim import SimDevice, SimFence
+from sidestream_kv.device.base import Rest
 
 CELLS = 3
 

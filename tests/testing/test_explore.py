@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from sidestream.device.sim import SimDevice
 from sidestream.errors import ConfigError
 from sidestream.testing.exhaust import exhaust
 from sidestream.testing.explore import Program, Rules, explore, replay
+from sidestream.testing.sim import SimDevice
 
 
 def store(device: SimDevice, *, waits: bool) -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.device.base import CopyBatch
-from sidestream.device.sim import POISON
 from sidestream.testing.checker import Checker, simulated
-from sidestream.types import Access
+from sidestream.testing.sim import POISON
+from sidestream_kv.device.base import CopyBatch
+from sidestream_kv.types import Access
 
 Work = Callable[[torch.Tensor], None]
 

@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, ungated
-from sidestream.device.kinds import on_host
 from sidestream.errors import InvariantError
+from sidestream_kv.device.kinds import on_host
 
 # If a row has at most this many queries, the query heads that share a KV head are stacked as more queries of one head.
 # Measured on two cores: 16 queries of 9 heads over 2,000 keys of 3 KV heads take 0.88 times as long as unstacked

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sidestream.device.kinds import on_host
-from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateTensor
+from sidestream_kv.device.kinds import on_host
+from sidestream_kv.kv.state_layout import RESERVED_STATES, StateLayout, StateTensor
 
 Part = tuple[str, int]
 """Kind and index of a tensor of a state in one layer, see `StateTensor`."""

@@ -25,8 +25,9 @@ from sidestream.cli.options import (
     sampling_params,
     watching,
 )
-from sidestream.config import EngineConfig, SamplingParams, unknown_name
+from sidestream.config import EngineConfig, SamplingParams
 from sidestream.errors import ConfigError, RequestError
+from sidestream_kv.config import unknown_name
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM
@@ -159,7 +160,7 @@ def _command(conversation: _Conversation, name: str, console: Console) -> None:
 
 
 def _stats(llm: LLM) -> str:
-    from sidestream.offload.tiers.registry import names
+    from sidestream_kv.offload.tiers.registry import names
 
     value = llm.metrics.value
     lines = [f"prompt tokens {value('prompt_tokens_total'):.0f}, output tokens {value('output_tokens_total'):.0f}"]

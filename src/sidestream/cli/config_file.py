@@ -15,8 +15,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 from sidestream.cli.declare import option
-from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
+from sidestream_kv.config import unknown_name
 
 # Options whose values error messages never show.
 _SECRETS = ("api_key",)

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from sidestream.cli.declare import Group
-from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import InvariantError, ProcessFailed, RaceError, SidestreamError
+from sidestream_kv.device.thread_limits import refused_threads_named
 
 _BUGS = (InvariantError, RaceError)
 

@@ -24,12 +24,12 @@ from sidestream.config import (
     MOST_DRAFTS,
     SAMPLING_OPTIONS,
     EngineConfig,
-    OffloadConfig,
     SamplingOption,
     SamplingParams,
     SpeculativeConfig,
 )
 from sidestream.errors import ConfigError
+from sidestream_kv.config import OffloadConfig
 
 DEMO_MODEL = "smollm2-135m-instruct"
 """The default model of all commands: a name that `sidestream models` lists."""

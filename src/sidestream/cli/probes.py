@@ -18,11 +18,12 @@ from pathlib import Path
 
 from sidestream.cli.bench.machine import DISK_BYTES, copy_speeds, disk_speeds
 from sidestream.cli.options import DEMO_MODEL
-from sidestream.config import EngineConfig, OffloadConfig
-from sidestream.device.kinds import CPU, CUDA
-from sidestream.device.machine import cpu_name, instruction_set, memory_bytes
+from sidestream.config import EngineConfig
 from sidestream.errors import ConfigError, TierError
-from sidestream.kv.state_layout import blocks_per_state
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.device.machine import cpu_name, instruction_set, memory_bytes
+from sidestream_kv.kv.state_layout import blocks_per_state
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SLOW_DISK = 100 * _MIB  # bytes per second; with a slower disk, a small model recomputes a prefix as fast as it is read
@@ -218,7 +219,7 @@ def _memory() -> Iterator[Finding]:
 def _gpus() -> Finding:
     import torch
 
-    from sidestream.device.choice import why_no_gpu
+    from sidestream_kv.device.choice import why_no_gpu
 
     names = (
         [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -24,9 +24,9 @@ from sidestream.cli.progress import Steps
 from sidestream.cli.server_options import kv_events_config, server_options
 from sidestream.client.signals import on_stop_signal, print_stacks
 from sidestream.config import EngineConfig, KVEventsConfig
-from sidestream.device.machine import process_age_s
 from sidestream.errors import ConfigError
 from sidestream.server.options import ServerOptions
+from sidestream_kv.device.machine import process_age_s
 
 if TYPE_CHECKING:
     from sidestream.async_llm import AsyncLLM

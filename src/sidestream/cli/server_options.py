@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 from sidestream.cli.declare import number, option, whole
-from sidestream.config import KVEventsConfig, parse_bytes
+from sidestream.config import KVEventsConfig
 from sidestream.errors import ConfigError
 from sidestream.server.options import ServerOptions
+from sidestream_kv.config import parse_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from sidestream.cli.declare import number, option, whole
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, Model
 from sidestream.cli.progress import Steps
-from sidestream.config import unknown_name
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
+from sidestream_kv.config import unknown_name
+from sidestream_kv.device.kinds import CPU, CUDA
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,10 +77,10 @@ def train_mtp(
     (.tokens) stay in the head's directory; the training state (.training) stays there until the head is ready. A new
     run with the same options resumes from these files. A run with other options ends with an error.
     """
-    from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
     from sidestream.models.distil import Lesson
     from sidestream.models.loader import weights_digest
+    from sidestream_kv.device.choice import torch_device
 
     lesson = Lesson(steps, batch, drafts, learning_rate=learning_rate, seed=seed)
     if length < 2 * drafts:

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, RequestError, SidestreamError
-from sidestream.metrics import MetricsSnapshot
 from sidestream.types import Delta, Health
+from sidestream_kv.metrics import MetricsSnapshot
 
 MAX_UNREAD = 8192
 """Maximum number of unread deltas (new tokens of a sample) of one request. With more, the request is aborted."""

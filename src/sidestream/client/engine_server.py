@@ -45,11 +45,12 @@ from sidestream.client.messages import (
 from sidestream.engine import Engine, Handle
 from sidestream.errors import EngineStopped, InvariantError, SidestreamError
 from sidestream.frames import FrameDecoder, FrameEncoder
-from sidestream.kv.keys import KEY_BYTES
-from sidestream.metrics import MetricsSnapshot
 from sidestream.schedule.validation import CheckedRequest
-from sidestream.types import Delta, RequestId
+from sidestream.types import Delta
 from sidestream.version import VERSION
+from sidestream_kv.kv.keys import KEY_BYTES
+from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.types import RequestId
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from sidestream.client.base import OutputQueue, other_loop_error, stopped_error, unread_error
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.engine import Engine, Handle
-from sidestream.metrics import MetricsSnapshot
 from sidestream.types import Delta, Health
+from sidestream_kv.metrics import MetricsSnapshot
 
 
 class _LoopQueue:

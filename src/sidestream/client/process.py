@@ -33,9 +33,9 @@ from sidestream.client.messages import (
 from sidestream.client.pulse import PULSE_S, Pulse
 from sidestream.client.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
 from sidestream.config import EngineConfig
-from sidestream.device.thread_limits import thread_refused
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.frames import FrameEncoder
+from sidestream_kv.device.thread_limits import thread_refused
 
 OnStage = Callable[[str, int, int], None]
 
@@ -352,7 +352,8 @@ def plain(value: Any) -> Any:
 
 def config_of(values: Mapping[str, Any]) -> EngineConfig:
     """The EngineConfig that `values` describe: the inverse of `plain`."""
-    from sidestream.config import KVEventsConfig, OffloadConfig, SpeculativeConfig
+    from sidestream.config import KVEventsConfig, SpeculativeConfig
+    from sidestream_kv.config import OffloadConfig
 
     kinds = {"kv_events": KVEventsConfig, "offload": OffloadConfig, "speculative": SpeculativeConfig}
     return EngineConfig(

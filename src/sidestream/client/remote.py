@@ -41,12 +41,13 @@ from sidestream.client.pulse import PULSE_S, Pulse, silence
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped
 from sidestream.frames import FrameDecoder, FrameEncoder
-from sidestream.kv.keys import BlockKeys
-from sidestream.metrics import MetricsSnapshot
-from sidestream.metrics.counters import HistogramValue
 from sidestream.schedule.validation import Bounds, CheckedRequest, RequestChecker
-from sidestream.types import CachedTokens, Delta, Health, Key, TokenLogprob
+from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 from sidestream.version import VERSION
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics.counters import HistogramValue
+from sidestream_kv.types import Key
 
 _READ_BYTES = 1 << 16
 """Maximum number of bytes per read. One read must contain fewer than MAX_UNREAD deltas, because readers of outputs run

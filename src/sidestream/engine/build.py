@@ -12,11 +12,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
-from sidestream.device.base import Device
-from sidestream.device.choice import torch_device
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.group import Group
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.engine.build_plan import BuildPlan, ServableModel, plan_build, sizes_for
 from sidestream.engine.engine import Engine
 from sidestream.engine.inbox import Inbox
@@ -24,15 +19,7 @@ from sidestream.engine.kv_events import KVEvents
 from sidestream.engine.kv_sockets import KVEventSockets, warn_if_open
 from sidestream.engine.parts import Parts
 from sidestream.engine.rank_parts import RankParts, build_rank_parts
-from sidestream.kv.key_log import DeviceKeyLog, KeyLog
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.pool import FencedPool
-from sidestream.metrics import Metrics, Timeline
 from sidestream.models.compile_cache import use_compile_cache
-from sidestream.offload.connector import OffloadConnector
-from sidestream.offload.copy import BlockMemory
-from sidestream.offload.costs import CostModel
-from sidestream.offload.tiers.base import PersistentTier
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import Ranks, joint_device, joint_executor
 from sidestream.ranks.messages import ToLeader, ToRank
@@ -40,7 +27,20 @@ from sidestream.schedule.limits import Limits
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.speculate import Proposer
-from sidestream.types import HOST, Tracer
+from sidestream_kv.device.base import Device
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.group import Group
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.kv.key_log import DeviceKeyLog, KeyLog
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.metrics import Metrics, Timeline
+from sidestream_kv.offload.connector import OffloadConnector
+from sidestream_kv.offload.copy import BlockMemory
+from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.tiers.base import PersistentTier
+from sidestream_kv.types import HOST, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ def _log_keys(events: KVEvents, rank: RankParts) -> DeviceKeyLog:
 def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metrics, tracer: Tracer | None) -> Device:
     if torch_device(config.device).type == CPU:
         return CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, tracer=tracer)
-    from sidestream.device.cuda import CudaDevice
+    from sidestream_kv.device.cuda import CudaDevice
 
     with contextlib.ExitStack() as undo:
         device = CudaDevice(timeline=timeline, metrics=metrics, tracer=tracer)

@@ -15,18 +15,19 @@ import torch
 
 from sidestream.attention.interface import AttentionSpec
 from sidestream.attention.registry import select_backend
-from sidestream.config import EngineConfig, EngineSizes, parse_bytes
-from sidestream.device.base import Device
-from sidestream.device.group import Group
-from sidestream.device.kinds import CPU, CUDA
+from sidestream.config import EngineConfig, EngineSizes
 from sidestream.engine.capacity import MAX_BLOCKS, num_states, pool_bytes
 from sidestream.errors import ConfigError
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, blocks_per_state
 from sidestream.runner.forward import ForwardModel
 from sidestream.runner.step_inputs import SHORT_TOKENS
 from sidestream.schedule.validation import Bounds
 from sidestream.speculate import NgramProposer, Proposer
+from sidestream_kv.config import parse_bytes
+from sidestream_kv.device.base import Device
+from sidestream_kv.device.group import Group
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import RESERVED_STATES, StateLayout, StateRegion, blocks_per_state
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestream.kv.state_layout import RESERVED_STATES
+from sidestream_kv.kv.state_layout import RESERVED_STATES
 
 # Largest default number of blocks. The pool keeps Python objects for each block, and a large GPU holds ten million
 # blocks of a tiny model.

@@ -26,7 +26,8 @@ from sidestream.engine.serving_state import ServingState
 from sidestream.errors import ConfigError, DeviceLost, EngineStopped
 from sidestream.schedule.request import Request
 from sidestream.schedule.validation import CheckedRequest, RequestChecker
-from sidestream.types import Health, Key
+from sidestream.types import Health
+from sidestream_kv.types import Key
 
 # Polling interval of reset_cache().
 _FORGETTING_POLL_S = 0.0005

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from sidestream.device.channel import Bell
+from sidestream_kv.device.channel import Bell
 
 Message = Callable[[], None]
 

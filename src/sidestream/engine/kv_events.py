@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sidestream.config import KVEventsConfig
-from sidestream.device.channel import Bell
-from sidestream.kv.key_log import KeyChange, KeyLog, KeysCleared, KeysRemoved, KeysStored
-from sidestream.metrics import Metrics
-from sidestream.types import DEVICE, HOST, Key
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.kv.key_log import KeyChange, KeyLog, KeysCleared, KeysRemoved, KeysStored
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.types import DEVICE, HOST, Key
 
 if TYPE_CHECKING:
     from sidestream.engine.kv_sockets import KVEventSockets

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
-from sidestream.metrics import Metrics
-from sidestream.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
-from sidestream.offload.messages import Promoted, StoreAgain
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.types import Fence, Key
+from sidestream_kv.device.base import Device
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
+from sidestream_kv.offload.messages import Promoted, StoreAgain
+from sidestream_kv.types import Fence, Key
 
 
 class Listener:

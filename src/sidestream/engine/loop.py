@@ -19,7 +19,8 @@ from sidestream.engine.watchdog import Watchdog
 from sidestream.engine.weights import WeightUpdates
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
-from sidestream.types import LayerGates, StepPlan
+from sidestream.types import StepPlan
+from sidestream_kv.types import LayerGates
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class StepLoop:
         parts, gates = self._parts, LayerGates()
         if parts.transfers is not None:
             parts.transfers.submit(plan.transfers)  # rule: loads-are-submitted-before-their-step-is-gated
-            gates = parts.transfers.gates(plan.batch)
+            gates = parts.transfers.gates(plan.batch.prefill_requests())
         if not plan.batch.num_rows:
             return None
         step = parts.executor.launch(self._self_check.choose(plan.batch), after=plan.after, gates=gates)

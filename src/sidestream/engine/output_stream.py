@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sidestream.engine.serving_state import ServingState
-from sidestream.metrics import Metrics
 from sidestream.schedule.commit import RowOutput
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.types import CachedTokens, Delta, RequestId, RowResult
+from sidestream.types import CachedTokens, Delta, RowResult
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.types import RequestId
 
 logger = logging.getLogger(__name__)
 

@@ -16,20 +16,18 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.registry import select_backend
-from sidestream.device.base import Device, Memory
-from sidestream.device.group import Group
 from sidestream.engine.build_plan import BuildPlan, ServableModel
 from sidestream.engine.warm_up import make_ready
 from sidestream.errors import ConfigError
-from sidestream.kv.pool import FencedPool
-from sidestream.offload.tiers.base import PersistentTier, TierContext
-from sidestream.offload.tiers.host import HostTier
-from sidestream.offload.tiers.registry import open_tiers, share_of_rank
-from sidestream.offload.tiers.stack import TierStack
 from sidestream.ops.registry import select_ops
 from sidestream.ranks.shared_entries import keep_shared
 from sidestream.runner.executor import Executor
-from sidestream.types import HOST
+from sidestream_kv.device.base import Device, Memory
+from sidestream_kv.device.group import Group
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.offload.tiers.base import PersistentTier, TierContext
+from sidestream_kv.offload.tiers.registry import share_of_rank
+from sidestream_kv.offload.tiers.stack import TierStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +95,11 @@ def _open_tiers(plan: BuildPlan, device: Device, given: Mapping[str, PersistentT
         )
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
-    slots = offload.host_bytes // layout.block_bytes
-    memory = device.allocate_host(HOST, slots * layout.block_bytes, item_bytes=layout.block_bytes)
-    host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=device.tracer)
-    if given is None:
-        given = open_tiers(offload, TierContext(layout, _tier_fingerprint(plan.model), device.tracer))
-        if group is not None:
-            _keep_shared(given, group, device.torch_device)
-    return TierStack(host, given)
+    context = TierContext(layout, _tier_fingerprint(plan.model), device.tracer)
+    stack = TierStack.open(offload, device, context, persistent=given)
+    if given is None and group is not None:
+        _keep_shared(stack.persistent, group, device.torch_device)
+    return stack
 
 
 def _keep_shared(tiers: Mapping[str, PersistentTier], group: Group, device: torch.device) -> None:

@@ -6,10 +6,10 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 
-from sidestream.metrics import Metrics
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Compared
 from sidestream.types import BatchPlan, RowPlan
+from sidestream_kv.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

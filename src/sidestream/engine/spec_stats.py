@@ -7,9 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from sidestream.metrics import Metrics
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Delivered
+from sidestream_kv.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from sidestream.config import SamplingParams
 from sidestream.engine.build_plan import BuildPlan, ServableModel
 from sidestream.errors import DeviceLost, OutOfDeviceMemory
-from sidestream.kv.pool import FencedPool
-from sidestream.offload.loads import layers_per_group
 from sidestream.runner.executor import Executor
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.speculate import Proposer
 from sidestream.types import BatchPlan, RowPlan, RowStart, SamplingSpec, StateIds
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.offload.loads import layers_per_group
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from sidestream.models.adapter import PagedModel

@@ -7,11 +7,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout
-from sidestream.offload.connector import OffloadConnector
 from sidestream.schedule.scheduler import Scheduler
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
+from sidestream_kv.offload.connector import OffloadConnector
 
 
 class WeightUpdates:

@@ -15,11 +15,11 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from sidestream.attention.interface import Attended, AttentionBatch
 from sidestream.attention.states import StateBatch
-from sidestream.device.kinds import on_host
 from sidestream.errors import InvariantError, ModelError
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout
 from sidestream.models.recurrent import StatefulLayers, number_attention_layers
+from sidestream_kv.device.kinds import on_host
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
 
 PAGED = "sidestream_paged"
 

@@ -33,9 +33,9 @@ from typing import Protocol
 
 from safetensors import SafetensorError
 
-from sidestream.config import unknown_name
 from sidestream.errors import ModelError
 from sidestream.models.directory import check_config, check_directory, is_hub_id, local_directory, name_of
+from sidestream_kv.config import unknown_name
 
 MARKER = "sidestream.json"
 """Name of the file that is written last into a prepared directory. It holds the recipe's number, and the size and

@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sidestream.errors import ModelError
-from sidestream.kv.layout import DTYPE_BYTES, KVLayout
-from sidestream.kv.state_layout import StateLayout
 from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
+from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 # More types of layers in models with recurrent state. Some have state, some have state and attention, some neither.

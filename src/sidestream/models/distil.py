@@ -20,12 +20,12 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from sidestream.config import MOST_DRAFTS
-from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError
 from sidestream.models.directory import check_config, local_directory, name_of
 from sidestream.models.loader import naming_model, read_config, read_module
 from sidestream.models.mtp import MtpHead
 from sidestream.models.weights import check_files
+from sidestream_kv.device.kinds import on_gpu
 
 # Number of positions whose logits are computed at once. It bounds memory: a position has a logit for every token.
 _PIECE = 2048

@@ -11,7 +11,7 @@ import xxhash
 
 from sidestream.attention.interface import KVShape
 from sidestream.errors import ModelError
-from sidestream.kv.layout import DTYPE_BYTES
+from sidestream_kv.kv.layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from sidestream.models.adapter import PagedModel

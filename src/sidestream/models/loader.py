@@ -19,12 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sidestream.checkpoint_files import CONFIG
-from sidestream.config import default_block_tokens, unknown_name
-from sidestream.device.group import Group
-from sidestream.device.kinds import CPU, on_gpu, on_host
-from sidestream.device.thread_limits import refused_threads_named
+from sidestream.config import default_block_tokens
 from sidestream.errors import ConfigError, ModelError, ProcessFailed
-from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
 from sidestream.models.compile_cache import use_compile_cache
@@ -50,6 +46,11 @@ from sidestream.models.weights import (
     pack_linears,
     stored_dtype_and_bytes,
 )
+from sidestream_kv.config import unknown_name
+from sidestream_kv.device.group import Group
+from sidestream_kv.device.kinds import CPU, on_gpu, on_host
+from sidestream_kv.device.thread_limits import refused_threads_named
+from sidestream_kv.kv.layout import DTYPE_BYTES
 
 logger = logging.getLogger(__name__)
 

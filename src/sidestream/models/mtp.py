@@ -29,12 +29,12 @@ from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBatch
 from sidestream.checkpoint_files import check_regular, read_json
-from sidestream.device.kinds import CPU, on_host
 from sidestream.errors import ModelError
 from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
 from sidestream.models.directory import local_directory
 from sidestream.models.recurrent import number_attention_layers
 from sidestream.models.weights import digest_of_files, pack_linears
+from sidestream_kv.device.kinds import CPU, on_host
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from sidestream.device.machine import memory_bytes
-from sidestream.kv.layout import DTYPE_BYTES
+from sidestream_kv.device.machine import memory_bytes
+from sidestream_kv.kv.layout import DTYPE_BYTES
 
 # Largest accepted time relative to float32. On CPUs with native instructions, bfloat16 is about twice as fast as
 # float32; on other CPUs, it is slower by a factor of 2.5 to 5. No measured CPU was in between.

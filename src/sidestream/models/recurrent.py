@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from sidestream.attention.states import Kernels, Part, StateBatch, States
-from sidestream.device.kinds import on_gpu
 from sidestream.errors import ModelError
-from sidestream.kv.layout import DTYPE_BYTES
-from sidestream.kv.state_layout import StateLayout, StateTensor
 from sidestream.models.gpu_functions import keep_kernels_on_gpu
+from sidestream_kv.device.kinds import on_gpu
+from sidestream_kv.kv.layout import DTYPE_BYTES
+from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
 _KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state"})
 _ATTENDS = frozenset({"ALL_ATTENTION_FUNCTIONS"})

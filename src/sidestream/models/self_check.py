@@ -29,10 +29,10 @@ from sidestream.attention.interface import AttentionBackend, AttentionBatch, Att
 from sidestream.attention.registry import select_backend
 from sidestream.attention.states import StateBatch, StatePool
 from sidestream.errors import ModelError
-from sidestream.kv.state_layout import RESERVED_STATES
 from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, paged_attention_hook
 from sidestream.models.config_checks import max_positions
 from sidestream.models.recurrent import Compute, Observer
+from sidestream_kv.kv.state_layout import RESERVED_STATES
 
 # Bound of a layer's attention: root mean square of the difference, divided by the root mean square of the output.
 # Largest values for SmolLM2-135M and tiny models of 80 families, at any depth: 3e-7, 2.4e-4 and 1.9e-3.

@@ -20,10 +20,10 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from sidestream.device.group import Group
 from sidestream.errors import ModelError
 from sidestream.models.recurrent import skeleton
 from sidestream.models.self_check import REPLAY_BOUNDS
+from sidestream_kv.device.group import Group
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from torch import nn
 
 from sidestream.checkpoint_files import INDEX, check_regular, read_json
-from sidestream.device.kinds import on_host
 from sidestream.errors import ModelError
 from sidestream.models.checkpoint_tensors import StoredTensor, check_tensors, joined, tensors_of
 from sidestream.models.directory import WEIGHTS, check_weights_exist
+from sidestream_kv.device.kinds import on_host
 
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 

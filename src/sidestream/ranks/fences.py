@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from sidestream.errors import DeviceLost
-from sidestream.types import Fence, LayerGates
+from sidestream_kv.types import Fence, LayerGates
 
 FenceName = tuple[str, int]
 """A stream, and the number of a piece of work: rank 0 numbers the work that it sends for each stream, from 1."""

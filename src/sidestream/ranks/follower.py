@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from sidestream.device.base import CopyBatch, Device, Memory, Rest, Stream
 from sidestream.errors import InvariantError, SidestreamError
-from sidestream.offload.tiers.base import PersistentTier
-from sidestream.offload.tiers.host import HostTier
-from sidestream.offload.tiers.index import Entry, WriteGrant
-from sidestream.offload.tiers.stack import TierStack
 from sidestream.ranks.fences import FenceName
 from sidestream.ranks.leader import COMPUTE
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, Step, StepDecoder, TierRead, TierWrite
 from sidestream.ranks.messages import ToLeader as Report
 from sidestream.ranks.messages import ToRank as Message
 from sidestream.runner.executor import MAX_STEPS, Executor
-from sidestream.types import Access, Fence, LayerGates
+from sidestream_kv.device.base import CopyBatch, Device, Memory, Rest, Stream
+from sidestream_kv.offload.tiers.base import PersistentTier
+from sidestream_kv.offload.tiers.host import HostTier
+from sidestream_kv.offload.tiers.index import Entry, WriteGrant
+from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.types import Access, Fence, LayerGates
 
 # Polling interval for host memory that is being pinned.
 _GROWTH_POLL_S = 0.05

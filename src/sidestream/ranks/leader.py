@@ -15,15 +15,16 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from sidestream import errors
-from sidestream.device.base import CopyBatch, Device, HostThread, Memory, Rest, Stream, no_accesses
-from sidestream.device.channel import Bell
 from sidestream.errors import DeviceError, DeviceLost, InvariantError, SidestreamError
-from sidestream.offload.tier_io import TierWork
 from sidestream.ranks.fences import FenceName, JointFence, Progress, local_fence, local_gates, names_of
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, StepEncoder, TierRead, TierWrite, ToLeader
 from sidestream.ranks.messages import ToRank as Message
 from sidestream.runner.executor import Executor, LaunchedStep
-from sidestream.types import HOST, Accesses, BatchPlan, Fence, LayerGates
+from sidestream.types import BatchPlan
+from sidestream_kv.device.base import CopyBatch, Device, HostThread, Memory, Rest, Stream, no_accesses
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.offload.tier_io import TierWork
+from sidestream_kv.types import HOST, Accesses, Fence, LayerGates
 
 COMPUTE = "compute"
 """The stream of steps."""

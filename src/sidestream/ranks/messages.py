@@ -12,7 +12,8 @@ import msgspec
 
 from sidestream.errors import InvariantError
 from sidestream.ranks.fences import FenceName, names_of
-from sidestream.types import BatchPlan, Fence, LayerGates, RowColumns, RowStart, StateIds
+from sidestream.types import BatchPlan, RowColumns, RowStart, StateIds
+from sidestream_kv.types import Fence, LayerGates
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sidestream.device.group import Group
-from sidestream.offload.tiers.index import Entry, TierIndex
+from sidestream_kv.device.group import Group
+from sidestream_kv.offload.tiers.index import Entry, TierIndex
 
 _SERIAL_BYTES = 8
 

@@ -17,14 +17,9 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.states import DraftInputs, StatePool
-from sidestream.device.base import Device, Memory, Stream
-from sidestream.device.group import Group
-from sidestream.device.kinds import on_host
 from sidestream.errors import DeviceLost
-from sidestream.kv.accesses import StepAccesses
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateRegion
 from sidestream.ops import Ops, TorchOps
+from sidestream.runner.accesses import StepAccesses
 from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs, Tell
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
@@ -44,7 +39,13 @@ from sidestream.runner.step_inputs import (
 )
 from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan
+from sidestream.types import BatchPlan, RowPlan
+from sidestream_kv.device.base import Device, Memory, Stream
+from sidestream_kv.device.group import Group
+from sidestream_kv.device.kinds import on_host
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateRegion
+from sidestream_kv.types import Access, Fence, LayerGates
 
 MAX_STEPS = 3
 """Largest number of steps whose host memory is in use: one step runs, the next one is being launched, and the host

@@ -14,16 +14,16 @@ from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, ungated
 from sidestream.attention.states import StateBatch, StatePool
-from sidestream.device.base import Stream
-from sidestream.device.group import Group
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout
 from sidestream.ops import Ops
 from sidestream.ops.interface import PackedRows
 from sidestream.runner.hidden_states import HiddenStates
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import SHORT_TOKENS, StepInputs
 from sidestream.speculate import Context, Proposer, StepTokens
+from sidestream_kv.device.base import Stream
+from sidestream_kv.device.group import Group
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
 
 Left = Callable[[Tensor], None]
 

@@ -17,16 +17,17 @@ from typing import Any, Protocol
 import torch
 
 from sidestream.attention.interface import ungated
-from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
-from sidestream.kv.accesses import StepAccesses
+from sidestream.runner.accesses import StepAccesses
 from sidestream.runner.forward import Forward, ForwardOutput
 from sidestream.runner.mailbox import Mailbox
 from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import GraphKey, Numbers, StepInputs, keys_that_fit, pack
 from sidestream.runner.upload import Uploads
-from sidestream.types import Access, BatchPlan, LayerGates
+from sidestream.types import BatchPlan
+from sidestream_kv.device.base import Device, Graph, Stream
+from sidestream_kv.types import Access, LayerGates
 
 logger = logging.getLogger(__name__)
 

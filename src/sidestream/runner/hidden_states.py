@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sidestream.kv.layout import KVLayout
 from sidestream.ops import Ops
 from sidestream.ops.interface import FROM_SLOT, ZEROS, PackedRows
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowPlan
+from sidestream_kv.kv.layout import KVLayout
 
 
 def origin_of(row: RowPlan, block_tokens: int) -> int:

@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sidestream.device.base import Device, Memory, Stream
 from sidestream.errors import InvariantError
-from sidestream.kv.pool import FencedPool, Lease
 from sidestream.runner.sampler import TOP_LOGPROBS, SamplerOutput
 from sidestream.runner.second_run import Differences
-from sidestream.types import Access, Fence, RowResult, TokenLogprob, Tracer
+from sidestream.types import RowResult, TokenLogprob
+from sidestream_kv.device.base import Device, Memory, Stream
+from sidestream_kv.kv.pool import FencedPool, Lease
+from sidestream_kv.types import Access, Fence, Tracer
 
 MEMORY = "mailbox"
 _ALIGNMENT = 64

@@ -30,13 +30,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sidestream.device.group import Group
 from sidestream.errors import InvariantError
 from sidestream.ops import Ops
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.state import DecodeState, SlotSampling
 from sidestream.runner.step_inputs import InputSizes, StepInputs
 from sidestream.types import BatchPlan, RowColumns, RowPlan, SamplingSpec
+from sidestream_kv.device.group import Group
 
 # Requests may ask for 0 to 20 log-probabilities. A step always computes 20, so that which of several equal values a row
 # gets does not depend on other rows.

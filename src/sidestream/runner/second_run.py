@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sidestream.device.base import Stream
 from sidestream.errors import InvariantError
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import InputSizes, StepInputs
 from sidestream.types import BatchPlan
+from sidestream_kv.device.base import Stream
 
 Run = Callable[[], tuple[StepInputs, ForwardOutput]]
 _BITS = {2: torch.int16, 4: torch.int32}

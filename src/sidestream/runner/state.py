@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sidestream.device.kinds import CPU
 from sidestream.errors import InvariantError
 from sidestream.ops.interface import SlotTensors
 from sidestream.ops.rules import COLUMNS, SamplingTensors, sampling_row
 from sidestream.runner.upload import Uploads
 from sidestream.types import RowStart, SamplingSpec
+from sidestream_kv.device.kinds import CPU
 
 
 @dataclass(frozen=True, slots=True)

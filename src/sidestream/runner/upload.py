@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sidestream.device.base import Device
-from sidestream.device.kinds import CPU, SIM, on_host
-from sidestream.types import Access
+from sidestream_kv.device.base import Device
+from sidestream_kv.device.kinds import CPU, SIM, on_host
+from sidestream_kv.types import Access
 
 MEMORY = "uploads"
 _REGION_BYTES = 1 << 20

@@ -15,7 +15,7 @@ from sidestream.schedule.request import Request, State
 from sidestream.schedule.reuse import Reuse, ReuseFinder
 from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import TierLoads
-from sidestream.types import LoadPlan
+from sidestream_kv.types import LoadPlan
 
 
 class Admission:

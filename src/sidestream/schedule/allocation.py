@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidestream.kv.pool import FencedPool
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.request import Request
@@ -14,7 +13,9 @@ from sidestream.schedule.reuse import Reuse
 from sidestream.schedule.states import RequestStates, StateCache
 from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import TierView
-from sidestream.types import BlockId, Fence, Key, StateIds
+from sidestream.types import StateIds
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.types import BlockId, Fence, Key
 
 
 class Allocator:

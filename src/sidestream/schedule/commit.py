@@ -13,7 +13,8 @@ from sidestream.schedule.queues import RequestQueues
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.schedule.states import StateCache
-from sidestream.types import BatchPlan, BlockId, Fence, Key, RowResult, StorePlan
+from sidestream.types import BatchPlan, RowResult
+from sidestream_kv.types import BlockId, Fence, Key, StorePlan
 
 RowOutput = tuple[Request, RowResult, int, str | None]
 """A request, its result, the number of committed tokens of the result, and the finish reason (None: the request

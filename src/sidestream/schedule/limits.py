@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidestream.kv.layout import blocks_before_window
+from sidestream_kv.kv.layout import blocks_before_window
 
 # Prompt tokens that a step may compute whatever the target of the gap: with fewer, a step takes nearly as long.
 _LEAST_PREFILL = 256

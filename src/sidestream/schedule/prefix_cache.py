@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.kv.key_log import DeviceKeyLog
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.pool import FencedPool, Lease
 from sidestream.schedule.chunking import reusable_tokens
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request
 from sidestream.schedule.states import StateCache
-from sidestream.types import BlockId, Fence, Key, RequestId, StorePlan
+from sidestream_kv.kv.key_log import DeviceKeyLog
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.pool import FencedPool, Lease
+from sidestream_kv.types import BlockId, Fence, Key, RequestId, StorePlan
 
 
 class PrefixCache:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sidestream.schedule.request import Request, State
-from sidestream.types import BatchPlan, RequestId
+from sidestream.types import BatchPlan
+from sidestream_kv.types import RequestId
 
 
 class RequestQueues:

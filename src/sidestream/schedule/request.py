@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sidestream.kv.pool import Lease
 from sidestream.schedule.states import RequestStates, Turns
-from sidestream.types import BlockId, CachedTokens, Fence, Key, RequestId, SamplingSpec
+from sidestream.types import CachedTokens, SamplingSpec
+from sidestream_kv.kv.pool import Lease
+from sidestream_kv.types import BlockId, Fence, Key, RequestId
 
 
 class State(Enum):

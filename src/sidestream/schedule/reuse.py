@@ -19,7 +19,7 @@ from sidestream.schedule.prefix_cache import PrefixCache
 from sidestream.schedule.request import Request
 from sidestream.schedule.states import Source, StateCache
 from sidestream.schedule.tiers import TierLoads
-from sidestream.types import BlockId, Key
+from sidestream_kv.types import BlockId, Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.errors import InvariantError
-from sidestream.kv.key_log import DeviceKeyLog
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.pool import FencedPool, Lease
-from sidestream.kv.state_layout import StateRegion
 from sidestream.schedule.admission import Admission
 from sidestream.schedule.allocation import Allocator
 from sidestream.schedule.commit import Committed, Committer
@@ -42,7 +38,12 @@ from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.schedule.states import StateCache
 from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import NoTiers, TierLoads, TierView
-from sidestream.types import BatchPlan, Fence, Key, RequestId, RowResult, StepPlan, StorePlan, TransferPlan
+from sidestream.types import BatchPlan, RowResult, StepPlan
+from sidestream_kv.kv.key_log import DeviceKeyLog
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.pool import FencedPool, Lease
+from sidestream_kv.kv.state_layout import StateRegion
+from sidestream_kv.types import Fence, Key, RequestId, StorePlan, TransferPlan
 
 
 class Scheduler:

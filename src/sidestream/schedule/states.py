@@ -19,11 +19,12 @@ from operator import itemgetter
 from typing import Protocol
 
 from sidestream.errors import InvariantError
-from sidestream.kv.pool import FencedPool, Lease
-from sidestream.kv.state_layout import StateRegion
 from sidestream.schedule.chunking import reusable_tokens
 from sidestream.schedule.limits import Limits
-from sidestream.types import BlockId, Fence, Key, StateIds, StorePlan
+from sidestream.types import StateIds
+from sidestream_kv.kv.pool import FencedPool, Lease
+from sidestream_kv.kv.state_layout import StateRegion
+from sidestream_kv.types import BlockId, Fence, Key, StorePlan
 
 # Makes the keys of a checkpoint's parts differ from the keys of blocks. The number of the part is added in the last
 # bytes, which are zero here.

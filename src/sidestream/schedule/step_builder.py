@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from sidestream.schedule.request import Request
-from sidestream.types import BatchPlan, Fence, RowPlan, StepPlan, TransferPlan
+from sidestream.types import BatchPlan, RowPlan, StepPlan
+from sidestream_kv.types import Fence, TransferPlan
 
 
 @dataclass(slots=True)

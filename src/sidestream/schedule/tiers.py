@@ -13,7 +13,8 @@ from sidestream.schedule.queues import RequestQueues
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.states import Source
 from sidestream.schedule.step_builder import StepBuilder
-from sidestream.types import DEVICE, HOST, CachedTokens, Fence, Key, PromotePlan, RequestId
+from sidestream.types import CachedTokens
+from sidestream_kv.types import DEVICE, HOST, Fence, Key, PromotePlan, RequestId
 
 
 class TierView(Protocol):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sidestream.config import MOST_SALT_CHARS, SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
-from sidestream.types import Key
+from sidestream_kv.types import Key
 
 _PRIORITY_BOUND = 1 << 63
 

@@ -15,7 +15,6 @@ import msgspec
 
 from sidestream.client.pulse import PULSE_S
 from sidestream.client.remote import RemoteClient
-from sidestream.device.thread_limits import refused_threads_named
 from sidestream.errors import SidestreamError
 from sidestream.front_end import FrontEnd
 from sidestream.garbage import freeze_gc_heap
@@ -25,6 +24,7 @@ from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, R
 from sidestream.server.run import RunningServer, serve
 from sidestream.server.text_work import ProcessBounds, TextWork
 from sidestream.tokenizer import Tokenizer
+from sidestream_kv.device.thread_limits import refused_threads_named
 
 log = logging.getLogger("sidestream.server")
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from sidestream.config import SamplingParams
-from sidestream.metrics import MetricsSnapshot
 from sidestream.text import TokenizerLike
 from sidestream.types import Delta, Health
+from sidestream_kv.metrics import MetricsSnapshot
 
 
 class Backend(Protocol):

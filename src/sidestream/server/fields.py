@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
 
-from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, unknown_name
+from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.server.body import parse_json, parse_object
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.text import TokenizerLike
+from sidestream_kv.config import unknown_name
 
 Api = Literal["chat", "text"]
 _ApiFields = TypeVar("_ApiFields", bound="_Fields")

@@ -9,8 +9,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sidestream.metrics import METRICS, MetricsSnapshot
-from sidestream.metrics.counters import Declared, HistogramValue, Labels
+from sidestream_kv.metrics import METRICS, MetricsSnapshot
+from sidestream_kv.metrics.counters import Declared, HistogramValue, Labels
 
 __all__ = ["CONTENT_TYPE_LATEST", "render"]
 

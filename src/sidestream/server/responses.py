@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sidestream.errors import InvariantError
-from sidestream.offload.tiers.registry import names
 from sidestream.server.fields import Api
 from sidestream.text import Detokenizer
 from sidestream.types import Delta, TokenLogprob
+from sidestream_kv.offload.tiers.registry import names
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ To check another KV offloading implementation:
 2. `sidestream.testing.explore.explore(program)` runs it in many orders and prints the first finding as a short
    interleaving; `replay` repeats a schedule.
 
-Report leases through `device.tracer`: `backed`, `took`, `released` and `published` (see `sidestream.types.Tracer`).
+Report leases through `device.tracer`: `backed`, `took`, `released` and `published` (see `sidestream_kv.types.Tracer`).
 Without these calls, the checker checks only accesses. `examples/two_stream_offloader.py` and the programs in
 `examples/races` are complete.
 """

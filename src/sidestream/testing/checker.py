@@ -1,6 +1,6 @@
 """Finds races and lease errors, even if they had no effect in this run.
 
-A checker is a tracer (`sidestream.types.Tracer`): devices and pools report each submission, wait and lease to it. It
+A checker is a tracer (`sidestream_kv.types.Tracer`): devices and pools report each submission, wait and lease to it. It
 computes the happens-before relation with vector clocks, one for each stream and one for the host. It keeps its own
 records of bytes and leases, so an error in a pool's records cannot hide a finding. Called from any thread.
 
@@ -28,14 +28,14 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
-from sidestream.device.sim import SimDevice, make_policy
 from sidestream.testing.findings import Finding, Report
 from sidestream.testing.guard import Guard
 from sidestream.testing.leases import Dying, Leases, settle
 from sidestream.testing.memories import Memories
 from sidestream.testing.order import Order
 from sidestream.testing.shadow import calling_site, learn
-from sidestream.types import Access, Accesses, Fence, Key
+from sidestream.testing.sim import SimDevice, make_policy
+from sidestream_kv.types import Access, Accesses, Fence, Key
 
 Poison = Callable[[str, int, int, Sequence[Fence]], None]
 

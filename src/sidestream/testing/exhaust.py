@@ -28,10 +28,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from sidestream.device.base import no_accesses
-from sidestream.device.sim import SimDevice
-from sidestream.device.sim.policies import HOST, Choice
-from sidestream.device.sim.turns import Actor
 from sidestream.errors import ConfigError
 from sidestream.testing import shadow
 from sidestream.testing.checker import Checker
@@ -46,8 +42,12 @@ from sidestream.testing.explore import (
     run_program,
     shrink,
 )
+from sidestream.testing.sim import SimDevice
+from sidestream.testing.sim.policies import HOST, Choice
+from sidestream.testing.sim.turns import Actor
 from sidestream.testing.trace import Recorder, TraceLine
-from sidestream.types import Access, Accesses, Fence
+from sidestream_kv.device.base import no_accesses
+from sidestream_kv.types import Access, Accesses, Fence
 
 LIMIT = 20_000
 """Default number of runs after which `exhaust` gives up."""

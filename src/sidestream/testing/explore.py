@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from sidestream.device.sim import Deadlock, Policy, SimDevice, make_policy
-from sidestream.device.sim.policies import HOST, Steered
 from sidestream.errors import ConfigError
 from sidestream.testing import shadow
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding
 from sidestream.testing.guard import Guard
+from sidestream.testing.sim import Deadlock, Policy, SimDevice, make_policy
+from sidestream.testing.sim.policies import HOST, Steered
 from sidestream.testing.steering import Watched, minimise
 from sidestream.testing.trace import Recorder, TraceLine, explain, render
-from sidestream.types import Fence
+from sidestream_kv.types import Fence
 
 Program = Callable[[SimDevice], object]
 
@@ -169,7 +169,7 @@ def explore(
 ) -> Exploration:
     """Run `program` under up to `schedules` schedules until one has a finding, and shrink that schedule. Blocks.
 
-    The policies take turns (see `sidestream.device.sim.policies`). The default is random, late, early, PCT
+    The policies take turns (see `sidestream.testing.sim.policies`). The default is random, late, early, PCT
     (probabilistic concurrency testing) of depth 2 and 3, and one policy for each stream or thread that runs it as late
     as possible. Schedule `n` has seed `seed + n`. The result depends only on the arguments. To make sure of that, a
     failing schedule is run again, and without one the first schedule: directly after itself, and after the last.

@@ -15,9 +15,9 @@ from typing import Any
 
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
-from sidestream.metrics import Metrics, MetricsSnapshot
 from sidestream.text import Detokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+from sidestream_kv.metrics import Metrics, MetricsSnapshot
 
 _NOTHING_CACHED = CachedTokens()
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sidestream.device.base import Stream
 from sidestream.errors import TierCorrupt, TierError, TierFull
-from sidestream.offload.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
-from sidestream.types import Key
+from sidestream_kv.device.base import Stream
+from sidestream_kv.offload.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
+from sidestream_kv.types import Key
 
 # An operation fails if its gate is not opened within this time, so that a faulty test does not hang.
 _PATIENCE_S = 30.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sidestream.testing.shadow import HOST, Cell, Clock, Item, Lease, Op, Pool, Shadow, Site
-from sidestream.types import Access
+from sidestream_kv.types import Access
 
 Where = tuple[str, int, int]
 """Memory, start and stop. For a pool without a memory: its name, the id, and the id + 1."""

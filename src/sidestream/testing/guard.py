@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.device.sim import POISON
-from sidestream.types import Access
+from sidestream.testing.sim import POISON
+from sidestream_kv.types import Access
 
 if TYPE_CHECKING:
     from sidestream.testing.checker import Checker
@@ -54,7 +54,7 @@ Range = tuple[_Arena, int, int, bool]
 
 
 class Guard:
-    """See `sidestream.device.sim.Guard`. Gets the declared accesses from `checker`, and reports findings to it."""
+    """See `sidestream.testing.sim.Guard`. Gets the declared accesses from `checker`, and reports findings to it."""
 
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
@@ -65,7 +65,7 @@ class Guard:
         checker.refuse_unknown()
 
     def allocate(self, name: str, num_bytes: int) -> Bytes:
-        """See `sidestream.device.sim.Guard`."""
+        """See `sidestream.testing.sim.Guard`."""
         start = self._arenas[-1].take(num_bytes) if self._arenas else None
         if start is None:
             self._arenas.append(_Arena(max(_ARENA_BYTES, num_bytes)))
@@ -76,7 +76,7 @@ class Guard:
         return arena.data[start : start + num_bytes]
 
     def enter(self, stream: str) -> None:
-        """See `sidestream.device.sim.Guard`."""
+        """See `sidestream.testing.sim.Guard`."""
         declared = self._checker.declared(stream)
         if declared is not self._known[0]:
             self._known = declared, self._ranges_of(declared)
@@ -91,7 +91,7 @@ class Guard:
             arena.data[: arena.used] = arena.shown[: arena.used]
 
     def leave(self, stream: str) -> None:
-        """See `sidestream.device.sim.Guard`."""
+        """See `sidestream.testing.sim.Guard`."""
         ranges, self._ranges = self._ranges, None
         if ranges is None:
             return
@@ -105,7 +105,7 @@ class Guard:
             arena.data[:used] = arena.saved[:used]
 
     def poison(self, name: str, start: int, stop: int) -> None:
-        """See `sidestream.device.sim.Guard`."""
+        """See `sidestream.testing.sim.Guard`."""
         arena, first, _ = self._places[name]
         content = arena.data if self._ranges is None else arena.saved
         content[first + start : first + stop] = POISON

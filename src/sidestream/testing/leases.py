@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from sidestream.testing.findings import Finding, Report
 from sidestream.testing.order import Order
 from sidestream.testing.shadow import Clock, Item, Lease, Op, Pool, Shadow, Site, Verdict
-from sidestream.types import Fence
+from sidestream_kv.types import Fence
 
 Dying = list[tuple[Pool, Item]]
 """Ids whose contents are dead: no work may read them once the fences in `Item.after` are done."""

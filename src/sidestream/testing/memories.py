@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from sidestream.testing.findings import Report
 from sidestream.testing.leases import Leases
 from sidestream.testing.shadow import Cell, Clock, Op, Read, Shadow, Written
-from sidestream.types import Access
+from sidestream_kv.types import Access
 
 
 class Memories:

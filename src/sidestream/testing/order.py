@@ -12,7 +12,7 @@ from collections import deque
 from itertools import takewhile
 
 from sidestream.testing.shadow import HOST, Clock, Op, Site, learn
-from sidestream.types import Fence
+from sidestream_kv.types import Fence
 
 
 class StreamClock:

@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
-from sidestream.config import unknown_name
-from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError
 from sidestream.models.adapter import PagedModel
 from sidestream.models.config_checks import parts_of
 from sidestream.tokenizer import Tokenizer
+from sidestream_kv.config import unknown_name
+from sidestream_kv.device.kinds import on_gpu
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 # This file is written last. A directory without it is incomplete.

@@ -18,14 +18,8 @@ from torch import Tensor
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.states import StateBatch
 from sidestream.config import EngineConfig
-from sidestream.device.base import Device, HostThread, Memory, Rest
-from sidestream.device.channel import Channel
-from sidestream.device.sim import SimDevice, SimStream
 from sidestream.engine.build import build_follower
 from sidestream.errors import DeviceLost
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout
-from sidestream.offload.tiers.base import PersistentTier
 from sidestream.ranks.fences import JointFence, Progress
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import KNOWN_S, Ranks
@@ -33,7 +27,13 @@ from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
 from sidestream.speculate import Context, Proposer
-from sidestream.types import Fence, Key
+from sidestream.testing.sim import SimDevice, SimStream
+from sidestream_kv.device.base import Device, HostThread, Memory, Rest
+from sidestream_kv.device.channel import Channel
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
+from sidestream_kv.offload.tiers.base import PersistentTier
+from sidestream_kv.types import Fence, Key
 
 
 class RankView:

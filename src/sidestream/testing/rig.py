@@ -12,18 +12,18 @@ from threading import Event
 
 import torch
 
-from sidestream.device.base import Device, Memory
-from sidestream.device.kinds import CUDA
 from sidestream.errors import DeviceError
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import FencedPool, Lease
-from sidestream.metrics import Metrics
-from sidestream.offload.connector import LoadFailed, OffloadConnector
-from sidestream.offload.copy import BlockMemory
-from sidestream.offload.costs import CostModel
-from sidestream.offload.tiers.host import HostTier
-from sidestream.offload.tiers.stack import TierStack
-from sidestream.types import Fence, Key, LoadPlan, StorePlan
+from sidestream_kv.device.base import Device, Memory
+from sidestream_kv.device.kinds import CUDA
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.pool import FencedPool, Lease
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.connector import LoadFailed, OffloadConnector
+from sidestream_kv.offload.copy import BlockMemory
+from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.tiers.host import HostTier
+from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.types import Fence, Key, LoadPlan, StorePlan
 
 # Longest wait between two polls for the end of transfers.
 _LOOK_AGAIN_S = 0.01

@@ -18,8 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 
-import sidestream.device
-from sidestream.types import Access, Fence
+import sidestream_kv.device
+from sidestream_kv.types import Access, Fence
 
 HOST = "host"
 
@@ -33,13 +33,11 @@ Site = tuple[CodeType, int]
 
 # Findings name the first caller outside these files as the call site.
 _TORCH = importlib.util.find_spec("torch")  # finds torch without the slow import
-_ROOM = Path(sidestream.device.__file__).parent
+_ROOM = Path(sidestream_kv.device.__file__).parent
 _PASSED_OVER = (
     str(_ROOM),
-    *(
-        str(_ROOM.parent / name)
-        for name in ("testing/checker.py", "testing/check_trace", "kv/pool.py", "offload/tiers/index.py")
-    ),
+    *(str(_ROOM.parent / name) for name in ("kv/pool.py", "offload/tiers/index.py")),
+    *(str(Path(__file__).parent / name) for name in ("checker.py", "check_trace", "sim")),
     *((_TORCH.submodule_search_locations if _TORCH is not None else None) or ()),
 )
 _hidden_files: dict[str, bool] = {}

@@ -1,5 +1,5 @@
 """Records the decisions at which a policy switches to another actor (host, stream or thread), and reduces a list of
-such switches. `sidestream.device.sim.policies.Steered` repeats a run from its switches (deviations).
+such switches. `sidestream.testing.sim.policies.Steered` repeats a run from its switches (deviations).
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sidestream.device.sim.policies import Choice, Policy
+from sidestream.testing.sim.policies import Choice, Policy
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@
         def open(self, context, *, capacity_blocks): ...
         def damage(self, tier, entry): ...
 
-The contract is `sidestream.offload.tiers.base.PersistentTier`; docs/tiers.md explains it.
+The contract is `sidestream_kv.offload.tiers.base.PersistentTier`; docs/tiers.md explains it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.errors import ConfigError, TierCorrupt, TierLost
-from sidestream.kv.layout import KVLayout
-from sidestream.offload.tiers.base import Entry, PersistentTier, TierContext
-from sidestream.types import Key
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers.base import Entry, PersistentTier, TierContext
+from sidestream_kv.types import Key
 
 _LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_tokens=8, dtype="float32")
 _CONTEXT = TierContext(_LAYOUT, "a model")

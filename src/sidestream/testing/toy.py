@@ -31,10 +31,10 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StateBatch, States
 from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout, StateTensor
 from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 
 _PRIME = (1 << 31) - 1
 _WRONG_DRAFTS = 4

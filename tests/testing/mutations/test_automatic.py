@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from sidestream.errors import ConfigError
-from sidestream.kv.pool import FencedPool, Lease
 from sidestream.testing.mutations.automatic import PLACES, Mutant, find_mutant, mutants, mutants_in
-from sidestream.testing.mutations.marks import PACKAGE
+from sidestream.testing.mutations.marks import PACKAGES, below_package
 from sidestream.testing.mutations.mechanism import changed_functions
 from sidestream.testing.mutations.mutant_tables import EQUIVALENT_MUTANTS, TESTS, paths_of
+from sidestream_kv.kv.pool import FencedPool, Lease
 
 TESTS_FOLDER = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def made(body: str, returns: str = "int") -> dict[str, str]:
 
 
 def in_room(text: str) -> list[Mutant]:
-    return list(mutants_in(PACKAGE / "kv" / "room.py", text))
+    return list(mutants_in(PACKAGES[1] / "kv" / "room.py", text))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_every_mutant_of_the_product_has_its_own_name_and_code() -> None:
     for name, mutant in found.items():
         assert re.fullmatch(r"auto:[\w.]+:[\w.]+:[a-z]+:\d+", name)
         assert mutant.before != mutant.after
-    places = {mutant.mark.path.relative_to(PACKAGE).parts[0] for mutant in found.values()}
+    places = {below_package(mutant.mark.path).parts[0] for mutant in found.values()}
     assert places == {Path(place).parts[0] for place in PLACES}
 
 

@@ -10,7 +10,7 @@ import pytest
 from rule_scan import uncovered, without_a_mutation
 
 from sidestream.testing.mutations import EQUIVALENT, EXEMPT, MUTATIONS
-from sidestream.testing.mutations.marks import PACKAGE
+from sidestream.testing.mutations.marks import below_package
 from sidestream.testing.mutations.sites import ROOMS, all_sites, sites_of
 
 
@@ -20,7 +20,7 @@ def test_every_wait_lease_check_and_publication_has_a_mutation_or_a_reason() -> 
 
 
 def test_every_room_has_sites() -> None:
-    with_sites = {site.path.relative_to(PACKAGE).parts[0] for site in all_sites()}
+    with_sites = {below_package(site.path).parts[0] for site in all_sites()}
     assert with_sites == set(ROOMS) - {"speculate"}  # proposers only compute
 
 

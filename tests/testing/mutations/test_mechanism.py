@@ -12,11 +12,11 @@ from types import ModuleType
 import pytest
 
 from sidestream.errors import InvariantError
-from sidestream.kv.pool import FencedPool, Lease
-from sidestream.kv.prefix import PrefixIndex
 from sidestream.testing.mutations import Change, Mutation, applied, find
 from sidestream.testing.mutations.marks import Mark, find_marks
 from sidestream.testing.mutations.operators import Become, Delete, Operator, Value
+from sidestream_kv.kv.pool import FencedPool, Lease
+from sidestream_kv.kv.prefix import PrefixIndex
 
 SOURCE = """\
 from contextlib import contextmanager

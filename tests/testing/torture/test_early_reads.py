@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sidestream.device.sim import make_policy
-from sidestream.device.sim.policies import HOST, Choice
 from sidestream.runner.second_run import SecondRun
 from sidestream.testing.mutations import applied, find
+from sidestream.testing.sim import make_policy
+from sidestream.testing.sim.policies import HOST, Choice
 from sidestream.testing.torture import Asked, Outcome, Reference, Workload, draw_workload, reference_of, run_schedule
 
 FIRST, OTHER = tuple(range(1, 22)), tuple(range(30, 60))

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.device.base import Memory
-from sidestream.device.cpu import CpuDevice
 from sidestream.errors import ConfigError
-from sidestream.kv.layout import KVLayout
 from sidestream.testing.mutations import MUTATIONS
 from sidestream.testing.rig import Rig
 from sidestream.testing.torture import ON_HARDWARE, hunt_device, torture_device
 from sidestream.testing.torture.hardware import NOT_ON_HARDWARE, WORLDS
 from sidestream.testing.torture.patterns import Found, Patterns, describe, stamp_of, wrong_slots
+from sidestream_kv.device.base import Memory
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.kv.layout import KVLayout
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]

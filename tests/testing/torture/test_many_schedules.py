@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from sidestream.device.sim.policies import Choice, Starve
+from sidestream.testing.sim.policies import Choice, Starve
 from sidestream.testing.torture import POLICIES, Report, draw_workload, reference_of, run_one, torture
 
 SCHEDULES = 2000

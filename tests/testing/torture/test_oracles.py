@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from sidestream.device.sim import make_policy
-from sidestream.device.sim.device import SimStream
 from sidestream.testing.mutations import Mutation, applied, find
 from sidestream.testing.mutations.marks import marks_in
 from sidestream.testing.mutations.operators import Append, Become, Operator, SetArgument, Value
+from sidestream.testing.sim import make_policy
+from sidestream.testing.sim.device import SimStream
 from sidestream.testing.torture import (
     ORACLES,
     Asked,

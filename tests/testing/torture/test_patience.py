@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sidestream.device.base import Rest
-from sidestream.offload.worker import OffloadWorker
 from sidestream.testing.torture import draw_workload, run_one
+from sidestream_kv.device.base import Rest
+from sidestream_kv.offload.worker import OffloadWorker
 
 # Stores of four answers with recurrent states, and their writes to disk, take 1,100 idle steps under `late`.
 SLOW = draw_workload(64039088)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sidestream.device.cpu import CpuDevice
 from sidestream.errors import ConfigError
 from sidestream.testing.torture.conversations import LENGTH, TURNS, Conversation, hold_conversations
 from sidestream.testing.torture.rank_engine import write_model
 from sidestream.testing.torture.rank_program import Meddling, meddle
 from sidestream.testing.torture.rank_service import RanksReport, _Asked, _Traffic, torture_ranks
 from sidestream.types import TokenLogprob
+from sidestream_kv.device.cpu import CpuDevice
 
 
 @pytest.fixture(scope="module")

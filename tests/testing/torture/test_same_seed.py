@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestream.device.sim import make_policy
+from sidestream.testing.sim import make_policy
 from sidestream.testing.torture import (
     POLICIES,
     Outcome,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.device.sim import make_policy
 from sidestream.engine.failures import Failures
 from sidestream.engine.loop import StepLoop
 from sidestream.errors import InvariantError
+from sidestream.testing.sim import make_policy
 from sidestream.testing.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
 from sidestream.testing.torture.script import Script, ScriptedDevice, _damage
 from sidestream.testing.torture.workload import DAMAGE, FAULTS_OF, EventKind, Operation

@@ -13,7 +13,7 @@ import torch
 from sidestream.attention.interface import AttentionSpec, BatchRows
 from sidestream.attention.triton.batch import DeviceBatch
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace
-from sidestream.device.kinds import on_gpu
+from sidestream_kv.device.kinds import on_gpu
 
 
 @dataclass(frozen=True, slots=True, eq=False)

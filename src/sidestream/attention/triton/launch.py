@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
-from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, InvariantError
+from sidestream_kv.device.kinds import on_gpu
 
 if TYPE_CHECKING:
     from sidestream.attention.triton.batch import DeviceBatch

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.attention.interface import KVShape
-from sidestream.device.kinds import on_host
 from sidestream.errors import ConfigError, InvariantError
+from sidestream_kv.device.kinds import on_host
 
 LONG_TOKENS = 512
 """In a step of at least this many tokens, a row with more than half of the step's tokens is a long chunk: its attention

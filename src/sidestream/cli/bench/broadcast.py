@@ -44,8 +44,9 @@ from sidestream.ranks.leader import joint_executor
 from sidestream.ranks.link import SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Begin, End, StepEncoder
 from sidestream.runner.executor import Executor
-from sidestream.types import BatchPlan, LayerGates, RowPlan
+from sidestream.types import BatchPlan, RowPlan
 from sidestream.version import VERSION
+from sidestream_kv.types import LayerGates
 
 WAYS = ("socket", "ring", "gloo", "byte")
 _ROWS = 32

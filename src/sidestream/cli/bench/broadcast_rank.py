@@ -15,14 +15,14 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from sidestream.device.group import Group, open_group
-from sidestream.device.kinds import CPU
 from sidestream.errors import ProcessFailed
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Step, StepDecoder, ToRank
 from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.types import BatchPlan
+from sidestream_kv.device.group import Group, open_group
+from sidestream_kv.device.kinds import CPU
 
 TIMEOUT_S = 120.0
 STEP_BYTE, END_BYTE = b"\1", b"\0"

@@ -27,9 +27,9 @@ from sidestream.cli.bench.report import Figure, publish
 from sidestream.cli.declare import Command, option, whole
 from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.progress import Steps
-from sidestream.config import unknown_name
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
+from sidestream_kv.config import unknown_name
+from sidestream_kv.device.kinds import CPU, CUDA
 
 _PARTS = {
     "prefill": "Prefill time of a prompt on a GPU, divided by the time of its matrix products alone.",
@@ -659,7 +659,7 @@ def speculative(
     whether tokens in float32 are equal with and without drafts.
     """
     from sidestream.cli.bench.speculative import measure
-    from sidestream.device.choice import torch_device
+    from sidestream_kv.device.choice import torch_device
 
     torch_device(device)
     _report(
@@ -708,8 +708,8 @@ def _report(
 
 
 def _dtype(model: str, dtype: str, device: str) -> str:
-    from sidestream.device.choice import torch_device
     from sidestream.models import precision_of
     from sidestream.models.catalog import resolve
+    from sidestream_kv.device.choice import torch_device
 
     return precision_of(resolve(model), dtype=dtype, device=torch_device(device)).dtype

@@ -8,7 +8,7 @@ from statistics import median
 from sidestream.cli.bench.baseline import Generate
 from sidestream.cli.bench.prompt_runs import ChildEngine
 from sidestream.cli.bench.report import Figure, at_least
-from sidestream.device.kinds import CPU
+from sidestream_kv.device.kinds import CPU
 
 _BATCH = 8
 _PROMPT_TOKENS = 32

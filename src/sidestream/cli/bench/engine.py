@@ -25,17 +25,18 @@ from sidestream.cli.bench.gpu import Link, stamp
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.bench.requests import Answer, ask, ask_at_once
 from sidestream.cli.bench.steps import StepClock
-from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig, unknown_name
-from sidestream.device.choice import torch_device
-from sidestream.device.kinds import CUDA
-from sidestream.device.machine import process_age_s
+from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.garbage import freeze_gc_heap
-from sidestream.kv.layout import KVLayout
 from sidestream.models.adapter import PagedModel
 from sidestream.ranks.leader import local_device, local_executor
 from sidestream.testing.random_models import random_model, random_module
+from sidestream_kv.config import OffloadConfig, unknown_name
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.kinds import CUDA
+from sidestream_kv.device.machine import process_age_s
+from sidestream_kv.kv.layout import KVLayout
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
 

@@ -12,11 +12,12 @@ from statistics import median
 
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.device.base import Stream
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import Lease
 from sidestream.testing.rig import Rig, busy, in_groups
-from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RowPlan, StorePlan, TransferPlan
+from sidestream.types import BatchPlan, RowPlan
+from sidestream_kv.device.base import Stream
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.pool import Lease
+from sidestream_kv.types import Fence, Key, LoadPlan, StorePlan, TransferPlan
 
 _STEP_S = 0.010
 # With 500 steps per request, two of a thousand requests start in each step; each loads 512 prompt tokens.
@@ -94,7 +95,7 @@ class _Steps:
         transfers = self._rig.transfers
         start = time.perf_counter()
         transfers.submit(plans)
-        transfers.gates(self._batch)
+        transfers.gates(self._batch.prefill_requests())
         submitted = time.perf_counter()
         launched = self._compute.submit(lambda: busy(self._rig.device, _STEP_S), label="step")
         polling = time.perf_counter()

@@ -8,11 +8,11 @@ import time
 
 import torch
 
-from sidestream.config import unknown_name
-from sidestream.device.base import Device, Memory
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
-from sidestream.kv.layout import KVLayout
+from sidestream_kv.config import unknown_name
+from sidestream_kv.device.base import Device, Memory
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.kv.layout import KVLayout
 
 QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
 """A block of 2.25 MiB, 64 KiB for each layer."""
@@ -21,12 +21,12 @@ QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tok
 def open_device(kind: str) -> Device:
     """Open and warm up a device of this kind. Raises ConfigError if this machine has none."""
     if kind == CPU:
-        from sidestream.device.cpu import CpuDevice
+        from sidestream_kv.device.cpu import CpuDevice
 
         return CpuDevice(compute_threads=1)
     if kind != CUDA:
         raise ConfigError(unknown_name("device", kind, (CPU, CUDA)))
-    from sidestream.device.cuda import CudaDevice
+    from sidestream_kv.device.cuda import CudaDevice
 
     device = CudaDevice()
     device.warm_up()
@@ -70,7 +70,7 @@ class Link:
 def stamp(device: Device, memory: Memory, start: int) -> None:
     """Enqueue a write of the device's clock, in ns, to host memory at `start`. Call inside a stream's work."""
     if device.kind == CUDA:
-        from sidestream.device.cuda.kernels import stamp as stamp_there
+        from sidestream_kv.device.cuda.kernels import stamp as stamp_there
 
         stamp_there(memory.data.data_ptr() + start)
     else:

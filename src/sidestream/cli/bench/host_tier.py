@@ -16,15 +16,16 @@ import numpy as np
 
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.bench.requests import ask_at_once
-from sidestream.config import EngineConfig, OffloadConfig, parse_bytes
-from sidestream.device.base import Device
-from sidestream.device.choice import torch_device
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.kinds import CPU, CUDA
-from sidestream.device.machine import process_age_s
+from sidestream.config import EngineConfig
 from sidestream.engine import build_engine
 from sidestream.errors import SidestreamError
 from sidestream.testing.random_models import random_model
+from sidestream_kv.config import OffloadConfig, parse_bytes
+from sidestream_kv.device.base import Device
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.device.machine import process_age_s
 
 _ITEM_BYTES = 36 * 64 << 10  # a block of Qwen3-8B
 _POLL_S = 0.005
@@ -77,7 +78,7 @@ def measure(*, device: str, shape: str, host: str, rounds: int, on_progress: Cal
 def _open(kind: str) -> Device:
     if kind == CPU:
         return CpuDevice()
-    from sidestream.device.cuda import CudaDevice
+    from sidestream_kv.device.cuda import CudaDevice
 
     return CudaDevice()
 

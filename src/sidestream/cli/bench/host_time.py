@@ -11,14 +11,15 @@ from statistics import median
 from typing import Any
 
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
-from sidestream.device.choice import torch_device
+from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
 from sidestream.garbage import freeze_gc_heap
 from sidestream.runner.executor import LaunchedStep
 from sidestream.testing.random_models import random_model
 from sidestream.types import BatchPlan, Delta
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.choice import torch_device
 
 _PROMPT_TOKENS = 48
 _PATIENCE_S = 300.0

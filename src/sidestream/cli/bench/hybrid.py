@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.device.kinds import CPU
+from sidestream_kv.device.kinds import CPU
 
 if TYPE_CHECKING:  # importing torch takes seconds
-    from sidestream.kv.pool import Lease
     from sidestream.llm import LLM, RequestOutput
+    from sidestream_kv.kv.pool import Lease
 
 _SEED = 1
 _WAVE = 20
@@ -140,7 +140,8 @@ def _again(
     model: Path, prompts: Sequence[Sequence[int]], directory: Path, drafts: int
 ) -> list[tuple[str, list[RequestOutput]]]:
     """The answers with KV from each tier, and with preemptions. `drafts`: number of drafts in each step."""
-    from sidestream.config import OffloadConfig, SpeculativeConfig
+    from sidestream.config import SpeculativeConfig
+    from sidestream_kv.config import OffloadConfig
 
     offload = OffloadConfig(host="64MiB", disk=directory, disk_capacity="256MiB")
     drafting = {"speculative": SpeculativeConfig(max_drafts=drafts, adaptive=False) if drafts else None}
@@ -194,9 +195,9 @@ def _reused_in_little_memory(model: Path) -> float:
     """Tokens from the cache in conversations that take turns, with a host tier that has room for their KV and two
     states of each, over those with a large host tier.
     """
-    from sidestream.config import OffloadConfig
-    from sidestream.kv.state_layout import blocks_per_state
     from sidestream.models.loader import cache_parts
+    from sidestream_kv.config import OffloadConfig
+    from sidestream_kv.kv.state_layout import blocks_per_state
 
     parts = cache_parts(str(model), block_tokens=_SMALL_BLOCK, dtype="float32")
     assert parts.state is not None

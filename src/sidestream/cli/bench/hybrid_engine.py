@@ -11,7 +11,7 @@ from statistics import median
 from sidestream.cli.bench.engine import ModelRig, Sizes, decode, ttft
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.config import EngineConfig, SpeculativeConfig, default_block_tokens
-from sidestream.device.kinds import CUDA
+from sidestream_kv.device.kinds import CUDA
 
 _DRAFTS = 3
 _VERIFIED_ROWS = 8

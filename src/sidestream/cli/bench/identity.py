@@ -15,11 +15,12 @@ import torch
 
 from sidestream.cli.bench.report import Bound, Figure, at_least
 from sidestream.cli.bench.requests import Answer, ask_at_once
-from sidestream.config import EngineConfig, OffloadConfig
-from sidestream.device.choice import torch_device
-from sidestream.device.kinds import CUDA
+from sidestream.config import EngineConfig
 from sidestream.engine import build_engine
 from sidestream.testing.random_models import random_model
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.kinds import CUDA
 
 # Changes of the default options. An engine with each change is compared with an engine of default options.
 _VARIANTS: dict[str, dict[str, Any]] = {

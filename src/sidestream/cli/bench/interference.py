@@ -15,11 +15,11 @@ import torch
 
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.device.base import Device, Stream
-from sidestream.device.kinds import CUDA
-from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
-from sidestream.types import Fence
+from sidestream_kv.device.base import Device, Stream
+from sidestream_kv.device.kinds import CUDA
+from sidestream_kv.offload.copy import layers_batch
+from sidestream_kv.types import Fence
 
 _LAYERS, _ROWS = 36, 32
 # Input and output widths of the projections of one layer of Qwen3-8B.
@@ -92,7 +92,7 @@ def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Ca
 
     if small:
         return [("decode", lambda: stream.submit(decode), 5), ("matmul", lambda: stream.submit(multiply), 5)]
-    from sidestream.device.cuda import CudaStream
+    from sidestream_kv.device.cuda import CudaStream
 
     assert isinstance(stream, CudaStream)
     device.wait_host(stream.submit(decode), reason="benchmark")  # the first call creates handles and workspaces
@@ -203,7 +203,7 @@ class _Kernel:
 
     def top_up(self) -> None:
         """Launch another copy when only one copy is pending."""
-        from sidestream.device.cuda import CudaStream
+        from sidestream_kv.device.cuda import CudaStream
 
         stream = self._stream
         assert isinstance(stream, CudaStream)

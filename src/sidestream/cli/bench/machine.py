@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from sidestream.config import default_block_tokens
 
 if TYPE_CHECKING:
-    from sidestream.device.base import CopyBatch, Device
-    from sidestream.offload.tiers.disk import DiskTier
+    from sidestream_kv.device.base import CopyBatch, Device
+    from sidestream_kv.offload.tiers.disk import DiskTier
 
 _MIB = 1 << 20
 _COPY_BYTES = 64 * _MIB
@@ -47,10 +47,10 @@ def copy_speeds(kind: str) -> tuple[float, float]:
     """
     import numpy as np
 
-    from sidestream.device.base import CopyBatch
-    from sidestream.device.cpu import CpuDevice
-    from sidestream.device.cuda import CudaDevice
-    from sidestream.device.kinds import CPU
+    from sidestream_kv.device.base import CopyBatch
+    from sidestream_kv.device.cpu import CpuDevice
+    from sidestream_kv.device.cuda import CudaDevice
+    from sidestream_kv.device.kinds import CPU
 
     device: Device = CpuDevice() if kind == CPU else CudaDevice()
     try:
@@ -77,9 +77,9 @@ def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
     """Bytes per second of the disk tier: `write`, `write_synced` (written and synced to the disk) and `read` (without
     the page cache).
     """
-    from sidestream.device.kinds import CPU
-    from sidestream.kv.layout import KVLayout
-    from sidestream.offload.tiers.disk import DiskTier, entry_bytes
+    from sidestream_kv.device.kinds import CPU
+    from sidestream_kv.kv.layout import KVLayout
+    from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 
     layout = KVLayout(
         num_layers=30,

@@ -14,10 +14,10 @@ import torch
 
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device, stamp
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.device.base import Device
-from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig, busy
-from sidestream.types import Fence
+from sidestream_kv.device.base import Device
+from sidestream_kv.offload.copy import layers_batch
+from sidestream_kv.types import Fence
 
 _ROWS = 128
 _STEP_S = 0.001

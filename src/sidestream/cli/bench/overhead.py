@@ -12,7 +12,7 @@ from statistics import median
 
 from sidestream.cli.bench.prompt_runs import ChildEngine
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.device.kinds import CPU
+from sidestream_kv.device.kinds import CPU
 
 _REQUESTS = 4
 _STORING = {"prompt_tokens": 192, "output_tokens": 48, "repeats": 1}

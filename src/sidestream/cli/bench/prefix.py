@@ -9,8 +9,8 @@ from statistics import median
 
 from sidestream.cli.bench.prompt_runs import ChildEngine, PromptRun
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.device.kinds import CPU
 from sidestream.errors import SidestreamError
+from sidestream_kv.device.kinds import CPU
 
 _OUTPUT_TOKENS = 8
 

@@ -95,8 +95,9 @@ class ChildEngine:
 
 
 def _set_up(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Callable[[], None]]:
-    from sidestream.config import OffloadConfig, SpeculativeConfig
+    from sidestream.config import SpeculativeConfig
     from sidestream.llm import LLM
+    from sidestream_kv.config import OffloadConfig
 
     options = {"generation_config": "none", **setup["options"]}  # neutral sampling defaults for every checkpoint
     if "offload" in options:

@@ -14,13 +14,13 @@ from statistics import median
 
 from sidestream.cli.bench.engine import Rig, Sizes, resume
 from sidestream.cli.bench.report import Bound, Figure, at_least, at_most
-from sidestream.config import OffloadConfig, unknown_name
-from sidestream.device.choice import torch_device
-from sidestream.device.kinds import CUDA
 from sidestream.errors import ConfigError
 from sidestream.llm import LLM
 from sidestream.testing.random_models import SHAPES, random_checkpoint
 from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream_kv.config import OffloadConfig, unknown_name
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.kinds import CUDA
 
 # Only steps with these numbers of rows, and TTFT of prompts of this length, have bounds, for two ranks.
 _BOUNDED_ROWS = (1, 32)

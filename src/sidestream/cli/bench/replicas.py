@@ -26,8 +26,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.device.kinds import CPU
 from sidestream.errors import ConfigError, SidestreamError
+from sidestream_kv.device.kinds import CPU
 
 _MODEL = "model"
 _AT_ONCE = 4

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sidestream.cli.bench.machine import python_loop_ms
-from sidestream.device.machine import cpu_name, instruction_set
 from sidestream.version import VERSION
+from sidestream_kv.device.machine import cpu_name, instruction_set
 
 INTERRUPTED = 130
 """Exit status of a benchmark that an interrupt has ended early."""

@@ -17,10 +17,7 @@ import torch
 from sidestream.cli.bench.broadcast import Broadcast, measure_broadcast
 from sidestream.cli.bench.prompt_runs import ChildEngine
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.group import open_group
-from sidestream.device.kinds import CPU
+from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.build import build_follower
 from sidestream.errors import SidestreamError
@@ -31,6 +28,10 @@ from sidestream.ranks.messages import Begin, Serving
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.types import Delta
 from sidestream.version import VERSION
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.group import open_group
+from sidestream_kv.device.kinds import CPU
 
 _P50_BOUNDS_US = {2: 60.0, 4: 80.0, 8: 120.0}
 SIZES = tuple(_P50_BOUNDS_US)

@@ -17,13 +17,14 @@ import numpy as np
 
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.cli.bench.requests import ask, ask_at_once
-from sidestream.config import EngineConfig, OffloadConfig
-from sidestream.device.choice import torch_device
-from sidestream.device.kinds import CUDA
+from sidestream.config import EngineConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.kinds import CUDA
 
 SHARE = 0.01
 """The share of the bounded figure."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.device.kinds import CPU
+from sidestream_kv.device.kinds import CPU
 
 _SETTLED = 200
 _REST_S = 3.0
@@ -20,8 +20,9 @@ _WAVE = 20
 
 def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Growth of resident memory between request 200, when all pools are full, and request `num_requests`."""
-    from sidestream.config import OffloadConfig, SamplingParams
+    from sidestream.config import SamplingParams
     from sidestream.llm import LLM
+    from sidestream_kv.config import OffloadConfig
 
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:

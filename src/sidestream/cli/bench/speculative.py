@@ -16,14 +16,15 @@ from sidestream.cli.bench.prompt_runs import ChildEngine
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.bench.steps import StepClock
 from sidestream.config import SamplingParams, SpeculativeConfig
-from sidestream.device.kinds import CUDA
 from sidestream.errors import SidestreamError
 from sidestream.llm import LLM
 from sidestream.runner.executor import Executor, LaunchedStep, PreparedStep
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.mailbox import Delivered
 from sidestream.runner.step_inputs import StepInputs
-from sidestream.types import BatchPlan, Fence, LayerGates
+from sidestream.types import BatchPlan
+from sidestream_kv.device.kinds import CUDA
+from sidestream_kv.types import Fence, LayerGates
 
 _DRAFTS = 4
 _SEVERAL = 8  # number of requests in the comparison of accept lengths, and lower bound of max_running

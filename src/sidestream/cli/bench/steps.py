@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from sidestream.device.base import Device
-from sidestream.device.kinds import CUDA
 from sidestream.runner.executor import Executor, PreparedStep
 from sidestream.types import BatchPlan
+from sidestream_kv.device.base import Device
+from sidestream_kv.device.kinds import CUDA
 
 # Number of steps whose events are created in advance, because creating an event takes time.
 _AT_HAND = 4096
@@ -114,6 +114,6 @@ class StepClock:
 def _maker(device: Device) -> Callable[[], _Mark]:
     if device.kind != CUDA:
         return _HostMark
-    from sidestream.device.cuda.driver import timed_event
+    from sidestream_kv.device.cuda.driver import timed_event
 
     return timed_event

@@ -17,14 +17,15 @@ import numpy as np
 
 from sidestream.cli.bench.report import Figure, at_least
 from sidestream.cli.bench.requests import ask, ask_at_once
-from sidestream.config import EngineConfig, OffloadConfig
-from sidestream.device.choice import torch_device
-from sidestream.device.kinds import CUDA
+from sidestream.config import EngineConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
 from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.kinds import CUDA
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from sidestream.cli.bench.torture_ranks import BLOCKS, show_ranks
 from sidestream.cli.declare import flag, number, option, whole
 from sidestream.cli.options import AsJson
 from sidestream.cli.progress import Steps
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
+from sidestream_kv.device.kinds import CPU, CUDA
 
 if TYPE_CHECKING:
     from sidestream.testing.torture import Hunt, Report, Row

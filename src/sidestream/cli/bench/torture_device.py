@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
-from sidestream.device.kinds import CPU, CUDA
+from sidestream_kv.device.kinds import CPU, CUDA
 
 if TYPE_CHECKING:
     from sidestream.testing.torture import DeviceReport, Missed

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.bench.torture_device import ShowProgress, show_findings
-from sidestream.device.kinds import CPU, CUDA
+from sidestream_kv.device.kinds import CPU, CUDA
 
 BLOCKS = {CUDA: 200_000, CPU: 4_000}
 """Block transfers by kind of device, if no number is given."""

@@ -13,11 +13,11 @@ import numpy as np
 
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, Link, open_device
 from sidestream.cli.bench.report import Figure, at_least
-from sidestream.device.base import CopyBatch
-from sidestream.device.kinds import CUDA
-from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
-from sidestream.types import Key
+from sidestream_kv.device.base import CopyBatch
+from sidestream_kv.device.kinds import CUDA
+from sidestream_kv.offload.copy import layers_batch
+from sidestream_kv.types import Key
 
 # Number of consecutive submissions, each of all blocks. With only one submission, its latency would count as transfer
 # time.
@@ -116,7 +116,7 @@ def _baselines(rig: Rig, rates: _Rates, count: int, suffix: str) -> None:
     """Measure simpler methods of copying, on one stream and without pacing: one call for each segment, one call for all
     segments, and a kernel.
     """
-    from sidestream.device.cuda import CudaStream
+    from sidestream_kv.device.cuda import CudaStream
 
     ids = np.random.default_rng(0).permutation(2 * count)[:count].tolist()
     host = rig.host_memory

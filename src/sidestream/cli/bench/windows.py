@@ -10,7 +10,7 @@ from statistics import median
 
 from sidestream.cli.bench.engine import ModelRig, Sizes
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.device.kinds import CUDA
+from sidestream_kv.device.kinds import CUDA
 
 _ROUNDS = 7
 _FULL = Sizes(

@@ -22,10 +22,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from sidestream.device.kinds import CPU, CUDA, on_gpu
 from sidestream.testing.check_trace.judge import Event, Graph, Judge
 from sidestream.testing.check_trace.operators import tensors_in
 from sidestream.testing.check_trace.recorder import Recorder
+from sidestream_kv.device.kinds import CPU, CUDA, on_gpu
 
 _META = torch.device("meta")
 _HOST = torch.device(CPU)

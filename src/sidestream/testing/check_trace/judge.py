@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding
 from sidestream.testing.shadow import calling_site, read_site
-from sidestream.types import Access
+from sidestream_kv.types import Access
 
 # The caching allocator takes requests up to 1 MiB and larger requests from different segments.
 _SMALL_BYTES = 1 << 20

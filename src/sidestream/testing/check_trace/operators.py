@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sidestream.device.sim.views import runs_of
+from sidestream.testing.sim.views import runs_of
 
 # Operators that change a tensor's metadata but not its bytes, and allocations that write nothing.
 _NO_ACCESS = frozenset(

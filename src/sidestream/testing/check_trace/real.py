@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from sidestream.device.kinds import CUDA, on_gpu
 from sidestream.testing.check_trace.judge import Event
 from sidestream.testing.check_trace.recorder import Recorder
+from sidestream_kv.device.kinds import CUDA, on_gpu
 
 
 class CudaRuntime:

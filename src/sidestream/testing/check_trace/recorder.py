@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from sidestream.testing.check_trace.judge import Judge
 from sidestream.testing.check_trace.operators import Use, has_storage, ranges_of, tensors_in, use_of
-from sidestream.types import Access
+from sidestream_kv.types import Access
 
 # Methods that read a tensor's bytes on the host. For a tensor in host memory, torch does not report them as operators.
 _HOST_READS = ("numpy", "tolist", "__array__")

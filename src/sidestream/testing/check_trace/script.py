@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 from sidestream.testing.check_trace.fakes import FakeCuda
 from sidestream.testing.check_trace.judge import Judge, Origin
@@ -27,6 +26,7 @@ from sidestream.testing.check_trace.real import CudaRuntime
 from sidestream.testing.check_trace.recorder import Recorder, Runtime, recording
 from sidestream.testing.findings import Finding
 from sidestream.testing.trace import explain
+from sidestream_kv.device.kinds import CPU, CUDA
 
 CLEAN, FOUND, WRONG_INPUT, FAILED = 0, 1, 2, 3
 DEVICES = (CUDA, CPU)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidestream.device.sim import SimDevice
 from sidestream.errors import InvariantError
 from sidestream.testing.explore import Program, Rules, replay
 from sidestream.testing.miniatures.border import BORDER
@@ -19,6 +18,7 @@ from sidestream.testing.miniatures.requests import REQUESTS
 from sidestream.testing.miniatures.rows import ROWS
 from sidestream.testing.miniatures.stage import Miniature, Outcome
 from sidestream.testing.miniatures.tiers import TIERS
+from sidestream.testing.sim import SimDevice
 
 __all__ = ["MINIATURES", "RULES", "Caught", "Miniature", "Outcome", "as_program", "run_miniature"]
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from sidestream.device.sim import SimDevice, SimFence
-from sidestream.kv.pool import Lease
 from sidestream.testing.miniatures.stage import Blocks, Miniature, Outcome, copy, finish
+from sidestream.testing.sim import SimDevice, SimFence
 from sidestream.testing.toy import ToyModel
-from sidestream.types import Access
+from sidestream_kv.kv.pool import Lease
+from sidestream_kv.types import Access
 
 
 class _Rank:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from sidestream.device.sim import SimDevice, SimFence
 from sidestream.testing.miniatures.stage import Blocks, Miniature, Outcome, copy, finish
+from sidestream.testing.sim import SimDevice, SimFence
 from sidestream.testing.toy import ToyDraftHead, ToyModel
 
 _PROMPT = (3, 1, 4, 1)

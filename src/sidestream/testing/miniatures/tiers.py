@@ -4,13 +4,13 @@ runs one bug on a simulated device, with or without its protection (fix).
 
 from __future__ import annotations
 
-from sidestream.device.sim import SimDevice
 from sidestream.errors import TierFull
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.pool import PoolExhausted
-from sidestream.offload.tiers.index import TierIndex
 from sidestream.testing.miniatures.stage import KEY, LAYOUT, Blocks, Miniature, Outcome, copy, finish
-from sidestream.types import Key
+from sidestream.testing.sim import SimDevice
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.pool import PoolExhausted
+from sidestream_kv.offload.tiers.index import TierIndex
+from sidestream_kv.types import Key
 
 
 def slot_freed_by_a_timer(device: SimDevice, protected: bool) -> Outcome:

@@ -20,7 +20,6 @@ HAZARDS      the faults that the rules prevent, by number
 
 from __future__ import annotations
 
-from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import (
     client,
@@ -42,6 +41,7 @@ from sidestream.testing.mutations.hazards import HAZARDS
 from sidestream.testing.mutations.marks import product_marks
 from sidestream.testing.mutations.mechanism import applied, changed_functions, changed_trees, check_marks
 from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Feature, Mutation
+from sidestream_kv.config import unknown_name
 
 __all__ = [
     "ELSEWHERE",

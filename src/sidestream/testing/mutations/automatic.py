@@ -16,13 +16,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations.edits import Edit, edits_of, header_text
-from sidestream.testing.mutations.marks import PACKAGE, Function, Mark, marks_in, own_lines
+from sidestream.testing.mutations.marks import (
+    Function,
+    Mark,
+    below_package,
+    marks_in,
+    modules_in,
+    own_lines,
+    package_of,
+)
 from sidestream.testing.mutations.mechanism import applied
 from sidestream.testing.mutations.sites import LEFT_OUT, functions_of
 from sidestream.testing.mutations.tables import Mutation
+from sidestream_kv.config import unknown_name
 
 PREFIX = "auto:"
 PLACES = (
@@ -80,9 +88,8 @@ def mutants() -> Mapping[str, Mutant]:
 
 def modules() -> list[Path]:
     """The modules that are mutated."""
-    places = (PACKAGE / place for place in PLACES)
-    paths = (path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py"))))
-    return [path for path in paths if not path.relative_to(PACKAGE).as_posix().startswith(LEFT_OUT)]
+    paths = (path for place in PLACES for path in modules_in(place))
+    return [path for path in paths if not below_package(path).as_posix().startswith(LEFT_OUT)]
 
 
 def find_mutant(name: str) -> Mutant:
@@ -100,7 +107,7 @@ def _mutants_of_module(path: Path) -> Mapping[str, Mutant]:
 
 def mutants_in(path: Path, text: str) -> Iterator[Mutant]:
     """The mutants of one module's text, in source order. No two change a statement into the same one."""
-    module = f"{PACKAGE.name}.{_short(path)}"
+    module = f"{package_of(path).name}.{_short(path)}"
     lines = {line for mark in marks_in(text, path, module) for line in own_lines(mark.statement)}
     for qualname, function in functions_of(ast.parse(text).body):
         if not _is_setter(function):
@@ -109,7 +116,7 @@ def mutants_in(path: Path, text: str) -> Iterator[Mutant]:
 
 def _short(path: Path) -> str:
     """The module's name below the package."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(below_package(path).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _mutants_of(path: Path, module: str, qualname: str, function: Function, lines: set[int]) -> Iterator[Mutant]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import sidestream_kv
 from sidestream.errors import InvariantError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -24,8 +25,25 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 _MARK = re.compile(r"#\s*rule:(?P<names>[^#]*)")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGES = (Path(__file__).parents[2], Path(sidestream_kv.__file__).parent)
+"""The directories of the product's packages: the engine, and the transfer engine."""
 _KIT = "testing"
+
+
+def below_package(path: Path) -> Path:
+    """A module's path below its package: `kv/pool.py`."""
+    return path.relative_to(package_of(path))
+
+
+def package_of(path: Path) -> Path:
+    """The directory of the package that a module belongs to."""
+    return next(package for package in PACKAGES if path.is_relative_to(package))
+
+
+def modules_in(place: str) -> list[Path]:
+    """The modules of a room, such as `kv`, or one module, such as `device/base.py`."""
+    found = [package / place for package in PACKAGES if (package / place).exists()]
+    return [path for at in found for path in ([at] if at.is_file() else sorted(at.rglob("*.py")))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +93,7 @@ def find_marks(root: Path, package: str, *, but: Sequence[str] = ()) -> dict[str
 @functools.cache
 def product_marks() -> Mapping[str, Mark]:
     """The marks of Sidestream without the test kit. Read once per process."""
-    return find_marks(PACKAGE, PACKAGE.name, but=(_KIT,))
+    return {name: mark for package in PACKAGES for name, mark in find_marks(package, package.name, but=(_KIT,)).items()}
 
 
 def marks_in(text: str, path: Path, module: str) -> list[Mark]:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sidestream.testing.mutations.marks import PACKAGE, Function
+from sidestream.testing.mutations.marks import Function, below_package, modules_in
 
 ROOMS = ("kv", "schedule", "offload", "runner", "engine", "client", "device", "attention", "speculate", "models")
-LEFT_OUT = ("client/process.py", "device/sim/", "models/catalog.py")
+LEFT_OUT = ("client/process.py", "models/catalog.py")
 """Starts and ends a process; is the simulator; downloads models. No schedule runs it."""
 
 CALLS = re.compile(
@@ -86,8 +86,8 @@ def all_sites() -> list[Site]:
     return [
         site
         for room in ROOMS
-        for path in sorted((PACKAGE / room).rglob("*.py"))
-        if not path.relative_to(PACKAGE).as_posix().startswith(LEFT_OUT)
+        for path in modules_in(room)
+        if not below_package(path).as_posix().startswith(LEFT_OUT)
         for site in sites_of(path, path.read_text(encoding="utf-8"))
     ]
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sidestream.device.sim import make_policy
 from sidestream.errors import ConfigError
+from sidestream.testing.sim import make_policy
 from sidestream.testing.torture.choice import Coverage
 from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.oracle import Reference, reference_of

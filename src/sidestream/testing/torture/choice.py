@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import combinations, islice
 
-from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Feature
 from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.workload import FEATURES
+from sidestream_kv.config import unknown_name
 
 CANDIDATES = 32
 """Number of seeds from which each workload's seed is chosen."""

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sidestream.kv.keys import BlockKeys
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout, StateTensor, blocks_per_state
 from sidestream.schedule.states import part_keys
 from sidestream.testing.torture.oracle import SALT, Computed, Reference, toy_of
 from sidestream.testing.torture.script import ScriptedModel
 from sidestream.testing.torture.workload import Workload
 from sidestream.testing.toy import STATE_WIDTH
-from sidestream.types import Key
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout, StateTensor, blocks_per_state
+from sidestream_kv.types import Key
 
 _OTHER_STATES = StateLayout((StateTensor(0, "other", 0, (1,), "float32"),), 1, "float32")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from sidestream.engine import Engine
 from sidestream.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, block_hash
-from sidestream.types import Key
+from sidestream_kv.types import Key
 
 
 class EventReplay:

@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import EQUIVALENT, Equivalent
-from sidestream.testing.mutations.marks import PACKAGE
+from sidestream.testing.mutations.marks import PACKAGES
 from sidestream.testing.torture.hunting import Killed, Table, kill
+from sidestream_kv.config import unknown_name
 
 SCHEDULES_PER_EXCUSE = 200
 
-_TESTS = PACKAGE.parents[1] / "tests"
+_TESTS = PACKAGES[0].parents[1] / "tests"
 # Time limit of a unit test, which may wait for ever without its rule. The slowest test takes 10 s.
 _PATIENCE_S = 120.0
 _OUTPUT_CHARS = 2000

@@ -19,17 +19,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sidestream.config import unknown_name
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.cuda import CudaDevice
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError, InvariantError
-from sidestream.kv.layout import KVLayout
 from sidestream.testing.checker import Checker
 from sidestream.testing.mutations import Mutation, applied, changed_functions, copies, find, loads, tier_io
 from sidestream.testing.rig import Rig
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.traffic import Habits, Meddler, Tally, Traffic
+from sidestream_kv.config import unknown_name
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.cuda import CudaDevice
+from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.kv.layout import KVLayout
 
 DEVICES = (CPU, CUDA)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
-from sidestream.config import unknown_name
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.testing.miniatures import MINIATURES, Miniature, run_miniature
 from sidestream.testing.mutations import MUTATIONS, Feature, Mutation, applied
@@ -21,6 +20,7 @@ from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.oracle import reference_of
 from sidestream.testing.torture.workers import Job, spread
 from sidestream.testing.torture.workload import Workload
+from sidestream_kv.config import unknown_name
 
 MAX_SCHEDULES = 500
 """A mutation that survives this many schedules counts as undetected."""

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from sidestream.attention.states import StatePool
 from sidestream.engine import Engine
 from sidestream.errors import InvariantError
-from sidestream.kv.pool import FencedPool
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.testing.torture.contents import Contents
 from sidestream.testing.torture.oracle import Sample
 from sidestream.testing.torture.script import ScriptedDevice, ScriptedTier
 from sidestream.testing.torture.workload import Workload
 from sidestream.testing.toy import ToyDraftHead
-from sidestream.types import BatchPlan, Key, RowResult
+from sidestream.types import BatchPlan, RowResult
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.types import Key
 
 # Log-probabilities computed in batches of different sizes may differ by rounding.
 _TOLERANCE = 1e-4

@@ -6,16 +6,15 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SpeculativeConfig
-from sidestream.device.sim import Policy
-from sidestream.device.sim.policies import HOST
+from sidestream.config import EngineConfig, KVEventsConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
-from sidestream.offload.loads import layers_per_group
 from sidestream.ranks.fences import local_fence
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.testing.checker import Checker
 from sidestream.testing.guard import Guard
 from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
+from sidestream.testing.sim import Policy
+from sidestream.testing.sim.policies import HOST
 from sidestream.testing.torture.contents import Contents
 from sidestream.testing.torture.events import EventReplay
 from sidestream.testing.torture.judge import wrong_when_published
@@ -24,7 +23,9 @@ from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, S
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Workload
 from sidestream.testing.toy import ToyDraftHead, ToyProposer
 from sidestream.testing.trace import Recorder, TraceLine
-from sidestream.types import Fence
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.offload.loads import layers_per_group
+from sidestream_kv.types import Fence
 
 # Steps whose KV events are published together. Within one step, few blocks are evicted, stored and evicted again.
 _EVENTS_EVERY = 8

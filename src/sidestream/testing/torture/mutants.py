@@ -27,7 +27,7 @@ from pathlib import Path
 
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.testing.mutations.automatic import PREFIX, Mutant, find_mutant, modules, mutants
-from sidestream.testing.mutations.marks import PACKAGE
+from sidestream.testing.mutations.marks import PACKAGES
 from sidestream.testing.mutations.mutant_tables import conftest_folder, equivalent_mutants, needs_of, paths_of
 from sidestream.testing.torture.apart import HANG_STATUS, Apart, ProcessEnded, watched
 from sidestream.testing.torture.campaign import POLICIES, SCHEDULES_PER_WORKLOAD, deal, run_one
@@ -50,7 +50,7 @@ _FEW_WORKLOADS = 10
 _SCHEDULE_S = 30.0
 _MUTANT_S = 60.0
 _TESTS_S = 300.0
-_TESTS = PACKAGE.parents[1] / "tests"
+_TESTS = PACKAGES[0].parents[1] / "tests"
 
 
 @dataclass(frozen=True, slots=True)

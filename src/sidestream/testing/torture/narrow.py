@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sidestream.offload import pacing
-from sidestream.offload.pacing import Pace
+from sidestream_kv.offload import pacing
+from sidestream_kv.offload.pacing import Pace
 
 _PIECES = {"BLOCKS_PER_TURN": 2, "LOAD_PIECE_BYTES": 0, "LAST_PIECE_BYTES": 0}
 

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestream.device.base import Device, Memory, Stream, no_accesses
 from sidestream.errors import ConfigError
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import merge_fences
-from sidestream.offload.copy import BlockMemory
-from sidestream.offload.tiers.host import HostTier
 from sidestream.testing.rig import busy
-from sidestream.types import Access, Fence, Key
+from sidestream_kv.device.base import Device, Memory, Stream, no_accesses
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.pool import merge_fences
+from sidestream_kv.offload.copy import BlockMemory
+from sidestream_kv.offload.tiers.host import HostTier
+from sidestream_kv.types import Access, Fence, Key
 
 Words = npt.NDArray[np.int64]
 

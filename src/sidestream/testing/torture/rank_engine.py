@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig, unknown_name
-from sidestream.device.choice import torch_device
-from sidestream.device.kinds import CPU, CUDA
+from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, DeviceLost
 from sidestream.models import load_model
@@ -22,6 +20,9 @@ from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.testing.torture.conversations import LENGTH
 from sidestream.testing.torture.hardware import DEVICES, open_device
 from sidestream.testing.torture.rank_program import Meddling, meddle
+from sidestream_kv.config import OffloadConfig, unknown_name
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.kinds import CPU, CUDA
 
 OUTPUTS = 16
 """Largest number of tokens of an answer."""

@@ -15,15 +15,15 @@ from typing import cast
 import msgspec
 
 from sidestream import rank_process
-from sidestream.device.base import Device, Stream, no_accesses
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.cuda import CudaDevice
 from sidestream.rank_processes import RankProgram
 from sidestream.ranks.leader import COMPUTE
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.rig import busy
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
-from sidestream.types import Accesses, Fence
+from sidestream_kv.device.base import Device, Stream, no_accesses
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.cuda import CudaDevice
+from sidestream_kv.types import Accesses, Fence
 
 _VARIABLE = "SIDESTREAM_TORTURE_RANKS"
 _SEEDS = 1000

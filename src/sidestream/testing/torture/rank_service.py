@@ -30,12 +30,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sidestream.config import SamplingParams
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.engine import Engine, Handle
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.testing.torture.conversations import Conversation, hold_conversations
 from sidestream.testing.torture.rank_engine import DRAFTS, OUTPUTS, SIZES, checked_config, rank_engine, write_model
 from sidestream.types import Delta, TokenLogprob
+from sidestream_kv.device.kinds import CPU, CUDA
 
 NEAR = {CPU: 1e-4, CUDA: 5e-3}
 """By kind of device: largest distance of a log-probability from the reference's. Kernels on a GPU multiply in other

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sidestream.testing.mutations.marks import PACKAGE
+from sidestream.testing.mutations.marks import PACKAGES, below_package
 from sidestream.testing.torture.campaign import POLICIES, deal, run_one
 from sidestream.testing.torture.drawing import draw_workload
 
@@ -77,11 +77,11 @@ def _lines_run(seed: int, modules: Collection[Path]) -> set[tuple[str, int]]:
 
 
 def _name(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+    return below_package(path).as_posix()
 
 
 def _key_of(seed: int, workloads: int) -> str:
     digest = hashlib.sha256(f"{seed} {workloads}".encode())
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in (path for package in PACKAGES for path in sorted(package.rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()

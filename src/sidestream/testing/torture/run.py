@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sidestream.device.sim import Deadlock, Policy
 from sidestream.errors import DeviceLost, EngineStopped
-from sidestream.offload import tier_io
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.commit import Committed
 from sidestream.testing.findings import Finding as Objection
+from sidestream.testing.sim import Deadlock, Policy
 from sidestream.testing.steering import Watched
 from sidestream.testing.torture.clients import Clients
 from sidestream.testing.torture.judge import wrong_accept_lengths
@@ -29,7 +28,9 @@ from sidestream.testing.torture.script import Script
 from sidestream.testing.torture.verdict import Finding, Verdict
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.testing.trace import TraceLine
-from sidestream.types import BatchPlan, Fence, LayerGates, RowResult
+from sidestream.types import BatchPlan, RowResult
+from sidestream_kv.offload import tier_io
+from sidestream_kv.types import Fence, LayerGates
 
 _IDLE_S = 1e-4
 _EVENTS = {

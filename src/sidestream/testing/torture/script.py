@@ -20,17 +20,17 @@ import torch
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StateBatch
-from sidestream.device.base import CopyBatch, Memory
-from sidestream.device.sim import Guard, SimDevice, SimStream
 from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
-from sidestream.kv.layout import KVLayout
-from sidestream.kv.state_layout import StateLayout
-from sidestream.offload.tiers.base import Block
-from sidestream.offload.tiers.disk import DiskTier, entry_bytes
-from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream.runner.forward import Left
+from sidestream.testing.sim import Guard, SimDevice, SimStream
 from sidestream.testing.torture.workload import DAMAGE, Fault, Operation, Workload
-from sidestream.types import Fence, Tracer
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
+from sidestream_kv.offload.tiers.base import Block
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
+from sidestream_kv.types import Fence, Tracer
 
 
 class Script:

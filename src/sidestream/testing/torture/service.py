@@ -19,10 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig, unknown_name
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.cuda import CudaDevice
-from sidestream.device.kinds import CPU, CUDA
+from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import ConfigError, InvariantError, SidestreamError
 from sidestream.runner.executor import PreparedStep
@@ -33,6 +30,10 @@ from sidestream.testing.torture.hardware import Missed, open_device
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
 from sidestream.testing.toy import ToyItself, ToyModel
 from sidestream.types import BatchPlan, Delta
+from sidestream_kv.config import OffloadConfig, unknown_name
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.cuda import CudaDevice
+from sidestream_kv.device.kinds import CPU, CUDA
 
 # Number of prefixes that prompts share, most tokens of a prefix, and most tokens of a prompt after the prefix.
 _FAMILIES = 12

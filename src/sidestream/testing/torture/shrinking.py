@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from sidestream.device.sim import make_policy
-from sidestream.device.sim.policies import Policy, Steered
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, applied
+from sidestream.testing.sim import make_policy
+from sidestream.testing.sim.policies import Policy, Steered
 from sidestream.testing.steering import minimise
 from sidestream.testing.torture.campaign import Failure
 from sidestream.testing.torture.oracle import Reference, reference_of

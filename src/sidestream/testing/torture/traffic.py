@@ -25,15 +25,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sidestream.device.base import CopyBatch, Stream
-from sidestream.device.cpu import CpuDevice
-from sidestream.device.cuda import CudaDevice
 from sidestream.errors import DeviceError
-from sidestream.kv.pool import FencedPool, Lease, PoolExhausted
-from sidestream.offload.connector import LoadFailed, LoadReady, TransferEvent
 from sidestream.testing.rig import Rig, busy
 from sidestream.testing.torture.patterns import Found, Patterns, Words, describe, stamp_of, wrong_slots
-from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RequestId, RowPlan, StorePlan
+from sidestream_kv.device.base import CopyBatch, Stream
+from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.cuda import CudaDevice
+from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted
+from sidestream_kv.offload.connector import LoadFailed, LoadReady, TransferEvent
+from sidestream_kv.types import Fence, Key, LoadPlan, RequestId, StorePlan
 
 _LOOKS = 4096
 _STREAMS = 3
@@ -361,11 +361,7 @@ class Traffic:
         group.
         """
         requests = [self._loading[request_id] for request_id in ready]
-        rows = tuple(
-            RowPlan(request_id, row, 0, 0, len(request.numbers), (), tuple(request.lease.ids), False, 0)
-            for row, (request_id, request) in enumerate(zip(ready, requests, strict=True))
-        )
-        gates = self._rig.transfers.gates(BatchPlan(rows)).by_layer
+        gates = self._rig.transfers.gates((request_id, 0) for request_id in ready).by_layer
         for request in requests:
             self._look(request, gates=gates)
             if self._rng.random() < 0.5:

@@ -36,9 +36,9 @@ from sidestream.cli.bench.serving.options import (
 )
 from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.progress import Steps
-from sidestream.config import unknown_name
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
+from sidestream_kv.config import unknown_name
+from sidestream_kv.device.kinds import CPU, CUDA
 
 _OnProgress = Callable[[str], None]
 
@@ -164,8 +164,8 @@ class _ServedModel:
     def dtype(self) -> str:
         """The data type in which the server loads the model."""
         from sidestream.cli.bench.serving.baseline import config_of
-        from sidestream.device.choice import torch_device
         from sidestream.models import precision_of
+        from sidestream_kv.device.choice import torch_device
 
         config = config_of(self.engine_arguments)
         return precision_of(self.path, dtype=config.dtype, device=torch_device(self.device)).dtype
@@ -196,9 +196,9 @@ def _model(
 ) -> Iterator[tuple[str, str]]:
     """Context manager: the directory of the model to serve, and its name in the report. Raises ConfigError."""
     from sidestream.cli.bench.serving.fresh import in_fresh_process
-    from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
     from sidestream.testing.random_models import random_checkpoint
+    from sidestream_kv.device.choice import torch_device
 
     if shape is None:
         for name, value in (("--tokenizer", tokenizer), ("--checkpoint", checkpoint)):

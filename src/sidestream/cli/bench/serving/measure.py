@@ -26,8 +26,8 @@ from sidestream.cli.bench.serving.baseline import EngineAlone
 from sidestream.cli.bench.serving.clients import Clients, Target
 from sidestream.cli.bench.serving.server import Server, ended_by_sigterm, fetch, metric
 from sidestream.cli.bench.serving.workload import MOST_IDS, Arrivals, Loads
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import SidestreamError
+from sidestream_kv.device.kinds import CPU, CUDA
 
 if TYPE_CHECKING:
     from sidestream.cli.bench.serving.options import LoadSizes

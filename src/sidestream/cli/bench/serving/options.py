@@ -11,8 +11,8 @@ import typer
 from sidestream.cli.bench.options import check_at_least, label, was_given
 from sidestream.cli.bench.serving.workload import Arrivals, Loads, loads_of
 from sidestream.cli.declare import option, whole
-from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
+from sidestream_kv.device.kinds import CPU, CUDA
 
 _MAX_CLIENTS = 4096
 _MAX_PERCENT = 1000

@@ -1,0 +1,161 @@
+"""The transfer engine: it moves KV cache blocks between a device, host memory and disk, beside an engine's own streams,
+and knows no engine.
+
+An engine owns a `FencedPool` of block ids and the memory of the blocks, names contents by `BlockKeys`, and gives plans
+(`StorePlan`, `LoadPlan`, `PromotePlan`) to an `OffloadConnector`, which never blocks. Before a step, its stream waits
+for the fences of `OffloadConnector.gates`.
+
+Names that need torch are imported on first use, so that a process that only checks options starts quickly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sidestream_kv.config import OffloadConfig, parse_bytes
+from sidestream_kv.errors import (
+    ConfigError,
+    DeviceError,
+    DeviceLost,
+    InvariantError,
+    OutOfDeviceMemory,
+    ProcessFailed,
+    RaceError,
+    SidestreamError,
+    TierCorrupt,
+    TierError,
+    TierFull,
+    TierLost,
+    TierTimeout,
+)
+from sidestream_kv.types import (
+    DEVICE,
+    HOST,
+    Access,
+    Accesses,
+    BlockId,
+    Fence,
+    Key,
+    LayerGates,
+    LoadPlan,
+    PromotePlan,
+    RequestId,
+    StorePlan,
+    Tracer,
+    TransferPlan,
+)
+from sidestream_kv.version import VERSION
+
+if TYPE_CHECKING:
+    from sidestream_kv.device.base import CopyBatch, Device, Memory, Stream
+    from sidestream_kv.device.cpu import CpuDevice
+    from sidestream_kv.device.cuda.device import CudaDevice
+    from sidestream_kv.kv.keys import BlockKeys
+    from sidestream_kv.kv.layout import KVLayout
+    from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted
+    from sidestream_kv.metrics import Metrics
+    from sidestream_kv.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
+    from sidestream_kv.offload.copy import BlockMemory
+    from sidestream_kv.offload.costs import CostModel
+    from sidestream_kv.offload.messages import Promoted, StoreAgain
+    from sidestream_kv.offload.tiers.base import PersistentTier, TierContext, TierKind
+    from sidestream_kv.offload.tiers.registry import register
+    from sidestream_kv.offload.tiers.stack import TierStack
+
+_LAZY = {
+    "BlockKeys": "kv.keys",
+    "BlockMemory": "offload.copy",
+    "CopyBatch": "device.base",
+    "CostModel": "offload.costs",
+    "CpuDevice": "device.cpu",
+    "CudaDevice": "device.cuda.device",
+    "Device": "device.base",
+    "FencedPool": "kv.pool",
+    "KVLayout": "kv.layout",
+    "Lease": "kv.pool",
+    "LoadFailed": "offload.connector",
+    "LoadReady": "offload.connector",
+    "Memory": "device.base",
+    "Metrics": "metrics",
+    "OffloadConnector": "offload.connector",
+    "PersistentTier": "offload.tiers.base",
+    "PoolExhausted": "kv.pool",
+    "Promoted": "offload.messages",
+    "StoreAgain": "offload.messages",
+    "Stream": "device.base",
+    "TierContext": "offload.tiers.base",
+    "TierKind": "offload.tiers.base",
+    "TierStack": "offload.tiers.stack",
+    "TransferEvent": "offload.connector",
+    "register": "offload.tiers.registry",
+}
+
+__all__ = [
+    "DEVICE",
+    "HOST",
+    "Access",
+    "Accesses",
+    "BlockId",
+    "BlockKeys",
+    "BlockMemory",
+    "ConfigError",
+    "CopyBatch",
+    "CostModel",
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "DeviceError",
+    "DeviceLost",
+    "Fence",
+    "FencedPool",
+    "InvariantError",
+    "KVLayout",
+    "Key",
+    "LayerGates",
+    "Lease",
+    "LoadFailed",
+    "LoadPlan",
+    "LoadReady",
+    "Memory",
+    "Metrics",
+    "OffloadConfig",
+    "OffloadConnector",
+    "OutOfDeviceMemory",
+    "PersistentTier",
+    "PoolExhausted",
+    "ProcessFailed",
+    "PromotePlan",
+    "Promoted",
+    "RaceError",
+    "RequestId",
+    "SidestreamError",
+    "StoreAgain",
+    "StorePlan",
+    "Stream",
+    "TierContext",
+    "TierCorrupt",
+    "TierError",
+    "TierFull",
+    "TierKind",
+    "TierLost",
+    "TierStack",
+    "TierTimeout",
+    "Tracer",
+    "TransferEvent",
+    "TransferPlan",
+    "parse_bytes",
+    "register",
+]
+
+__version__ = VERSION
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'sidestream_kv' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"sidestream_kv.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,435 @@
+"""The interface of a device: streams that run work in order, fences, memory, and host threads.
+
+A fence is a position on a stream; it is done when all work up to this position is done, like a CUDA event. Only fences
+order the work of different streams. All work reaches a device through `Stream.submit` and `Stream.submit_copy`. The
+engine thread and the offload worker's thread call this interface. In tests, a tracer records every event that the order
+of work depends on, and the memory that each piece of work accesses, to find races.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.errors import InvariantError
+from sidestream_kv.types import Access, Accesses, Fence, Tracer
+
+Starts = npt.NDArray[np.int64]
+
+
+def no_accesses() -> Sequence[Access]:
+    """The accesses of work that neither reads nor writes shared memory."""
+    return ()
+
+
+def wait_in_capture(stream: str, fence: Fence) -> InvariantError:
+    """The error for a wait during a capture: see `Stream.wait`."""
+    return InvariantError(
+        f"stream {stream} cannot wait for {fence!r} during a capture, because the graph's replays would not: wait for "
+        "it before the replay, or use `wait_external`"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Memory that streams read and write.
+
+    name       identifies the memory in an `Access`
+    parts      uint8 tensors of equal size, on one device. Byte offsets are striped over the parts: consecutive runs of
+               `stripe` bytes lie in consecutive parts. So a KV block has consecutive offsets even if each layer is a
+               separate allocation
+    stripe     bytes in a run; not used if there is one part
+    pageable   whether this is host memory that is not pinned: a copy from or to it would block the submitting thread
+    """
+
+    name: str
+    parts: tuple[torch.Tensor, ...]
+    stripe: int = 0
+    pageable: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all parts."""
+        return sum(part.numel() for part in self.parts)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All bytes, uint8 `[num_bytes]`. Only for memory with one part."""
+        (part,) = self.parts
+        return part
+
+    def locate(self, starts: Starts) -> tuple[Starts, Starts]:
+        """For each byte offset of `starts`, the index of its part and the offset inside that part."""
+        if len(self.parts) == 1:
+            return np.zeros_like(starts), starts
+        stripes, inside = np.divmod(starts, self.stripe)
+        rows, parts = np.divmod(stripes, len(self.parts))
+        return parts, rows * self.stripe + inside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyBatch:
+    """Segments of equal size to copy from one memory to another, in any order.
+
+    source_starts, target_starts   int64 byte offsets, of equal length
+    size                           bytes of each segment
+    prepared                       data from `Device.prepare`; None: not prepared
+    """
+
+    source: Memory
+    target: Memory
+    source_starts: Starts
+    target_starts: Starts
+    size: int
+    prepared: object = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments."""
+        return len(self.source_starts) * self.size
+
+    def part(self, first: int, stop: int) -> CopyBatch:
+        """Segments `[first, stop)`."""
+        return CopyBatch(
+            self.source, self.target, self.source_starts[first:stop], self.target_starts[first:stop], self.size
+        )
+
+    def accesses(self) -> Sequence[Access]:
+        """The byte ranges that the copy reads and writes."""
+        # rule: copy-declares-what-it-reads
+        reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts.tolist()]
+        # rule: copy-declares-what-it-writes
+        return [
+            *reads,
+            *(Access(self.target.name, start, start + self.size, True) for start in self.target_starts.tolist()),
+        ]
+
+    def contiguous(self) -> CopyBatch:
+        """The same copy with smaller segments, each of them contiguous in both memories: cut at the stripes."""
+        stripes = [
+            memory.stripe
+            for memory in (self.source, self.target)
+            if len(memory.parts) > 1 and memory.stripe < self.size
+        ]
+        if not stripes:
+            return self
+        piece = min(stripes)
+        offsets = np.arange(0, self.size, piece, dtype=np.int64)
+        source, target = ((starts[:, None] + offsets).ravel() for starts in (self.source_starts, self.target_starts))
+        return CopyBatch(self.source, self.target, source, target, piece)
+
+    def segments(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Contiguous segments as pairs `(source, target)` of uint8 tensors."""
+        batch = self.contiguous()
+        for (from_part, from_), (to_part, to) in zip(
+            *(
+                zip(*(array.tolist() for array in memory.locate(starts)), strict=True)
+                for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
+            ),
+            strict=True,
+        ):
+            yield (
+                batch.source.parts[from_part][from_ : from_ + batch.size],
+                batch.target.parts[to_part][to : to + batch.size],
+            )
+
+    def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The copy as pairs `(source, target)` of uint8 `[n, size]`. Each pair combines as many consecutive segments as
+        have the same distance in source and target.
+        """
+        batch = self.contiguous()
+        (source_parts, source_starts), (target_parts, target_starts) = (
+            memory.locate(starts)
+            for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
+        )
+        first, count, size = 0, len(batch.source_starts), batch.size
+        steps = _steps(source_parts, source_starts, target_parts, target_starts, size)
+        sources, targets = (
+            [(part, part.storage_offset()) for part in memory.parts] for memory in (batch.source, batch.target)
+        )
+        located = zip(
+            *(array.tolist() for array in (source_parts, source_starts, target_parts, target_starts)), strict=True
+        )
+        for index, (source_part, source_start, target_part, target_start) in enumerate(located):
+            if index < first:
+                continue
+            step, first = steps[index], index + 1
+            while step and first < count and steps[first - 1] == step:
+                first += 1
+            shape, stride = (first - index, size), (step or size, 1)
+            (from_, from_offset), (to, to_offset) = sources[source_part], targets[target_part]
+            yield (
+                from_.as_strided(shape, stride, from_offset + source_start),
+                to.as_strided(shape, stride, to_offset + target_start),
+            )
+
+
+def _steps(
+    source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int
+) -> list[int]:
+    """Bytes from each segment to the next segment. 0 if this distance differs between source and target, if the next
+    segment is in another part, and for the last segment.
+    """
+    step = np.diff(source_starts)
+    alike = (
+        (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
+    )
+    return [*np.where(alike, step, 0).tolist(), 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """When a host thread takes its next turn, unless it is woken earlier.
+
+    fences    take the turn after any of these fences is done
+    until_s   take the turn at this time on the device's clock
+    """
+
+    fences: Sequence[Fence] = ()
+    until_s: float | None = None
+
+
+class HostThread(Protocol):
+    """A host thread that takes turns: in each turn, it calls a function once. It takes a turn when it is woken, and
+    when the `Rest` that the last turn returned is over.
+    """
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the thread; None while it takes turns."""
+        ...
+
+    def wake(self) -> None:
+        """Make the thread take another turn soon. Never blocks. Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """End the thread after its current turn. Blocks until the thread has ended. Idempotent."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work of a stream, like a CUDA graph. Each time it is enqueued, it runs again on the same memory."""
+
+    def delete(self) -> None:
+        """Free what the graph holds, even if there are other references to it. Not while it runs; it cannot be enqueued
+        afterwards. Idempotent.
+        """
+        ...
+
+
+class GraphEvent(Protocol):
+    """An event that graphs wait for when they are replayed. A wait applies to the most recent `record`; before the
+    first `record`, a wait has no effect.
+    """
+
+    def record(self, stream: Any) -> Fence:
+        """Record all work submitted to `stream` so far."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work that runs in order. Only fences order the work of two streams.
+
+    Some methods may be called "inside work" only: by the function that was given to `submit`, while it runs.
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique on its device. Also the name of the stream's track in the timeline."""
+        ...
+
+    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
+        """Enqueue `work`. The fence is done when this work and all earlier work of the stream are done. Never blocks.
+
+        `accesses` returns the byte ranges that the work reads and writes; it is called only if there is a tracer. If
+        the work raises an exception, the fence keeps the exception, and later work still runs.
+        """
+        ...
+
+    def wait(self, fence: Fence) -> None:
+        """Make all work that is submitted after this call wait for `fence`, on the device. The caller does not wait.
+
+        If it is called inside work of this stream, the rest of that work waits, too. Raises InvariantError inside
+        `capture` for a fence of another stream: the graph would not wait, and CUDA would end the capture with error
+        905 (capture isolation). Use `wait_external`.
+        """
+        ...
+
+    def touch(self, accesses: Accesses) -> None:
+        """Declare more byte ranges, which the work accesses from this point on. Inside work of this stream only. Inside
+        captured work, `accesses` is called at each replay by `enqueue`.
+        """
+        ...
+
+    def copy(self, batch: CopyBatch) -> None:
+        """Copy the segments. Inside work of this stream only; the work declares `batch.accesses`."""
+        ...
+
+    def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
+        """Submit a copy of segments `[first, stop)`. Faster than `submit` with work that calls `copy`."""
+        ...
+
+    def capture(self, build: Callable[[], None], *, beside: Any = None) -> Graph:
+        """Capture everything that `build` submits to this stream, without running it. Blocks until the device is idle:
+        call it before serving.
+
+        `beside` is an earlier graph of this stream. Both graphs share the memory of temporary tensors, so they must not
+        run at the same time.
+        """
+        ...
+
+    def enqueue(self, graph: Any) -> None:
+        """Run a graph of this stream after everything that the work has enqueued so far. Inside work of this stream
+        only.
+        """
+        ...
+
+    def wait_external(self, event: Any) -> None:
+        """Make the rest of a graph wait for the most recent record of `event`, at each replay. Inside `capture` only.
+
+        Raises InvariantError on a device without events (`Device.event`).
+        """
+        ...
+
+    def on_side_stream(self, work: Callable[[], None]) -> None:
+        """Enqueue `work` on a side stream. It runs after everything enqueued so far, and concurrently with later work
+        until `join`. Inside work of this stream only.
+
+        Until `join`, no other work may write the memory that `work` reads, or use the memory that it writes. A device
+        may run `work` at once instead.
+        """
+        ...
+
+    def join(self) -> None:
+        """Make later work wait for the side stream. The work that used the side stream must call it before it ends."""
+        ...
+
+    def stamp(self, times: torch.Tensor) -> None:
+        """Write the device's clock in ns to the first element of `times` (int64, on the device) when the work reaches
+        this point. Inside work of this stream only.
+        """
+        ...
+
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
+        """Write `values`, contiguous on the device, to host memory at byte `start + further`, without queueing behind
+        bulk copies. Inside work of this stream only; the work declares the write.
+
+        For captured work, `start` is an int64 tensor `[1]` on the device that holds a multiple of 8. The host reads the
+        bytes after the work's fence.
+        """
+        ...
+
+
+class Device(Protocol):
+    """Owns streams, memory and host threads, and counts how often the host waits."""
+
+    @property
+    def kind(self) -> str:
+        """`"cpu"`, `"cuda"` or `"sim"`."""
+        ...
+
+    @property
+    def segment_bytes(self) -> int:
+        """Least size of a segment in the last piece of a load, whose segments hold some layers of a block. Smaller
+        segments would be copied too slowly.
+        """
+        ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The torch device of the tensors that submitted work uses."""
+        ...
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Recorder of all events that the order of work depends on, in tests; None: nothing is recorded. The pools of
+        this device's memory use it, too.
+        """
+        ...
+
+    def stream(self, name: str) -> Stream:
+        """A new stream; `name` must not be in use."""
+        ...
+
+    def worker(self, name: str) -> Stream:
+        """A new stream for host work that may block, such as file I/O. Other streams cannot wait for the fences of this
+        stream; the host polls them.
+        """
+        ...
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
+        """Start a thread that calls `turn` when it is woken, and when the `Rest` that the last turn returned is
+        over.
+        """
+        ...
+
+    def event(self, name: str) -> GraphEvent:
+        """A new event, not recorded yet. Raises InvariantError on a CPU, whose graphs cannot wait."""
+        ...
+
+    def prepare(self, batch: CopyBatch) -> CopyBatch:
+        """The same batch with resolved addresses, so that submitting parts of it costs less."""
+        ...
+
+    def allocate(self, name: str, num_bytes: int) -> Memory:
+        """Device memory. Raises ConfigError when it does not fit."""
+        ...
+
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
+        """Host memory for asynchronous copies. The first bytes are ready at once, and the others later: see
+        `ready_bytes`.
+
+        Memory becomes ready in chunks. No chunk begins or ends inside an item of `item_bytes`.
+        """
+        ...
+
+    def mapped(self, memory: Memory) -> torch.Tensor:
+        """The ready bytes of host memory as a uint8 tensor that kernels of the device can read. Not for copies.
+
+        The tensor shares the memory, so a kernel sees what the host has written before the kernel runs.
+        """
+        ...
+
+    def ready_bytes(self, memory: Memory) -> int:
+        """Number of bytes, from the start of `memory`, that can be copied asynchronously now. Never decreases."""
+        ...
+
+    def grows(self, memory: Memory) -> bool:
+        """Whether `ready_bytes` will still increase. Call it before `ready_bytes`: after False, the number is final."""
+        ...
+
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """Block this thread until `fence` is done; False after `timeout_s`, or when `bell` rings. The wait is counted
+        under `reason`.
+
+        A device may ignore the bell when the fence is almost done, because handling the bell would take longer than the
+        remaining wait.
+        """
+        ...
+
+    def host_waits(self) -> dict[str, int]:
+        """How often a thread waited for an unfinished fence, by reason."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on the device's monotonic clock."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Block the calling thread for this time on the device's clock."""
+        ...
+
+    def rest(self) -> None:
+        """Return free memory to the system. The engine calls it when it becomes idle."""
+        ...
+
+    def close(self) -> None:
+        """Run all submitted work, then end all streams and threads. Idempotent."""
+        ...

@@ -1,0 +1,196 @@
+"""The CPU as a device: each stream is a thread (see `host`), and memory consists of anonymous pages."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from sidestream_kv.device.base import CopyBatch, GraphEvent, Memory, Rest
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.device.host import HostFence, HostStream, TurnTaker
+from sidestream_kv.device.machine import available_bytes, private_pages
+from sidestream_kv.errors import ConfigError, InvariantError
+from sidestream_kv.metrics import Metrics, Timeline
+from sidestream_kv.types import Fence, Tracer
+
+# Option of madvise since Linux 5.14; Python has no name for it yet.
+_MADV_POPULATE_WRITE = 23
+_TOUCH_BYTES = 32 << 20
+_OMP_PAUSE_HARD = 2
+
+
+class CpuDevice:
+    """Streams as threads, memory as torch tensors. One per engine."""
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+    segment_bytes = 64 << 10
+
+    def __init__(
+        self,
+        *,
+        compute_threads: int | None = None,
+        timeline: Timeline | None = None,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.tracer = tracer
+        self._compute_threads = compute_threads or torch.get_num_threads()
+        self._timeline = timeline
+        self._metrics = metrics
+        self._streams: dict[str, HostStream] = {}
+        self._threads: list[TurnTaker] = []
+        self._waits: Counter[str] = Counter()
+        self._touchers: list[threading.Thread] = []
+        self._touching = threading.Lock()
+        self._untouched = 0
+        self._closing = False
+
+    def stream(self, name: str) -> HostStream:
+        """A new stream. The stream `"compute"` runs its kernels on all compute threads, any other stream on one
+        thread.
+        """
+        if name in self._streams:
+            raise InvariantError(f"stream {name} exists already")
+        threads = self._compute_threads if name == "compute" else 1
+        if threads > 1:
+            _end_own_openmp_team()
+        stream = self._streams[name] = HostStream(
+            name, threads=threads, timeline=self._timeline, tracer=self.tracer, on_pass=self._passed
+        )
+        return stream
+
+    def worker(self, name: str) -> HostStream:
+        """A new stream. On a CPU, every stream is a host thread."""
+        return self.stream(name)
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
+        """See `Device.thread`. If its last turn has returned fences, the thread is woken whenever a fence of the
+        device becomes done.
+        """
+        thread = TurnTaker(name, turn, clock=self.now, tracer=self.tracer)
+        self._threads.append(thread)
+        return thread
+
+    def _passed(self) -> None:
+        for thread in self._threads:
+            thread.wake_for_fences()
+
+    def event(self, name: str) -> GraphEvent:
+        """Raises InvariantError: a CPU has no events. See `Device.event`."""
+        raise InvariantError(f"event {name} cannot be made: a CPU has no events")
+
+    def prepare(self, batch: CopyBatch) -> CopyBatch:
+        """The batch unchanged."""
+        return batch
+
+    def allocate(self, name: str, num_bytes: int) -> Memory:
+        """Zeroed, page-aligned memory. Returns at once: a background thread maps the pages."""
+        available = available_bytes()
+        if available is not None:
+            available -= self._untouched  # bytes of earlier allocations whose pages may not be mapped yet
+        if available is not None and num_bytes > available:
+            raise ConfigError(
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
+                f"this machine has {available / 2**30:.2f} GiB available; ask for less"
+            )
+        pages = private_pages(name, num_bytes)
+        with self._touching:
+            self._untouched += num_bytes
+        toucher = threading.Thread(
+            target=self._touch, args=(pages, num_bytes), name=f"sidestream-touch-{name}", daemon=True
+        )
+        toucher.start()
+        self._touchers.append(toucher)
+        if self.tracer is not None:
+            self.tracer.allocated(name, num_bytes)
+        return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
+
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
+        """See `allocate`: on a CPU, all memory is host memory."""
+        return self.allocate(name, num_bytes)
+
+    def mapped(self, memory: Memory) -> torch.Tensor:
+        """The memory itself. See `Device.mapped`."""
+        return memory.data
+
+    def ready_bytes(self, memory: Memory) -> int:
+        """All bytes. Pages that are not mapped yet can be copied, too, but this is slower."""
+        return memory.num_bytes
+
+    def grows(self, memory: Memory) -> bool:
+        """False: all bytes are ready."""
+        return False
+
+    def _touch(self, pages: mmap.mmap, num_bytes: int) -> None:
+        """Map the pages, as huge pages if possible, so that copies have no page faults. Does not change any byte."""
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            for start in range(0, num_bytes, _TOUCH_BYTES):
+                if self._closing:
+                    return
+                size = min(_TOUCH_BYTES, num_bytes - start)
+                pages.madvise(_MADV_POPULATE_WRITE, start, size)
+                with self._touching:
+                    self._untouched -= size
+        except (OSError, ValueError, AttributeError):
+            return  # another system, or an older kernel: pages are mapped at their first write
+
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """See `Device.wait_host`."""
+        if fence.poll():  # rule: done-fence-needs-no-wait
+            return True
+        if not isinstance(fence, HostFence):
+            raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
+        self._waits[reason] += 1
+        if self._metrics is not None:
+            self._metrics.inc("host_waits_total", 1, reason)
+        if self.tracer is not None:
+            self.tracer.stalled(reason)
+        fence.block(timeout_s, bell)
+        return fence.poll()  # rule: wait-that-ends-early-says-so
+
+    def host_waits(self) -> dict[str, int]:
+        """See `Device.host_waits`."""
+        return dict(self._waits)
+
+    def now(self) -> float:
+        """Seconds of the system's monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Block the calling thread."""
+        time.sleep(seconds)
+
+    def rest(self) -> None:
+        """Return the C allocator's free memory to the system, tens of MiB after a large step. Takes milliseconds."""
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has this function, and only glibc needs it
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        self._closing = True
+        for thread in self._threads:
+            thread.close()
+        for stream in self._streams.values():
+            stream.close()
+        for toucher in self._touchers:
+            toucher.join()  # rule: memory-is-touched-before-the-device-is-closed
+
+
+def _end_own_openmp_team() -> None:
+    """End the OpenMP threads that the calling thread has used to load a model.
+
+    If a process has more OpenMP threads than cores, libgomp's threads sleep between kernels instead of spinning, and
+    every small kernel of a decode step must wake them: a step of SmolLM2-135M took 50 ms instead of 30 ms on two cores.
+    If the calling thread needs OpenMP threads again, it gets new ones.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(_OMP_PAUSE_HARD)

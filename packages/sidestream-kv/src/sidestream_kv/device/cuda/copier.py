@@ -1,0 +1,119 @@
+"""Enqueues copies on one CUDA stream. The copy engine executes them or, if segments are small, a kernel does.
+
+A batch of segments (byte ranges of one size) is copied together. A segment table lists the segments for a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.device.cuda.copies import Grid, Place, plan, segments
+from sidestream_kv.device.cuda.driver import Driver, Rows, Table
+from sidestream_kv.errors import InvariantError
+
+
+class CopyDevice(Protocol):
+    """The members of a device that `Copier` uses."""
+
+    driver: Driver
+
+    def take_table(self) -> Table | None:
+        """Memory for the segment table of a copy by kernel, in mapped host memory, int64 `[3 * n]` for n segments;
+        None if all tables are in use.
+        """
+        ...
+
+    def place(self, memory: Memory) -> Place:
+        """See `Place`."""
+        ...
+
+
+class Copier:
+    """Copies on the stream with this `handle`. Called by the thread that enqueues the stream's work."""
+
+    def __init__(self, device: CopyDevice, handle: int) -> None:
+        self._device = device
+        self._driver = device.driver
+        self._handle = handle
+        self._tables: list[Table] = []
+
+    def take_tables(self) -> list[Table]:
+        """Segment tables of all copies since the last call. They stay in use until the fence of the work is done."""
+        tables, self._tables = self._tables, []
+        return tables
+
+    def copy(self, batch: CopyBatch, *, capturing: bool) -> None:
+        """Enqueue the batch with as few calls as the driver allows. After a DeviceError, some of the copies may be
+        enqueued.
+        """
+        if batch.source.pageable or batch.target.pageable:
+            raise InvariantError(
+                f"copy from {batch.source.name} to {batch.target.name}: "
+                "pageable memory would block this thread; pin it first"
+            )
+        source, target = self._device.place(batch.source), self._device.place(batch.target)
+        calls = plan(batch, source, target, max_pitch=self._driver.max_pitch)
+        if isinstance(calls, Grid):
+            self._copy_grid(calls, calls.targets, calls.sources)
+        elif not calls.table.shape[1]:
+            return
+        elif calls.by_kernel and not capturing:  # a replayed graph would read the table after another copy reused it
+            self._copy_by_kernel(calls.table, source, target)
+        else:
+            self._copy_by_engine(calls.table, source, target)
+
+    def copy_prepared(self, prepared: object, first: int, stop: int) -> None:
+        """Enqueue segments `[first, stop)` of a prepared batch; `prepared` is `CopyBatch.prepared`."""
+        if isinstance(prepared, Rows):
+            self._driver.copy_rows(prepared, first, stop - first, self._handle)
+        else:
+            assert isinstance(prepared, Grid)
+            self._copy_grid(prepared, prepared.targets[first:stop], prepared.sources[first:stop])
+
+    def copy_as(self, batch: CopyBatch, way: Literal["call each", "kernel"], *, programs: int = 2) -> None:
+        """Copy in another way, for benchmarks: one call for each segment, or a kernel with any number of programs."""
+        source, target = self._device.place(batch.source), self._device.place(batch.target)
+        table = segments(batch, source, target)
+        if way == "kernel":
+            self._copy_by_kernel(table, source, target, programs=programs)
+        else:
+            self._driver.copy_each(table, self._handle)
+
+    def _copy_grid(self, grid: Grid, targets: list[int], sources: list[int]) -> None:
+        self._driver.copy_grid(
+            targets,
+            sources,
+            self._handle,
+            from_device=grid.from_device,
+            to_device=grid.to_device,
+            target_pitch=grid.target_pitch,
+            source_pitch=grid.source_pitch,
+            width=grid.width,
+            height=grid.height,
+        )
+
+    def _copy_by_engine(self, table: Table, source: Place, target: Place) -> None:
+        if self._driver.has_batch:
+            self._driver.copy_batch(table, self._handle, from_device=source.on_device, to_device=target.on_device)
+        else:
+            self._driver.copy_each(table, self._handle)
+
+    def _copy_by_kernel(self, table: Table, source: Place, target: Place, *, programs: int = 2) -> None:
+        """Divide the segments among as many free segment tables as they need, and launch one kernel for each of these
+        tables. If no table is left, the copy engine copies the remaining segments.
+        """
+        from sidestream_kv.device.cuda.kernels import copy_segments
+
+        first, count = 0, table.shape[1]
+        while first < count:
+            mapped = self._device.take_table()
+            if mapped is None:
+                self._copy_by_engine(table[:, first:].copy(), source, target)
+                return
+            self._tables.append(mapped)
+            part = table[:, first : first + len(mapped) // 3]
+            size = part.shape[1]
+            mapped[: 3 * size] = part.ravel()
+            copy_segments(mapped.ctypes.data, size, wide=not (part % 8).any(), programs=programs)
+            first += size

@@ -1,0 +1,356 @@
+"""One NVIDIA GPU as a device: its streams, fences (positions on streams), device memory and pinned host memory. Called
+by the engine thread and by the offload worker's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from sidestream_kv.device.base import CopyBatch, Memory, Rest
+from sidestream_kv.device.channel import Bell
+from sidestream_kv.device.cuda.copies import Grid, Place, locate, plan
+from sidestream_kv.device.cuda.driver import Driver, Event, Table, load_library, named
+from sidestream_kv.device.cuda.fences import CudaFence
+from sidestream_kv.device.cuda.graphs import CudaEvent
+from sidestream_kv.device.cuda.history import History
+from sidestream_kv.device.cuda.pinned import Slab
+from sidestream_kv.device.cuda.stream import CudaStream
+from sidestream_kv.device.cuda.wait import FenceWaiter
+from sidestream_kv.device.host import HostFence, HostStream, TurnTaker
+from sidestream_kv.device.machine import available_bytes
+from sidestream_kv.errors import ConfigError, DeviceError, DeviceLost, InvariantError
+from sidestream_kv.metrics import Metrics, Timeline
+from sidestream_kv.types import Fence, Tracer
+
+log = logging.getLogger(__name__)
+
+# Interval at which a sleeping host thread polls GPU fences. The thread does not block in the driver, because the
+# driver would spin, and the wait of another thread could then end milliseconds late.
+_POLL_S = 50e-6
+# Maximum number of segments (byte ranges) that one kernel copies, and maximum number of unfinished copies by kernels.
+# If there are more, the copy engine copies them.
+_TABLE_SEGMENTS = 4096
+_TABLES = 16
+
+
+class CudaDevice:
+    """One GPU.
+
+    lost   message of the error that ended the device; None while the device works. On a lost device, submitting work
+           and polling an unfinished fence raise DeviceLost
+    """
+
+    kind = "cuda"
+    # In batches of 512, copies of 64 to 512 KiB are equally fast, but twice as many take the host twice as long.
+    segment_bytes = 128 << 10
+
+    def __init__(
+        self,
+        *,
+        index: int = 0,
+        timeline: Timeline | None = None,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        """Raises ConfigError without a usable GPU. In tests, `driver` replaces the machine's own driver."""
+        self.tracer = tracer
+        self.history = None if tracer is None else History(tracer)
+        self.timeline = timeline
+        self.lost: str | None = None
+        self.driver = driver or open_driver(index)
+        self.torch_device = self.driver.torch_device
+        self._metrics = metrics
+        self._names: set[str] = set()
+        self._streams: list[CudaStream] = []
+        self._workers: list[HostStream] = []
+        self._threads: list[TurnTaker] = []
+        self._events: list[Event] = []
+        self._places: dict[Memory, Place] = {}
+        self._slabs: dict[Memory, Slab] = {}
+        self._on_device: list[torch.Tensor] = []
+        self._waits: Counter[str] = Counter()
+        self._waiter = FenceWaiter()
+        self._lock = threading.Lock()
+        self._closed = False
+        tables = self.allocate_host("segments of copies by kernels", _TABLES * _TABLE_SEGMENTS * 3 * 8)
+        self._tables: list[Table] = list(tables.data.view(torch.int64).numpy().reshape(_TABLES, -1))
+
+    # ------------------------------------------------------------------ streams and threads
+
+    def stream(self, name: str) -> CudaStream:
+        """A new stream. Kernels of the stream `"compute"` have a higher priority than kernels of other streams."""
+        self._claim(name)
+        self._check_alive()
+        high = name == "compute"
+        handle = self.driver.make_stream(high=high)
+
+        def give_back(stream: CudaStream) -> None:
+            if self.lost is None:
+                self.driver.keep_stream(stream.handle, high=high)
+                if stream.side_handle is not None:
+                    self.driver.keep_stream(stream.side_handle, high=False)
+
+        stream = CudaStream(name, handle, self, give_back)
+        self._streams.append(stream)
+        return stream
+
+    def worker(self, name: str) -> HostStream:
+        """See `Device.worker`."""
+        self._claim(name)
+        worker = HostStream(name, threads=1, timeline=self.timeline, tracer=self.tracer, on_pass=self._passed)
+        self._workers.append(worker)
+        return worker
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
+        """See `Device.thread`. While the thread sleeps until a fence is done, it polls the fences every 50 us."""
+        prepare = self.driver.prepare_thread
+        thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, prepare=prepare, tracer=self.tracer)
+        self._threads.append(thread)
+        return thread
+
+    def event(self, name: str) -> CudaEvent:
+        """See `Device.event`."""
+        return CudaEvent(name, self.driver.event(external=True))
+
+    # ------------------------------------------------------------------ memory
+
+    def prepare(self, batch: CopyBatch) -> CopyBatch:
+        """See `Device.prepare`. Resolves all addresses of a batch for the copy engine."""
+        if batch.source.pageable or batch.target.pageable or not len(batch.source_starts):
+            return batch
+        source, target = self.place(batch.source), self.place(batch.target)
+        calls = plan(batch, source, target, max_pitch=self.driver.max_pitch, merged=False)
+        if isinstance(calls, Grid):
+            return replace(batch, prepared=calls)
+        if calls.by_kernel:
+            return batch
+        pieces = calls.table.shape[1] // len(batch.source_starts)
+        rows = self.driver.rows(calls.table, from_device=source.on_device, to_device=target.on_device, pieces=pieces)
+        return replace(batch, prepared=rows)
+
+    def allocate(self, name: str, num_bytes: int) -> Memory:
+        """Uninitialised memory. Raises ConfigError if too few bytes are free, OutOfDeviceMemory if the driver fails."""
+        self._check_alive()
+        free, total = self.driver.free_memory(num_bytes)
+        if num_bytes > free:
+            raise ConfigError(
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
+                f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free; "
+                "ask for less, or end other programs that use the GPU"
+            )
+        data = self.driver.allocate(num_bytes)
+        self._on_device.append(data)
+        memory = Memory(name, (data,))
+        if self.tracer is not None:
+            self.tracer.allocated(name, num_bytes)
+        return memory
+
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
+        """See `Device.allocate_host`. The memory is zeroed. Its first 256 MiB are pinned at once, and more in the
+        background.
+
+        Raises ConfigError if the machine has too little memory, or if its first part cannot be pinned.
+        """
+        available = available_bytes()
+        if available is not None:  # earlier allocations will also need the pages that do not exist yet
+            available -= sum(slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values())
+        if available is not None and num_bytes > available:
+            raise ConfigError(
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
+                f"this machine has {available / 2**30:.2f} GiB available; ask for less"
+            )
+        slab = Slab(name, num_bytes, item_bytes=item_bytes, pins=self.driver, prepare=self.driver.prepare_thread)
+        self._slabs[slab.memory] = slab
+        if self.tracer is not None:
+            self.tracer.allocated(name, num_bytes)
+        return slab.memory
+
+    def mapped(self, memory: Memory) -> torch.Tensor:
+        """See `Device.mapped`."""
+        return self.driver.mapped(memory.data[: self.ready_bytes(memory)])
+
+    def ready_bytes(self, memory: Memory) -> int:
+        """Number of pinned bytes. All bytes of device memory, and of memory that was not allocated here, are ready."""
+        slab = self._slabs.get(memory)
+        return memory.num_bytes if slab is None else slab.ready_bytes
+
+    def grows(self, memory: Memory) -> bool:
+        """Whether more bytes will be pinned."""
+        slab = self._slabs.get(memory)
+        return slab is not None and slab.growing
+
+    # ------------------------------------------------------------------ waits
+
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """See `Device.wait_host`. Raises DeviceLost.
+
+        `bell` ends the wait only while the thread sleeps. It has no effect when the work should end soon (see
+        `cuda/wait.py`), nor if `timeout_s` is given.
+        """
+        if self._waiter.is_done(fence):
+            return True
+        if not isinstance(fence, CudaFence | HostFence):
+            raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
+        self._waits[reason] += 1
+        if self._metrics is not None:
+            self._metrics.inc("host_waits_total", 1, reason)
+        if self.tracer is not None:
+            self.tracer.stalled(reason)
+        if isinstance(fence, CudaFence) and timeout_s is None:
+            return self._waiter.wait(fence, bell)
+        fence.block(timeout_s)
+        return fence.poll()
+
+    def host_waits(self) -> dict[str, int]:
+        """See `Device.host_waits`."""
+        return dict(self._waits)
+
+    def now(self) -> float:
+        """Seconds of the system's monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Block the calling thread."""
+        time.sleep(seconds)
+
+    # ------------------------------------------------------------------ start and end
+
+    def warm_up(self) -> None:
+        """Launch each variant of the device's kernels once. Otherwise their first launch during serving would wait for
+        all running work. Blocks.
+        """
+        from sidestream_kv.device.cuda.kernels import copy_segments, deliver
+
+        stream = self.stream("warm-up")
+        target, source = self.allocate_host("warm-up", 64), self.driver.allocate(64)
+        there, here = target.data.data_ptr(), source.data_ptr()
+
+        def launch() -> None:
+            for size, wide in ((8, True), (1, False)):
+                deliver(there, here, size)
+                table = self.take_table()
+                assert table is not None, "nothing else uses tables while the device warms up"
+                table[:3] = there, here, size
+                copy_segments(table.ctypes.data, 1, wide=wide)
+                used.append(table)
+
+        used: list[Table] = []
+        fence = stream.submit(launch, label="warm up")
+        fence.block(None)
+        for table in used:
+            self.give_table(table)
+        stream.close()
+        self._slabs.pop(target).close()
+        if fence.failure is not None:
+            raise fence.failure
+
+    def rest(self) -> None:
+        """Does nothing: torch's cached memory is device memory, and freeing it would stall the device."""
+
+    def close(self) -> None:
+        """See `Device.close`. Frees all memory, whoever refers to it. On a lost device, closes what can still close."""
+        if self._closed:
+            return
+        self._closed = True
+        for thread in self._threads:
+            thread.close()
+        for worker in self._workers:
+            worker.close()
+        with contextlib.suppress(DeviceLost):
+            for stream in self._streams:
+                stream.fences.drain()
+        for stream in self._streams:
+            stream.close()
+        for slab in self._slabs.values():
+            slab.close()
+        for data in self._on_device:
+            if data.is_cuda:
+                data.untyped_storage().resize_(0)
+
+    # ------------------------------------------------------------------ used by streams
+
+    def take_event(self) -> Event:
+        """An unused event from the pool, or a new event."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return self.driver.event()
+
+    def give_event(self, event: Event) -> None:
+        """Return an event to the pool."""
+        self._events.append(event)
+
+    def take_table(self) -> Table | None:
+        """A segment table for a copy by kernel, in mapped host memory; None if all are in use."""
+        try:
+            return self._tables.pop()
+        except IndexError:
+            return None
+
+    def give_table(self, table: Table) -> None:
+        """Return a segment table to the pool."""
+        self._tables.append(table)
+
+    def place(self, memory: Memory) -> Place:
+        """Addresses of the memory. They are cached, and the cache keeps the memory alive."""
+        place = self._places.get(memory)
+        if place is None:
+            slab = self._slabs.get(memory)
+            place = self._places[memory] = locate(memory, () if slab is None else slab.borders[:-1])
+        return place
+
+    def lose(self, error: BaseException) -> None:
+        """Mark the device as lost, with the message of the first error."""
+        with self._lock:
+            if self.lost is not None:
+                return
+            why = named(error)
+            self.lost = str(why) if isinstance(why, DeviceLost) else f"the GPU is lost: {why}; restart the process"
+        log.error("%s", self.lost)
+
+    def _claim(self, name: str) -> None:
+        """Reserve a stream's name. Names are never reused, because a tracer (a recorder of events, in tests) identifies
+        streams by their names.
+        """
+        with self._lock:
+            if self._closed:
+                raise InvariantError(f"the device is closed: stream {name} cannot be made")
+            if name in self._names:
+                raise InvariantError(f"stream {name} exists already")
+            self._names.add(name)
+
+    def _check_alive(self) -> None:
+        if self.lost is not None:
+            raise DeviceLost(self.lost)
+
+    def _passed(self) -> None:
+        for thread in self._threads:
+            thread.wake_for_fences()
+
+
+def open_driver(index: int = 0) -> Driver:
+    """The machine's CUDA driver. Raises ConfigError, which names the missing part, if no GPU can be used."""
+    library = load_library()
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or use the cpu device"
+        )
+    try:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU it can use: "
+                "look at nvidia-smi and the driver's version"
+            )
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return Driver(library, index=index)
+    except (RuntimeError, DeviceError) as error:
+        raise ConfigError(f"the GPU cannot be used: {error}; look at nvidia-smi and the driver's version") from error

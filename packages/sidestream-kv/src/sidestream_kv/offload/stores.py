@@ -1,0 +1,228 @@
+"""Stores: copies of KV blocks from the device to host memory. Called on the offload worker's thread only.
+
+A store waits for the step that filled the blocks (hazard H1 in docs/glossary.md). It is copied in pieces. At start,
+host memory is pinned little by little, so the host tier grows for a while. During this time, no block is
+evicted from the host tier. A block that finds no free host slot is deferred: when a slot is free, the engine thread is
+asked to submit the block once more.
+
+    slot    host memory for one block
+    settle  a job has settled when it no longer uses device blocks
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from sidestream_kv.device.base import Device
+from sidestream_kv.kv.pool import Lease
+from sidestream_kv.offload import pacing
+from sidestream_kv.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
+from sidestream_kv.offload.checksums import Checksums
+from sidestream_kv.offload.copy import BlockMemory, layers_batch
+from sidestream_kv.offload.pacing import Copy, Lane, Urgency
+from sidestream_kv.offload.tickets import StoreJob, StoreTicket
+from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.types import Key, StorePlan
+
+WriteThrough = Callable[[Key, int, StoreTicket], None]
+"""Function that is called for each block that a store has made findable in host memory. Its arguments are the block's
+key, its slot, and the ticket of the store (the record of this transfer).
+"""
+
+
+class Stores:
+    """All store jobs that have not ended. A job executes one StorePlan."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        memory: BlockMemory,
+        tiers: TierStack,
+        lane: Lane,
+        unsettled: UnsettledJobs,
+        switches: Switches,
+        log: TransferLog,
+        write_through: WriteThrough,
+        checksums: Checksums,
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._tiers = tiers
+        self._host = tiers.host
+        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
+        self._lane = lane
+        self._unsettled = unsettled
+        self._switches = switches
+        self._log = log
+        self._write_through = write_through
+        self._checksums = checksums
+        self._clock = device.now
+        self._waiting: deque[StoreJob] = deque()  # jobs with blocks whose copy was not queued yet
+        self._storing: dict[Key, StoreTicket] = {}
+        self._tickets: dict[Copy, StoreTicket] = {}
+        self._deferred: dict[Key, None] = {}  # oldest first; at most as many keys as the tier will have slots
+        self.growing = True
+        """Whether host memory is still being pinned."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any job has blocks whose copy was not queued yet."""
+        return bool(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any block is waiting, being copied, or deferred."""
+        return bool(self._waiting or self._tickets or self._deferred)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept, by kind."""
+        return {
+            "waiting stores": len(self._waiting),
+            "storing keys": len(self._storing),
+            "store tickets": len(self._tickets),
+        }
+
+    def grow(self) -> Sequence[Key]:
+        """Use the host memory that was pinned since the last call. Returns the deferred blocks that now find a slot;
+        they are no longer deferred.
+        """
+        self.growing = self._device.grows(self._host.memory)  # read first: if it is False, `ready_bytes` below is final
+        self._host.grow(self._device.ready_bytes(self._host.memory))  # rule: host-tier-uses-only-pinned-memory
+        room = self._host.pool.num_free if self.growing else len(self._deferred)
+        again = tuple(islice(self._deferred, room))
+        for key in again:
+            del self._deferred[key]
+        return again
+
+    def submit(self, job_id: int, plan: StorePlan, generation: int) -> None:
+        """Queue a job. Its copies are queued later, piece by piece."""
+        self._waiting.append(StoreJob(job_id, plan, generation))
+
+    def begin_pieces(self) -> None:
+        """Queue copies of at most `BLOCKS_PER_TURN` blocks: several small jobs, or a part of a large job."""
+        blocks = 0
+        while self._waiting and blocks < pacing.BLOCKS_PER_TURN:
+            job = self._waiting[0]
+            blocks -= job.begun
+            self._begin_piece(job)
+            blocks += job.begun
+            if job.begun == len(job.plan.keys):
+                del self._waiting[0]
+
+    def _begin_piece(self, job: StoreJob) -> None:
+        """Queue the copy of the job's next blocks, without blocks that host memory holds already or that another store
+        is copying.
+
+        If there are too few free or evictable slots, the last of these blocks are skipped. While the tier grows, they
+        are deferred instead.
+        """
+        plan, first = job.plan, job.begun
+        stop = job.begun = min(first + pacing.BLOCKS_PER_TURN, len(plan.keys))
+        wanted = zip(plan.keys[first:stop], plan.block_ids[first:stop], strict=True)
+        # rule: block-is-stored-once
+        pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
+        pool = self._host.pool
+        room = 0 if self._switches.abandoned else pool.num_free if self.growing else pool.num_available
+        if len(pairs) > room:
+            self._leave_out(job, [key for key, _ in pairs[room:]])
+            del pairs[room:]
+        last = stop == len(plan.keys)
+        if not pairs:
+            if last:
+                self._reorder(job)
+            self._settle(job)  # rule: skipped-store-is-settled
+            return
+        slots = pool.take(len(pairs))
+        keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
+        copy = self._copy_of(plan, block_ids, slots)
+        ticket = StoreTicket(job, keys, last, slots, copy, self._clock())
+        self._tickets[copy] = ticket
+        job.pieces += 1
+        self._storing.update(dict.fromkeys(keys, ticket))
+        self._lane.add(copy)
+
+    def _copy_of(self, plan: StorePlan, block_ids: Sequence[int], slots: Lease) -> Copy:
+        layout = self._memory.layout
+        # rule: store-copies-every-layer
+        batch = layers_batch(self._memory, block_ids, self._host_memory, slots.ids, range(layout.num_layers))
+        # rule: store-waits
+        return Copy(
+            [self._device.prepare(batch)],
+            after=(*plan.after, *slots.after),
+            urgency=Urgency.STORE,
+            label=f"store {len(block_ids)} blocks",
+        )
+
+    def _leave_out(self, job: StoreJob, keys: Sequence[Key]) -> None:
+        """Count the job, once, as a job with blocks that found no slot. While the tier grows, defer the blocks.
+
+        A deferred block does not stay in use on the device: it is stored later only if it is still there.
+        """
+        if not job.cut:
+            self._log.left_out("store", "deferred" if self.growing else "skipped")
+        job.cut = True
+        if self.growing:
+            self._deferred.update(dict.fromkeys(keys))
+            for key in tuple(islice(self._deferred, max(0, len(self._deferred) - self._host.num_slots))):
+                del self._deferred[key]
+
+    def owns(self, copy: Copy) -> bool:
+        """Whether the copy is a piece of a store."""
+        return copy in self._tickets
+
+    def end(self, copy: Copy) -> None:
+        """Handle the end of a piece's copy: make its blocks findable (not earlier: hazard H7), begin to write them to
+        the persistent tiers (such as the disk), and release the slots.
+        """
+        ticket = self._tickets.pop(copy)
+        for key in ticket.keys:
+            del self._storing[key]
+        job, pool = ticket.job, self._host.pool
+        num_bytes = sum(batch.num_bytes for batch in ticket.copy.groups)
+        good = self._log.ended("store", ticket.copy.failure, num_bytes, ticket.submitted_s)
+        if good and job.generation == self._switches.generation:  # rule: store-is-published
+            pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
+            stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]
+            self._checksums.compute([slot for _, slot in stored])
+            pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
+            for key, slot in stored:
+                self._write_through(key, slot, ticket)
+        ticket.slots.release()  # rule: store-releases-its-slots
+        job.failed |= not good
+        if ticket.last:
+            self._reorder(job)
+        job.pieces -= 1
+        self._settle(job)  # rule: ended-store-is-settled
+
+    def _reorder(self, job: StoreJob) -> None:
+        """Mark the prefix of the stored blocks as just used. If all of them were stored, let what they supersede be
+        evicted first.
+        """
+        self._tiers.touch(job.plan.prefix)
+        if not job.cut and not job.failed:
+            self._tiers.demote(job.plan.superseded)
+
+    def _settle(self, job: StoreJob) -> None:
+        """If the job no longer uses device blocks, record this."""
+        if job.settled:
+            self._unsettled.settle(job.job_id)
+
+    def invalidate(self, keys: frozenset[Key]) -> None:
+        """Do not make these blocks findable when their copies end."""
+        for job in (*self._waiting, *(ticket.job for ticket in self._tickets.values())):
+            job.invalidated |= keys.intersection(job.plan.keys)
+
+    def forget_deferred(self) -> None:
+        """Remove all deferred blocks."""
+        self._deferred.clear()
+
+    def drop(self) -> None:
+        """End all jobs with blocks whose copy was not queued yet, because the engine is closing."""
+        self._deferred.clear()
+        while self._waiting:
+            job = self._waiting.popleft()
+            job.begun = len(job.plan.keys)
+            self._settle(job)  # rule: dropped-store-is-settled

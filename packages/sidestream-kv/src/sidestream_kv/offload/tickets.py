@@ -1,0 +1,166 @@
+"""Jobs and tickets: records of the transfers in flight. Only the offload worker's thread uses them.
+
+A job executes one plan of the engine thread. A ticket is one piece of a store, or one read or write of a block. Load
+jobs and tickets hold leases of host slots (memory for one block each): a leased slot is neither evicted nor given to
+another block. The leases end when the transfer has ended, and never after a time (hazards H6, H10 in docs/glossary.md).
+If a request stops waiting, its transfer goes on, and its bytes still arrive in slots that have no other owner.
+
+job_id       id of the job, from the engine thread. A job has settled when it no longer uses device blocks
+generation   number of cache resets when the job was submitted. A ticket from before a reset makes no block findable
+             (H8). Loads need no generation: the engine thread decides whether their blocks become findable
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sidestream_kv.kv.pool import Lease
+from sidestream_kv.offload.pacing import Copy
+from sidestream_kv.offload.tiers.index import ReadLease, WriteGrant
+from sidestream_kv.types import Fence, Key, LoadPlan, RequestId, StorePlan
+
+
+@dataclass(slots=True, eq=False)
+class Stopwatch:
+    """Seconds that a ticket's work took on its stream. Written by the stream, and read after the ticket's fence."""
+
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class StoreJob:
+    """A submitted StorePlan. It is executed in pieces, so that each turn of the worker is short.
+
+    begun        number of blocks that were queued for a copy or skipped
+    pieces       number of tickets in flight
+    cut          whether some blocks found no host slot
+    failed       whether the copy of a piece has failed
+    invalidated  keys of blocks that a failed step computed; they do not become findable
+    """
+
+    job_id: int
+    plan: StorePlan
+    generation: int
+    invalidated: set[Key] = field(default_factory=set)
+    begun: int = 0
+    pieces: int = 0
+    cut: bool = False
+    failed: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether all pieces have begun and no piece is in flight."""
+        return self.begun == len(self.plan.keys) and not self.pieces  # rule: store-is-settled
+
+
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """One piece of a store. Holds its target slots. `last`: whether it is the job's last piece."""
+
+    job: StoreJob
+    keys: tuple[Key, ...]
+    last: bool
+    slots: Lease
+    copy: Copy
+    submitted_s: float
+
+    @property
+    def prefix(self) -> tuple[Key, ...]:
+        """The prefix of the StorePlan if this is the last piece, else empty."""
+        return self.job.plan.prefix if self.last else ()
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """A submitted LoadPlan. Holds its source slots. The last piece is copied by groups of layers, the other pieces by
+    whole blocks.
+
+    ends       where the pieces end, in blocks
+    begun      number of blocks that were queued for a copy
+    copies     copies of the pieces, in order
+    batches    number of batches in each group of layers of the last piece
+    submitted  number of copies that were submitted to the device completely
+    ended      number of copies that have ended
+    failure    failure of the first piece that failed; no piece is queued after it
+    """
+
+    job_id: int
+    plan: LoadPlan
+    slots: Lease
+    submitted_s: float
+    ends: list[int]
+    begun: int = 0
+    copies: list[Copy] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    submitted: int = 0
+    ended: int = 0
+    failure: BaseException | None = None
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether every block was queued for a copy."""
+        return self.begun == len(self.plan.keys)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no piece is in flight, and no piece will begin."""
+        return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)  # rule: load-is-settled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteTicket:
+    """The write of one block from host memory to a persistent tier. Holds its source slot.
+
+    prefix   prefix of the StoreTicket of this block; all writes of one StoreTicket have the same tuple object
+    """
+
+    key: Key
+    prefix: tuple[Key, ...]
+    slot: Lease
+    grant: WriteGrant
+    fence: Fence
+    submitted_s: float
+    work: Stopwatch
+    generation: int
+
+
+@dataclass(slots=True, eq=False)
+class ReadTicket:
+    """The read of one block from a persistent tier to host memory. Holds its target slot, and protects the tier's entry
+    from eviction (`pin`).
+
+    invalidated   whether a failed step computed the block; it then does not become findable
+    taken_in      whether the worker has handled the end of the read
+    """
+
+    key: Key
+    tier: str
+    slot: Lease
+    pin: ReadLease
+    fence: Fence
+    submitted_s: float
+    work: Stopwatch
+    generation: int
+    invalidated: bool = False
+    taken_in: bool = False
+
+    def failure(self) -> BaseException | None:
+        """The exception that the read raised, valid after its fence is done; None after success."""
+        return self.fence.failure
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits for reads from persistent tiers, at most until `deadline_s`. Some of these reads may have
+    begun for other requests.
+
+    kept       lease of the host slots that hold its blocks already, so that these blocks are not evicted
+    complete   whether every block that is not in host memory is being read
+    """
+
+    request_id: RequestId
+    epoch: int
+    reads: dict[Key, ReadTicket]
+    kept: Lease
+    complete: bool
+    deadline_s: float

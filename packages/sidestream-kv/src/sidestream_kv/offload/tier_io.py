@@ -1,0 +1,250 @@
+"""Reads and writes of one persistent tier, such as the disk, on streams of its own. Called on the offload worker's
+thread only.
+
+A failed write leaves no entry in the tier, and a failed read counts as a cache miss. Before a write, the tier's index
+gives a grant: the right to write one entry, possibly in place of an evicted entry. docs/tiers.md describes tiers.
+
+    slot      host memory for one block
+    pin       protection of an entry from eviction while it is read
+    prefix    keys of all blocks of a sequence up to a stored block; they are marked as just used together
+    tracer    recorder of events and memory accesses, in tests
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from sidestream_kv.device.base import Device
+from sidestream_kv.errors import TierFull, TierLost, TierTimeout
+from sidestream_kv.offload.bookkeeping import Switches, TransferLog
+from sidestream_kv.offload.checksums import Checksums
+from sidestream_kv.offload.copy import BlockMemory
+from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.tickets import ReadTicket, Stopwatch, StoreTicket, WriteTicket
+from sidestream_kv.offload.tiers.base import PersistentTier
+from sidestream_kv.offload.tiers.index import Entry, WriteGrant
+from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.types import Access, Fence, Key
+
+# Number of read streams for each tier.
+_NUM_READERS = 2
+# After a failed write, the tier gets no other write for this time.
+PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierWork:
+    """A read or a write of a block, as work for a stream.
+
+    run     function that reads or writes the block
+    slot    index of the host slot
+    grant   grant of the write; None if this is a read
+    victim  evicted entry that the write deletes first; None if there is none
+    """
+
+    run: Callable[[], None]
+    tier: str
+    slot: int
+    entry: Entry
+    grant: WriteGrant | None = None
+    victim: Entry | None = None
+
+    def __call__(self) -> None:
+        """Run the work, on the stream's thread."""
+        self.run()
+
+
+class TierIO:
+    """Reads and writes of the tier `name` of `tiers`, on the streams `NAME-write`, `NAME-read-0` and `NAME-read-1`."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: Device,
+        tiers: TierStack,
+        costs: CostModel,
+        switches: Switches,
+        log: TransferLog,
+        checksums: Checksums,
+    ) -> None:
+        self.name = name
+        self._tier: PersistentTier = tiers.persistent[name]
+        self._tiers = tiers
+        self._host = tiers.host
+        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
+        self._costs = costs
+        self._switches = switches
+        self._log = log
+        self._checksums = checksums
+        self._clock = device.now
+        self._write_stream = device.worker(f"{name}-write")
+        self._read_streams = [device.worker(f"{name}-read-{index}") for index in range(_NUM_READERS)]
+        self._writes: list[WriteTicket] = []
+        self._resumes_s = 0.0
+        self.reads: dict[Key, ReadTicket] = {}
+        """Reads in flight, by key. Any thread may read the length."""
+        self.fault = ""
+        """Why the last write failed; empty after a write that succeeded. Any thread may read it."""
+        self._report(None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any read or write is in flight."""
+        return bool(self._writes or self.reads)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept, by kind."""
+        return {f"{self.name} writes": len(self._writes), f"{self.name} reads": len(self.reads)}
+
+    def awaited(self) -> Iterator[Fence]:
+        """Fences whose end should wake the worker."""
+        yield from (read.fence for read in islice(self.reads.values(), _NUM_READERS))
+        yield from (write.fence for write in self._writes[:1])
+
+    # ------------------------------------------------------------------ writes
+
+    def write(self, key: Key, index: int, stored: StoreTicket) -> None:
+        """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
+        already, if too many writes are in flight, or shortly after a failed write.
+        """
+        if key in self._tier.index:
+            return
+        # Each write holds a host slot. If the tier is slow, its writes must not take the slots of other transfers.
+        crowded = len(self._writes) >= self._host.pool.size // 2
+        if crowded or self._switches.abandoned or self._clock() < self._resumes_s:
+            self._log.left_out(f"{self.name}-write", "skipped")
+            return
+        try:
+            grant = self._tier.index.reserve(key)
+        except TierFull:
+            self._log.left_out(f"{self.name}-write", "full")
+            return
+        if grant is None:
+            return
+        tier, slot, watch = self._tier, self._host.pool.share([index]), Stopwatch()  # rule: disk-write-holds-its-slot
+        fence = self._write_stream.submit(
+            TierWork(
+                self._timed(watch, lambda: tier.write(grant, self._host.slot(index))),
+                self.name,
+                index,
+                grant.entry,
+                grant,
+                grant.victim,
+            ),
+            lambda: self._written(grant, index),
+            label="write block",
+        )
+        self._writes.append(
+            WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.job.generation)
+        )
+
+    def _written(self, grant: WriteGrant, index: int) -> list[Access]:
+        """The memory that a write of host slot `index` accesses, for a tracer."""
+        # rule: disk-write-declares-its-entry, disk-write-declares-its-slot
+        return [*self._tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)]
+
+    def finish_writes(self) -> None:
+        """Handle writes that have ended: make their entries findable or abandon them, and release the slots."""
+        while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
+            ticket = self._writes.pop(0)
+            failure = ticket.fence.failure
+            good = self._log.ended(f"{self.name}-write", failure, self._host.layout.block_bytes, ticket.submitted_s)
+            self._report(failure)
+            good = good and ticket.grant.written  # rule: failed-disk-write-leaves-no-entry
+            if good and self._is_current(ticket):  # rule: disk-write-from-before-a-reset-publishes-nothing
+                self._tier.index.publish(ticket.grant)  # rule: finished-disk-write-ends-its-grant
+            else:
+                self._tier.index.abandon(ticket.grant)  # rule: refused-disk-write-ends-its-grant
+            if not good:
+                self._resumes_s = self._clock() + PAUSE_S
+            ticket.slot.release()  # rule: disk-write-releases-its-slot
+            # Mark the prefix as just used again after the last write of a store piece: entries that were still being
+            # written could not be marked before.
+            if not self._writes or self._writes[0].prefix is not ticket.prefix:
+                self._tiers.touch(ticket.prefix)
+
+    # ------------------------------------------------------------------ reads
+
+    def read(self, key: Key, generation: int) -> ReadTicket:
+        """Begin to read the entry of `key` into a host slot. A slot must be available, and the tier must hold `key`."""
+        tier, slot, pin = self._tier, self._host.pool.take(1), self._tier.index.pin([key])
+        stream = self._read_streams[len(self.reads) % len(self._read_streams)]
+        for fence in slot.after:  # rule: disk-read-waits-on-its-stream
+            stream.wait(fence)
+        watch, index, entry = Stopwatch(), slot.ids[0], pin.entries[0]
+        fence = stream.submit(
+            TierWork(self._timed(watch, lambda: tier.read(entry, self._host.slot(index))), self.name, index, entry),
+            lambda: self._read(entry, index),
+            label="read block",
+        )
+        ticket = ReadTicket(key, self.name, slot, pin, fence, self._clock(), watch, generation)
+        self.reads[key] = ticket
+        return ticket
+
+    def _read(self, entry: Entry, index: int) -> list[Access]:
+        """The memory that a read into host slot `index` accesses, for a tracer."""
+        # rule: disk-read-declares-its-entry, disk-read-declares-its-slot
+        return [self._tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)]
+
+    def finish_reads(self, published: Callable[[ReadTicket], None]) -> None:
+        """Handle reads that have ended: make their blocks findable in host memory, and release slots and pins.
+
+        `published` is called for each block that has become findable, before its slot is released.
+        """
+        # rule: disk-read-counts-after-its-fence
+        for ticket in [t for t in self.reads.values() if t.fence.poll()]:
+            del self.reads[ticket.key]
+            ticket.taken_in = True
+            num_bytes, failure = self._host.layout.block_bytes, ticket.failure()
+            # rule: failed-disk-read-is-a-miss
+            if self._log.ended(f"{self.name}-read", failure, num_bytes, ticket.submitted_s):
+                self._costs.saw_transfer(self.name, num_bytes, ticket.work.seconds)
+                # rule: disk-read-from-before-a-reset-publishes-nothing
+                if self._is_current(ticket) and not ticket.invalidated:
+                    self._checksums.compute(ticket.slot.ids)
+                    self._host.pool.publish(ticket.slot.ids[0], ticket.key)
+                    published(ticket)
+            elif not isinstance(failure, TierTimeout):
+                # rule: damaged-entry-is-dropped
+                self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable, so the block is computed again
+                if isinstance(failure, TierLost):
+                    self._report(failure)
+            ticket.pin.release()  # rule: disk-read-ends-its-pin
+            ticket.slot.release()  # rule: disk-read-releases-its-slot
+
+    def invalidate(self, keys: frozenset[Key]) -> None:
+        """Do not make these blocks findable when their reads end."""
+        for key in keys & self.reads.keys():
+            self.reads[key].invalidated = True
+
+    # ------------------------------------------------------------------ reads and writes
+
+    def _report(self, failure: BaseException | None) -> None:
+        """Record whether the tier works, according to its last write or a loss of its medium. After a loss, no entry
+        from before can be found any more.
+        """
+        if isinstance(failure, TierTimeout):
+            return
+        self.fault = "" if failure is None else str(failure)
+        self._log.tier_works(self.name, failure is None)
+        if isinstance(failure, TierLost):
+            self._tier.index.clear()  # rule: entries-of-a-lost-medium-are-forgotten
+
+    def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
+        """Whether the cache was not reset after the ticket's transfer was submitted (hazard H8 in docs/glossary.md)."""
+        return ticket.generation == self._switches.generation  # rule: transfers-check-the-generation
+
+    def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
+        """Wrap `work` for the stream: it measures the time of `work`, or raises an error if the engine is closing."""
+
+        def run() -> None:
+            if self._switches.abandoned:
+                raise TierTimeout("the engine closed before this transfer began")
+            start = self._clock()
+            work()
+            watch.seconds += self._clock() - start
+
+        return run

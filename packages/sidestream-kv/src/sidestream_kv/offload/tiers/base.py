@@ -1,0 +1,106 @@
+"""The interface of a persistent tier: storage for KV blocks that is slower than host memory, such as a disk.
+docs/tiers.md explains it to authors of tiers; `testing.tier_conformance` tests an implementation.
+
+The offload worker's thread owns the tier's index, which gives grants (the right to write one entry) and pins entries
+(protects them from eviction). The engine thread only looks keys up in the index. `write` and `read` run on the threads
+of the tier's streams. The fence of a read or write marks its end.
+
+    offload worker   grant = tier.index.reserve(key)          lease = tier.index.pin([key])
+    stream thread    tier.write(grant, block)                 tier.read(lease.entries[0], slot)
+    offload worker   after the fence:                         after the fence:
+                     tier.index.publish(grant), or            lease.release(), and before it, if `read` raised,
+                     tier.index.abandon(grant) after a raise  tier.index.forget(entry)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream_kv.config import OffloadConfig
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.offload.tiers.index import Entry, ReadLease, TierIndex, TierStats, WriteGrant
+from sidestream_kv.types import Tracer
+
+__all__ = [
+    "Block",
+    "Entry",
+    "PersistentTier",
+    "ReadLease",
+    "TierContext",
+    "TierIndex",
+    "TierKind",
+    "TierStats",
+    "WriteGrant",
+]
+
+Block = memoryview | npt.NDArray[np.uint8]
+"""The bytes of one block: `layout.block_bytes`, contiguous, in host memory. Page-aligned blocks may be faster to copy.
+"""
+
+
+class PersistentTier(Protocol):
+    """KV blocks by content key, on a medium that is slower than host memory.
+
+    Calls of `index` never do I/O. `read` and `write` may block on I/O. They are called on stream threads, several at
+    the same time. They must not use the index, but only the grant or the pinned entry that they are given. An entry
+    must always be either complete or absent, for readers in this process and in later processes.
+    """
+
+    @property
+    def index(self) -> TierIndex:
+        """The keys that the tier holds. Only the offload worker writes the index; the engine thread looks keys up."""
+        ...
+
+    def write(self, grant: WriteGrant, payload: Block) -> None:
+        """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`. The
+        victim may be absent from the medium.
+
+        Raises TierFull (the medium has no room), TierLost (all entries are gone) or TierError. After any error, no
+        part of the entry may be left.
+        """
+        ...
+
+    def read(self, entry: Entry, out: Block) -> None:
+        """Fill `out` with the block of a pinned entry, and verify it.
+
+        Raises TierCorrupt (the entry is missing or damaged; the tier deletes it), TierLost (all entries are gone) or
+        TierError. After any error, the content of `out` is undefined.
+        """
+        ...
+
+    def close(self) -> None:
+        """Delete the entries of `index.take_doomed()` and release the medium. Called after the last read and write.
+        Idempotent.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """Facts that a tier needs when it is opened, about the model whose KV it will hold.
+
+    fingerprint   hash of the model's weights and config; a tier must not serve blocks of another model
+    tracer        tracer for the tier's index, in tests; None: no tracing
+    """
+
+    layout: KVLayout
+    fingerprint: str
+    tracer: Tracer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierKind:
+    """A kind of persistent tier that the registry knows.
+
+    name   name of the tier in metrics (`tier="NAME"`, `kind="NAME-write"`), streams, `CachedTokens.by_tier`,
+           `OffloadConfig.tiers` and the tier's index
+    open   function that makes the tier, or returns None if the config does not ask for the tier. Raises ConfigError
+    """
+
+    name: str
+    open: Callable[[OffloadConfig, TierContext], PersistentTier | None]

@@ -1,8 +1,0 @@
-"""Metrics of an engine, a timeline of the work on each stream, and progress of long work as lines. Imports no other
-package of Sidestream.
-"""
-
-from sidestream.metrics.counters import METRICS, Metrics, MetricsSnapshot
-from sidestream.metrics.timeline import Timeline
-
-__all__ = ["METRICS", "Metrics", "MetricsSnapshot", "Timeline"]
