@@ -447,9 +447,9 @@ HANGING_END_IN_ONE_PROCESS = """
 import sys, threading
 if "--single-process" in sys.orig_argv:
     from sidestream.client import process
-    from sidestream.loading import LoadedEngine
+    from sidestream.engine import Engine
     process.CLOSE_S = 0.5
-    LoadedEngine.close = lambda engine, drain_s: threading.Event().wait()
+    Engine.close = lambda engine, drain_s: threading.Event().wait()
 """
 
 
@@ -460,7 +460,7 @@ def test_an_engine_that_does_not_close_ends_a_single_process_after_a_bound(tiny:
         server.process.send_signal(signal.SIGTERM)
         status, log = server.end()
     assert status == 1
-    assert "the engine did not close within 0.5 s" in log[-1]
+    assert "error: the engine did not close within 0.5 s, because thread sidestream-engine hangs" in log[-1]
 
 
 def test_no_process_outlives_a_killed_supervisor(tiny: Path) -> None:
