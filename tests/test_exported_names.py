@@ -45,5 +45,12 @@ def test_unknown_name_is_an_attribute_error() -> None:
         raise AssertionError("sidestream.LMM should not exist")
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import sidestream, sys; sys.exit('torch' in sys.modules)"], check=True)
+def test_importing_the_package_imports_no_torch_and_importing_its_names_prints_nothing() -> None:
+    program = """
+import sidestream, sys
+from sidestream.metrics import progress
+assert 'torch' not in sys.modules
+progress.Lines.show = lambda *shown: sys.exit(f"shown: {shown}")
+sidestream.LLM
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,7 +7,6 @@ The classes that need torch are imported on first use, so that the command line 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
 
 from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SamplingParams, SpeculativeConfig
@@ -32,7 +31,6 @@ from sidestream.errors import (
     TierLost,
     TierTimeout,
 )
-from sidestream.metrics.progress import start_lines
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 from sidestream.version import VERSION
 
@@ -82,12 +80,7 @@ _LAZY = {"AsyncLLM": "async_llm", "Completion": "llm", "LLM": "llm", "RequestOut
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'sidestream' has no attribute {name!r}")
-    module = f"sidestream.{_LAZY[name]}"
-    if module not in sys.modules:
-        with start_lines() as lines:  # torch and transformers take seconds
-            lines.update(f"importing {module}")
-            importlib.import_module(module)
-    return getattr(sys.modules[module], name)
+    return getattr(importlib.import_module(f"sidestream.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:
