@@ -542,7 +542,8 @@ def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
         assert len({one.token_ids for one in llm.generate("The whale", hot)[0].completions}) == 8
         assert 256 in llm.engine.parts.eos_ids  # the file's, which count either way
     assert [record.message for record in caplog.records if "sampling" in record.message] == [
-        "sampling defaults from generation_config.json: temperature 20, top_k 1; --generation-config none ignores them",
+        "sampling defaults from generation_config.json: temperature 20, top_k 1; --generation-config none "
+        "(in Python generation_config='none') ignores them",
         "sampling defaults: temperature 1, no filters, no penalties; generation_config.json is ignored",
     ]
 

@@ -25,6 +25,8 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _GPU_BLOCK_MULTIPLE = 16
 _UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SHOWN_NAMES = 40  # known names that a message lists
+WATCHDOG_OPTION = "--watchdog-timeout, in Python watchdog_timeout_s"
+"""The option in the log and in an engine's health, which users of the command line and of Python read."""
 
 
 def parse_bytes(value: int | str, *, option: str) -> int:

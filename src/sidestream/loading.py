@@ -230,7 +230,10 @@ class LoadedEngine:
             log.info("sampling defaults: %s; generation_config.json is ignored", NEUTRAL)
             return NEUTRAL
         defaults = sampling_defaults(config_directory(self.path))
-        from_file = "sampling defaults from generation_config.json: %s; --generation-config none ignores them"
+        from_file = (
+            "sampling defaults from generation_config.json: %s; --generation-config none "
+            "(in Python generation_config='none') ignores them"
+        )
         log.info("sampling defaults: %s" if defaults == NEUTRAL else from_file, defaults)
         return defaults
 

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sidestream.config import WATCHDOG_OPTION
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server import ServerOptions, Supervisor, bind, bind_shared
 from sidestream.testing.tiny_models import tiny_model_dir
@@ -421,7 +422,7 @@ def test_a_stopped_engine_process_is_noticed_and_does_not_delay_the_end_for_long
     ):
         connection = server.connect()
         assert metrics(connection)["metrics_age_seconds"] < 1
-        engine, stalled = server.engine, "the engine's process has not answered for more than 1 s (watchdog_timeout_s)"
+        engine, stalled = server.engine, f"the engine's process has not answered for more than 1 s ({WATCHDOG_OPTION})"
         os.kill(engine, signal.SIGSTOP)
         health = until(lambda: (reply := client.get("/health")).status_code == 503 and reply.json())
         assert health == {"status": "stalled", "detail": stalled}
