@@ -6,10 +6,13 @@ from the code that it imports. MyST lets pages stay Markdown, which GitHub shows
 
 from __future__ import annotations
 
+import logging
+
 from sphinx.application import Sphinx
 
 import sidestream
 
+logging.getLogger("sidestream").addHandler(logging.NullHandler())  # no lines of progress from the imports
 project = "Sidestream"
 copyright = "the Sidestream authors, Apache-2.0"  # noqa: A001
 release = version = sidestream.__version__

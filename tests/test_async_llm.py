@@ -419,6 +419,14 @@ def test_a_start_that_fails_raises_why_once_and_leaves_no_process(
     assert str(of_model) not in said and str(of_size) not in said
 
 
+def test_a_process_that_is_killed_before_it_reads_its_start_is_an_error_that_says_so(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_first(monkeypatch, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(ProcessFailed, match="the engine's process ended while it started: it was killed by SIGKILL"):
+        AsyncLLM(directory, **SIZES)
+
+
 NO_THREADS = """
 import _thread, sys, threading
 def refuse(*arguments):

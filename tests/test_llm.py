@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sidestream import (
     KVEventsConfig,
     ModelError,
     OffloadConfig,
+    ProcessFailed,
     QueueFull,
     RequestError,
     RequestRejected,
@@ -436,6 +438,7 @@ def test_streams_refuse_the_same_as_whole_answers(llm: LLM) -> None:
         next(llm.stream("hi", 5))  # type: ignore[arg-type]
 
 
+@pytest.mark.freezes_gc_heap
 def test_a_closed_model_holds_no_weights(tmp_path: Path) -> None:
     """Scripts close one model and load the next one while they still have a name for the first."""
     llm = LLM(tiny_model_dir("llama", tmp_path, 0), kv_memory="8MiB", compute_threads=1)
@@ -446,6 +449,31 @@ def test_a_closed_model_holds_no_weights(tmp_path: Path) -> None:
     assert [ref() for ref in held] == [None] * len(held)
     assert gc.get_freeze_count()  # the other engine still keeps collections short
     other.close()
+
+
+def test_close_of_a_hung_engine_ends_after_a_bound_and_ends_its_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sidestream.loading.CLOSE_S", 0.2)
+    before = set(threading.enumerate())
+    llm = LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1)
+    with ThreadPoolExecutor(2) as pool, Hold(llm.engine.parts.device._streams["compute"]):  # type: ignore[attr-defined]
+        answer = pool.submit(llm.generate, PROMPTS[0], GREEDY)
+        while not llm.engine.num_steps:
+            time.sleep(0.001)
+        late = pool.submit(llm.generate, PROMPTS[1], GREEDY)  # stays in the inbox
+        while llm.engine.unfinished < 2:
+            time.sleep(0.001)
+        with pytest.raises(ProcessFailed, match=r"did not close within 0\.2 s, because thread sidestream-engine hangs"):
+            llm.close()
+        for request in (answer, late):
+            with pytest.raises(RequestError, match="did not close within"):
+                request.result(10.0)
+        llm.close()
+    assert "in block_until" in caplog.text  # the stack
+    for thread in set(threading.enumerate()) - before:  # once the device goes on, the engine ends
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 def test_a_closed_model_says_so(tmp_path: Path) -> None:
@@ -514,7 +542,8 @@ def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
         assert len({one.token_ids for one in llm.generate("The whale", hot)[0].completions}) == 8
         assert 256 in llm.engine.parts.eos_ids  # the file's, which count either way
     assert [record.message for record in caplog.records if "sampling" in record.message] == [
-        "sampling defaults from generation_config.json: temperature 20, top_k 1; --generation-config none ignores them",
+        "sampling defaults from generation_config.json: temperature 20, top_k 1; --generation-config none "
+        "(in Python generation_config='none') ignores them",
         "sampling defaults: temperature 1, no filters, no penalties; generation_config.json is ignored",
     ]
 

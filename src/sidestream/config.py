@@ -18,6 +18,8 @@ from sidestream_kv.config import OffloadConfig, options_checked, parse_bytes, un
 
 # Attention kernels on a GPU read a block in tiles of 16 tokens.
 _GPU_BLOCK_MULTIPLE = 16
+WATCHDOG_OPTION = "--watchdog-timeout, in Python watchdog_timeout_s"
+"""The option in the log and in an engine's health, which users of the command line and of Python read."""
 
 
 def _at_least(option: str, value: int, bound: int) -> None:

@@ -206,6 +206,8 @@ class LLM:
     def close(self, *, drain_s: float = 0.0) -> None:
         """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and
         end the engine, which frees the weights' memory and, on a GPU, that of KV on device and host. Idempotent.
+
+        Raises ProcessFailed if the engine has not closed 60 s after `drain_s`, because it hangs.
         """
         self._closed = True
         self._loaded.close(drain_s=drain_s)

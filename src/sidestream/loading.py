@@ -7,16 +7,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sidestream.client.process import CLOSE_S
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
-from sidestream.errors import ConfigError, DeviceLost, ModelError, RaceError, RequestRejected
+from sidestream.errors import ConfigError, DeviceLost, ModelError, ProcessFailed, RaceError, RequestRejected
 from sidestream.garbage import freeze_gc_heap
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
@@ -125,6 +130,7 @@ class LoadedEngine:
             self._processes.kill()
             raise reason from (error if reason is not error else None)
         self._unfreeze_gc_heap = freeze_gc_heap()
+        self._hangs = False  # as `close` found out
         self.engine.parts.metrics.set("engine_ready_seconds", process_age_s())
 
     def _build(self, config: EngineConfig, device: torch.device, draft_path: str | None, on_stage: OnStage) -> Engine:
@@ -169,9 +175,11 @@ class LoadedEngine:
 
         Afterwards, the memory of the weights is free and, on a GPU, that of KV on device and host, too.
 
-        Raises RaceError if the order checker has findings.
+        Raises RaceError if the order checker has findings, and ProcessFailed if the engine hangs.
         """
-        self.engine.close(drain_s=drain_s)
+        if self._hangs:
+            return
+        self._close_engine(drain_s)
         if self._processes is not None:
             self._processes.close()
         self._unfreeze_gc_heap()
@@ -186,13 +194,46 @@ class LoadedEngine:
                     f"{len(checker.findings)} accesses were in the wrong order; the first: {checker.findings[0]}"
                 )
 
+    def _close_engine(self, drain_s: float) -> None:
+        """Close the engine on a thread of its own, because a wait for the device may never return."""
+        closed: Future[None] = Future()
+
+        def close() -> None:
+            try:
+                self.engine.close(drain_s=drain_s)
+                closed.set_result(None)
+            except BaseException as error:
+                closed.set_exception(error)
+
+        closing = threading.Thread(target=close, name="sidestream-closing", daemon=True)
+        closing.start()
+        bound_s = drain_s + CLOSE_S
+        if wait([closed], bound_s).done:
+            return closed.result()
+        hung = self.engine.running_thread or closing
+        stack = traceback.format_stack(sys._current_frames().get(hung.ident or 0))
+        log.critical("the engine does not close, because thread %s hangs here:\n%s", hung.name, "".join(stack))
+        error = ProcessFailed(
+            f"the engine did not close within {bound_s:g} s, because thread {hung.name} hangs (the log shows where): "
+            "KV that was not stored yet is lost; end this process, which holds the device's memory and the disk tier"
+        )
+        self._hangs = True
+        self.engine.abandon(error)
+        if self._processes is not None:
+            self._processes.kill()
+        self._unfreeze_gc_heap()
+        raise error
+
     def _sampling_defaults(self) -> SamplingDefaults:
         """Read and log the model's sampling defaults."""
         if self.config.generation_config == "none":
             log.info("sampling defaults: %s; generation_config.json is ignored", NEUTRAL)
             return NEUTRAL
         defaults = sampling_defaults(config_directory(self.path))
-        from_file = "sampling defaults from generation_config.json: %s; --generation-config none ignores them"
+        from_file = (
+            "sampling defaults from generation_config.json: %s; --generation-config none "
+            "(in Python generation_config='none') ignores them"
+        )
         log.info("sampling defaults: %s" if defaults == NEUTRAL else from_file, defaults)
         return defaults
 

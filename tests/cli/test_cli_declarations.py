@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import typer
 from typer.models import OptionInfo
 
+import sidestream
 from sidestream.cli.app import app
+from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SpeculativeConfig
+from sidestream.server import ServerOptions
 
 from .conftest import Run
 
@@ -112,3 +119,21 @@ def test_help_shows_every_option_name_whole_in_a_terminal_of_any_width(
     shown = run(*command.path, "--help").output
     for parameter in _in_tree(command.path).params:
         assert all(name in shown for name in parameter.opts if name.startswith("--"))
+
+
+def test_lines_of_the_log_that_name_a_field_name_its_option_first() -> None:
+    """Lines of the log are also read where the command line is not known: in API processes and the engine's process."""
+    configs = (EngineConfig, OffloadConfig, KVEventsConfig, SpeculativeConfig, ServerOptions)
+    fields = "|".join(field.name for config in configs for field in dataclasses.fields(config) if "_" in field.name)
+    calls = {f"{log}.{level}" for log in ("log", "logger") for level in ("info", "warning", "error", "critical")}
+    bare = re.compile(rf"(?<!in Python )\b({fields})\b(?!\.json)")
+    lines = [
+        (path.name, text.value)
+        for path in Path(sidestream.__file__).parent.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in calls
+        for text in ast.walk(call)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+    ]
+    assert len(lines) > 50
+    assert not [line for line in lines if bare.search(line[1])]

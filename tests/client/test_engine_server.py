@@ -36,7 +36,7 @@ from sidestream.client.messages import (
     decoder_of_requests,
 )
 from sidestream.client.remote import RemoteClient
-from sidestream.config import SamplingParams
+from sidestream.config import WATCHDOG_OPTION, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped, RaceError
 from sidestream.frames import FrameEncoder
 from sidestream.testing.toy import ToyModel
@@ -467,7 +467,7 @@ def test_an_engine_that_does_not_answer_is_stalled_and_shows_its_last_metrics(
         while client.health().status == "ok":
             await asyncio.sleep(0.001)
         assert client.health().detail == (
-            "the engine's process has not answered for more than 0.05 s (watchdog_timeout_s)"
+            f"the engine's process has not answered for more than 0.05 s ({WATCHDOG_OPTION})"
         )
         known = await client.metrics_snapshot()
         assert known.values["steps_total"] == {(): 7.0}

@@ -12,7 +12,8 @@ def test_engine_is_stalled_while_a_step_hangs_and_never_while_it_is_idle(caplog:
             reply = rig.submit([1, 2, 3])
             rig.turn_until(lambda: rig.engine.health().status == "stalled")
             assert rig.engine.health().detail == (
-                "the engine thread has not finished a step for more than 0.05 s (watchdog_timeout_s)"
+                "the engine thread has not finished a step for more than 0.05 s "
+                "(--watchdog-timeout, in Python watchdog_timeout_s)"
             )
         rig.expect(reply, [1, 2, 3])
         rig.turn_until(lambda: rig.engine.health().status == "ok")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from sidestream import log_stream
+from sidestream.cli.errors import show_error
 from sidestream.cli.options import LogLevel, Watching
 from sidestream.cli.progress import Steps
 from sidestream.config import EngineConfig
+from sidestream.errors import ProcessFailed
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM
@@ -80,6 +83,19 @@ def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LL
     try:
         yield llm
     finally:
-        with Steps() as steps:
+        with exit_if_hung(), Steps() as steps:
             steps.update("storing KV, and closing the engine")
             llm.close()
+
+
+@contextlib.contextmanager
+def exit_if_hung() -> Iterator[None]:
+    """Context manager that closes an engine of this process. If the engine hangs, it ends the process at once, because
+    the interpreter's exit may wait for the same driver.
+    """
+    try:
+        yield
+    except ProcessFailed as error:
+        show_error(error)
+        logging.shutdown()  # waits at most a second for the reader of the log
+        os._exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -85,6 +84,8 @@ def findings(disk: Path | None, model: str | None = None) -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     """Versions of Sidestream, Python and the required packages."""
+    from importlib import metadata  # takes 20 ms to import
+
     from sidestream import __version__
 
     python = platform.python_version()
@@ -92,8 +93,8 @@ def _packages() -> Iterator[Finding]:
         "sidestream", Status.OK, f"{__version__}, Python {python}", data={"version": __version__, "python": python}
     )
     try:
-        requirements = importlib.metadata.requires("sidestream") or ()
-    except importlib.metadata.PackageNotFoundError:  # sources on the path without an installation have no metadata
+        requirements = metadata.requires("sidestream") or ()
+    except metadata.PackageNotFoundError:  # sources on the path without an installation have no metadata
         requirements = ()
         yield Finding(
             "packages", Status.WARN, "not checked, because sidestream itself is not installed", "pip install -e ."
@@ -108,9 +109,11 @@ def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
     """Check the version of a package. A package that is installed and new enough makes a finding only if it is torch or
     transformers.
     """
+    from importlib import metadata
+
     try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
         yield Finding(name, Status.FAIL, f"not installed, {bound} or later is needed", remedy)
         return
     if _numbers(version) < _numbers(bound):

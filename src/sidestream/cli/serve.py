@@ -11,14 +11,13 @@ import logging
 import os
 import resource
 import shlex
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from sidestream.cli.config_file import ConfigFile
 from sidestream.cli.declare import flag, option, whole
-from sidestream.cli.loading import LOG_FORMAT, prepare_model, start, start_logging
+from sidestream.cli.loading import LOG_FORMAT, exit_if_hung, prepare_model, start, start_logging
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
 from sidestream.cli.progress import Steps
 from sidestream.cli.server_options import kv_events_config, server_options
@@ -129,7 +128,6 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
 
 
 def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConfig, watch: Watching) -> None:
-    from sidestream.client.process import CLOSE_S
     from sidestream.server import bind, serve
 
     _allow_open_files()
@@ -145,11 +143,8 @@ def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConf
                 drained = serve(llm, options, listener=listener, on_ready=ready)
                 log.info("all requests have finished" if drained else "unfinished requests were aborted")
             finally:
-                bound = threading.Timer(CLOSE_S, _end_hung_close, (CLOSE_S,))
-                bound.daemon = True
-                bound.start()
-                _close(lambda: asyncio.run(llm.close()), config)
-                bound.cancel()
+                with exit_if_hung():
+                    _close(lambda: asyncio.run(llm.close()), config)
     log.info("stopped")
 
 
@@ -159,12 +154,6 @@ def _close(close: Callable[[], None], config: EngineConfig) -> None:
     with Steps(say=log.info) as steps:
         steps.update("closing")
         close()
-
-
-def _end_hung_close(seconds: float) -> None:
-    log.critical("the engine did not close within %g s: KV that was not stored yet is lost", seconds)
-    logging.shutdown()  # waits at most a second for the reader of the log
-    os._exit(1)
 
 
 def _default_api_processes() -> int:

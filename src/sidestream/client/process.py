@@ -183,7 +183,8 @@ class EngineProcess:
         self._pulse = Pulse(lambda: self._send(Ping()))
         self._process, self._control = start_child("sidestream.engine_process")
         try:
-            self._send(_start(model, config, timeline, check_order))
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as the next line finds out
+                self._send(_start(model, config, timeline, check_order))
             self.info = self._wait_for_start(progress, on_stage)
         except BaseException:
             self.kill()
@@ -300,7 +301,10 @@ class EngineProcess:
         """The next message; None if the process has ended. A `Reply` and a failed `Status` are also stored."""
         with self._receiving:
             while not self._inbox:
-                data = self._control.recv(_READ_BYTES, flags)
+                try:
+                    data = self._control.recv(_READ_BYTES, flags)
+                except ConnectionResetError:  # it was killed before it had read all messages
+                    data = b""
                 if not data:
                     return None
                 self._pulse.heard()

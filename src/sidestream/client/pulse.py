@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from sidestream.config import WATCHDOG_OPTION
+
 PULSE_S = 1.0
 """Least time between two Pings."""
 
@@ -53,4 +55,4 @@ class Pulse:
 
 def silence(timeout_s: float) -> str:
     """Why an engine counts as stalled whose process does not answer."""
-    return f"the engine's process has not answered for more than {timeout_s:g} s (watchdog_timeout_s)"
+    return f"the engine's process has not answered for more than {timeout_s:g} s ({WATCHDOG_OPTION})"

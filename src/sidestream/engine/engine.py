@@ -171,6 +171,11 @@ class Engine:
         """Steps launched so far."""
         return self.loop.num_steps
 
+    @property
+    def running_thread(self) -> threading.Thread | None:
+        """The engine thread; None: it has ended, or the engine has none."""
+        return self._thread if self._thread is not None and self._thread.is_alive() else None
+
     # ------------------------------------------------------------------ control
 
     def call(self, work: Callable[[], None]) -> None:
@@ -289,6 +294,12 @@ class Engine:
             if transfers is not None:  # rule: transfers-end-before-their-streams
                 ends.callback(transfers.flush, timeout_s=flush_s)
             ends.callback(self._end_loop)  # rule: loop-ends-before-the-transfers
+
+    def abandon(self, error: BaseException) -> None:
+        """End all requests with `error`, because `close` hangs on another thread. If what hangs goes on after all, that
+        call of `close` ends the engine.
+        """
+        self._failures.end_engine(error)
 
     def _end_loop(self) -> None:
         if self._thread is None:

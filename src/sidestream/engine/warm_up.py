@@ -192,7 +192,8 @@ def run_warm_up(
     def told() -> Iterator[BatchPlan]:
         for number, batch in enumerate(batches):
             num_tokens = sum(row.num_tokens for row in batch.rows)
-            tell(f"{what} ({batch.num_rows} rows, {num_tokens} tokens)", number, len(batches))
+            rows = f"{batch.num_rows} row{'' if batch.num_rows == 1 else 's'}"
+            tell(f"{what} ({rows}, {num_tokens} tokens)", number, len(batches))
             yield batch
 
     try:

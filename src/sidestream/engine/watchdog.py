@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from sidestream.config import WATCHDOG_OPTION
 from sidestream.types import Health
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Watchdog:
         """`health`, but `stalled` while an engine that should serve hangs. Logs each change. Never blocks."""
         began_s = self._began_s
         stalled = health.status == "ok" and began_s is not None and self._clock() - began_s > self._timeout_s
-        detail = f"the engine thread has not finished a step for more than {self._timeout_s:g} s (watchdog_timeout_s)"
+        detail = f"the engine thread has not finished a step for more than {self._timeout_s:g} s ({WATCHDOG_OPTION})"
         if stalled != self._stalled:
             self._stalled = stalled
             if stalled:

@@ -100,13 +100,14 @@ def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
     address = "" if listener.family == socket.AF_UNIX else listener.getsockname()[0]
     if options.api_key is None and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         log.warning(
-            "listening on %s without an API key: anyone who reaches this machine can use the model; set api_key",
+            "listening on %s without an API key: anyone who reaches this machine can use the model; "
+            "set --api-key (in Python api_key)",
             address,
         )
     if options.api_key is None and "*" in options.cors_origins:
         log.warning(
             "any web page in a browser that reaches this server can use the model: "
-            "set api_key, or name origins instead of *"
+            "set --api-key (in Python api_key), or name origins instead of *"
         )
 
 

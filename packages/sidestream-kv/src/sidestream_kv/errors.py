@@ -10,7 +10,7 @@ SidestreamError
 ├── DeviceError          a call to the device failed: the caller's operation fails, the device still works
 │   ├── OutOfDeviceMemory    the device has too little free memory
 │   └── DeviceLost       the device stopped working: the engine ends
-├── ProcessFailed        a child process ended unexpectedly
+├── ProcessFailed        a child process ended unexpectedly, or the engine of this one hangs in its close
 ├── RaceError            the order checker found unordered accesses to the same bytes
 └── InvariantError       an internal invariant is broken: a bug in Sidestream
 """
@@ -59,7 +59,9 @@ class DeviceLost(DeviceError):
 
 
 class ProcessFailed(SidestreamError):
-    """A child process ended unexpectedly. The message gives its exit status or signal."""
+    """A child process ended unexpectedly: the message gives its exit status or signal. Or the engine of this process
+    does not close, because one of its threads hangs.
+    """
 
 
 class RaceError(SidestreamError):

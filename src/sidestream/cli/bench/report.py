@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Literal
 
 import typer
@@ -91,6 +90,8 @@ def environment(model: str, dtype: str | None = None) -> dict[str, object]:
 
     dtype   data type of the loaded model; None: no model is loaded
     """
+    from importlib.metadata import version  # takes 20 ms to import
+
     import torch
 
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
