@@ -10,6 +10,7 @@ from sidestream.testing.mutations.operators import (
     DropOperand,
     Never,
     PopInstead,
+    Rewrite,
     SetArgument,
     Value,
 )
@@ -84,6 +85,13 @@ MUTATIONS = (
         name="read-ends-its-pins",
         hazard="H22",
         consequence="an entry that was read once is never deleted",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
+        name="least-recently-used-entry-is-evicted-first",
+        hazard="H26",
+        change=Rewrite("last=False", "last=True"),
+        consequence="the entry that was used last is evicted first, and its block is computed again",
         needs=frozenset({"disk"}),
     ),
     Mutation(
