@@ -145,6 +145,14 @@ def test_a_loss_without_a_wrong_answer_is_found(loss: str) -> None:
     assert any(text in finding.text for finding in outcome.findings)
 
 
+def test_a_last_group_of_fewer_layers_is_drawn() -> None:
+    workload = draw_workload(26)
+    assert workload.large_groups
+    with applied(find("last-group-of-layers-is-loaded")):
+        assert "error" in run_one(workload, "random", 0).oracles
+        assert run_one(dataclasses.replace(workload, large_groups=False), "random", 0).findings == ()
+
+
 @pytest.mark.parametrize("in_use", [False, True])
 def test_a_demoted_block_must_be_evicted_first_unless_it_was_used_since(in_use: bool) -> None:
     recorder = Recorder(Checker(), lambda: "host", None)

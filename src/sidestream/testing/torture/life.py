@@ -69,9 +69,9 @@ class Life:
         self.order = EvictionOrder(self.recorder)
         self.lost: list[str] = []
         self.device = ScriptedDevice(policy, script, tracer=self.recorder, guard=Guard(self.checker))
-        if workload.layer_groups:
-            self.device.segment_bytes = 1
         self.model = ScriptedModel(toy_of(workload), self.device)
+        if workload.layer_groups:
+            self.device.segment_bytes = self.model.layout.block_bytes // 2 if workload.large_groups else 1
         self.model.weights = weights
         self.head = ToyDraftHead(toy_of(workload), width=max(1, workload.drafts))
         self.disk: ScriptedTier | None = None
