@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,12 @@ import pytest
 
 from sidestream.errors import InvariantError
 from sidestream.ranks.follower import Follower
-from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, StepEncoder, TierRead
-from sidestream.runner.executor import MAX_STEPS
-from sidestream.types import BatchPlan
+from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, TierRead
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers.disk import DiskTier
 from sidestream_kv.offload.tiers.host import HostTier
 from sidestream_kv.offload.tiers.stack import TierStack
-from sidestream_kv.types import LayerGates
 
 LAYOUT = KVLayout(1, 1, 2, 2, "float32")  # 32 bytes a block
 
@@ -130,27 +126,6 @@ def test_messages_out_of_order_end_the_rank(rank: Rank, messages: list[Copy]) ->
     rank.inbox += messages
     with pytest.raises(InvariantError, match=r"came after|was not sent"):
         rank.follower.turn()
-
-
-def test_a_rank_takes_no_message_while_each_of_its_input_buffers_is_in_use(
-    rank: Rank, waits: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: list[Any] = []
-
-    class Steps:
-        def launch(self, batch: Any, *, after: Any, gates: Any) -> Any:
-            launched.append(batch)
-            fence = rank.device.stream(f"step-{len(launched)}").submit(lambda: None)
-            return SimpleNamespace(fence=fence, drop=lambda: None)
-
-    steps: Any = Steps()
-    rank.follower.executor, encoder = steps, StepEncoder()
-    rank.inbox += [encoder.encode(BatchPlan(()), (), LayerGates()) for _ in range(MAX_STEPS + 1)]
-    rank.follower.turn()
-    assert (len(launched), len(rank.inbox)) == (MAX_STEPS, 1)
-    monkeypatch.undo()
-    rank.settle()
-    assert (len(launched), len(rank.inbox)) == (MAX_STEPS + 1, 0)
 
 
 def test_a_failure_is_reported_before_the_work_counts_as_done(rank: Rank) -> None:

@@ -18,7 +18,7 @@ from sidestream.ranks.leader import COMPUTE
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, Step, StepDecoder, TierRead, TierWrite
 from sidestream.ranks.messages import ToLeader as Report
 from sidestream.ranks.messages import ToRank as Message
-from sidestream.runner.executor import MAX_STEPS, Executor
+from sidestream.runner.executor import Executor
 from sidestream_kv.device.base import CopyBatch, Device, Memory, Rest, Stream
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.offload.tiers.host import HostTier
@@ -78,7 +78,6 @@ class Follower:
         self._take_messages()  # Messages come first: the other ranks wait for this rank in the step's collectives.
         self._report_ready()
         self._report_passed()
-        self._take_messages()  # Finished steps may have made room for another message.
         fences = tuple(track.fences[0][1] for track in self._tracks.values() if track.fences)
         return Rest(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
 
@@ -96,11 +95,13 @@ class Follower:
     # ------------------------------------------------------------------ messages
 
     def _take_messages(self) -> None:
-        """Carry out the messages that have come. The inputs of a step stay in a buffer until the step is done: while
-        `MAX_STEPS` steps are in flight, no further message is taken, of any kind.
+        """Carry out the messages that have come.
+
+        The inputs of a step stay in one of `MAX_STEPS` = 3 buffers until the step is done. Rank 0 launches step N after
+        it has committed step N-2, whose collectives need this rank. So this rank has begun step N-2 by then, and has
+        ended step N-3, whose buffer step N takes.
         """
-        # rule: rank-has-a-buffer-for-each-step
-        while len(self._tracks[COMPUTE].fences) < MAX_STEPS and (message := self._take()) is not None:
+        while (message := self._take()) is not None:
             self._apply(message)
 
     def _apply(self, message: Message) -> None:

@@ -88,7 +88,7 @@ class PrefixCache:
 
     def on_device(self, keys: Sequence[Key]) -> list[BlockId]:
         """Blocks of the longest run of leading `keys` that are on the device. Some may be partial: see `num_usable`."""
-        return self._blocks.match(keys)
+        return self._blocks.match(keys)  # rule: blocks-on-the-device-are-reused
 
     def num_usable(self, hits: Sequence[BlockId], num_blocks: int) -> int:
         """How many of `hits`, the request's first blocks on the device, it may use if it reuses `num_blocks` blocks:

@@ -84,6 +84,7 @@ class ReuseFinder:
             reuse = self._find(wanted, self._prefix_cache.on_device(wanted), locate_in_host)
         if reuse.keys:
             alone = self._find(wanted, reuse.hits, lambda keys: ())
+            # rule: blocks-in-host-memory-are-reused
             if not self._tiers.is_worth_loading(
                 reuse.sources, num_blocks=reuse.num_blocks - alone.num_blocks, num_partial=reuse.num_partial
             ):

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from sidestream.schedule.states import StateCache
+from sidestream.schedule.tiers import TierLoads
+from sidestream.testing.checker import Checker
 from sidestream.testing.mutations import Mutation, applied, find
 from sidestream.testing.mutations.marks import marks_in
 from sidestream.testing.mutations.operators import Append, Become, Operator, SetArgument, Value
@@ -34,10 +37,14 @@ from sidestream.testing.torture import (
     run_schedule,
 )
 from sidestream.testing.torture.judge import stray_files, wrong_answer
+from sidestream.testing.torture.losses import EvictionOrder
 from sidestream.testing.torture.oracle import Sample
 from sidestream.testing.torture.run import _Schedule
 from sidestream.testing.torture.script import ScriptedTier
 from sidestream.testing.torture.verdict import Verdict
+from sidestream.testing.trace import Recorder
+from sidestream_kv.kv.pool import FencedPool
+from sidestream_kv.offload.tiers.index import TierIndex
 
 PLAIN = Workload(
     0,
@@ -77,6 +84,8 @@ OBJECTIONS: dict[str, tuple[Callable[[], AbstractContextManager[None]], int, str
     "accept lengths": (without("slot-begins-with-its-own-history"), 8, "late", 0),
     "content": (without("key-contains-its-prefix"), 0, "random", 0),
     "events": (without("removals-are-not-merged-over-a-store"), 7, "starve:store", 56),
+    "evictions": (without("least-recently-used-block-is-evicted-first"), 1, "random", 0),
+    "hits": (without("blocks-on-the-device-are-reused"), 1, "random", 0),
     "self-check": (without("second-run-begins-with-the-hidden-states-of-the-first"), 67, "random", 67),
     "balance": (without("unfindable-block-is-free"), 30, "random", 1),
     "answered": (without("request-ends-before-its-client-is-notified"), 0, "random", 0),
@@ -100,6 +109,70 @@ def test_an_oracle_objects(oracle: str) -> None:
         outcome = run_one(workload, policy, seed, reference)
     assert oracle in outcome.oracles
     assert run_one(workload, policy, seed, reference).findings == ()
+
+
+LOSSES: dict[str, tuple[Callable[[], AbstractContextManager[None]], int, str]] = {
+    "order of a sequence": (without("end-of-a-sequence-is-evicted-first"), 1, "is evicted before"),
+    "touched slot": (doctored(FencedPool.touch, "self._cached.touch(block_id)", Become("pass")), 5, "host slots"),
+    "touched entry": (doctored(TierIndex.touch, "self._idle.move_to_end(key)", Become("pass")), 9, "disk"),
+    "free block": (
+        doctored(FencedPool.take, "evicted = max(0, count - len(free))", Value("min(count, len(self._cached))")),
+        0,
+        "are free",
+    ),
+    "host memory": (without("blocks-in-host-memory-are-reused"), 0, "on the device or in host memory"),
+    "slower tier": (
+        doctored(TierLoads.may_promote, "for other in self._queues.waiting.values())", Value("self._max_running")),
+        0,
+        "does not wait for slower tiers",
+    ),
+    "checkpoint": (
+        doctored(StateCache.reach, "for count in range(num_blocks, 0, -1):", Value("range(num_blocks - 1, 0, -1)")),
+        1,
+        "are on the device",
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_without_a_wrong_answer_is_found(loss: str) -> None:
+    changed, number, text = LOSSES[loss]
+    workload = draw_workload(number)
+    reference = reference_of(workload)
+    with changed():
+        outcome = run_one(workload, "random", 0, reference)
+    assert set(outcome.oracles) <= {"evictions", "hits"}
+    assert any(text in finding.text for finding in outcome.findings)
+
+
+def test_a_last_group_of_fewer_layers_is_drawn() -> None:
+    workload = draw_workload(26)
+    assert workload.large_groups
+    with applied(find("last-group-of-layers-is-loaded")):
+        assert "error" in run_one(workload, "random", 0).oracles
+        assert run_one(dataclasses.replace(workload, large_groups=False), "random", 0).findings == ()
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_demoted_block_must_be_evicted_first_unless_it_was_used_since(in_use: bool) -> None:
+    recorder = Recorder(Checker(), lambda: "host", None)
+    order, pool = EvictionOrder(recorder), FencedPool("pool", 3, tracer=recorder)
+    order.watch(pool)
+    leases = [pool.take(1) for _ in range(3)]
+    for lease, key in zip(leases, (b"a", b"b", b"c"), strict=True):
+        pool.publish(lease.ids[0], key)
+    if in_use:
+        pool.demote([b"b", b"c"])
+    for lease in leases:
+        lease.release()
+    if not in_use:
+        pool.demote([b"b", b"c"])
+    pool.share([1]).release()
+    pool.take(1)
+    assert order.wrong == []
+    pool._cached.touch(0)
+    pool.take(1)
+    assert order.wrong == ["pool 1 is evicted before [0]"]
 
 
 def test_a_file_without_an_entry_and_an_entry_without_a_file_are_found() -> None:

@@ -79,7 +79,7 @@ def test_an_interrupt_leaves_the_schedules_before_it(monkeypatch: pytest.MonkeyP
 
 
 def said(report: Report) -> tuple[object, ...]:
-    return report.schedules, report.steps, report.decisions, report.num_failures, report.failures
+    return report.schedules, report.steps, report.decisions, report.digest, report.num_failures, report.failures
 
 
 def test_a_schedule_runs_the_same_twice_in_a_process_and_in_others() -> None:

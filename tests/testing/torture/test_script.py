@@ -177,7 +177,7 @@ def test_a_close_right_after_a_loss_ends_the_running_request(
     front_ends: int, ranks: int, kind: EventKind, end: str
 ) -> None:
     lost = dataclasses.replace(
-        workload(), front_ends=front_ends, ranks=ranks, waiting=64, events=(Event(22, kind),), closes_at=22
+        workload(), front_ends=front_ends, ranks=ranks, waiting=64, events=(Event(23, kind),), closes_at=23
     )
     outcome = run(lost)
     assert outcome.findings == ()

@@ -374,6 +374,7 @@ def _campaign_figures(report: Report, *, rated: bool) -> list[Figure]:
         Figure("steps_per_schedule", report.steps / max(report.schedules, 1), "steps"),
         Figure("decisions_per_schedule", report.decisions / max(report.schedules, 1), "decisions"),
         Figure("feature_pairs_missing", report.pairs_missing, "pairs"),
+        Figure("outcome_digest", report.digest, ""),
     ]
 
 

@@ -150,6 +150,14 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
+        name="last-group-of-layers-is-loaded",
+        hazard="H15",
+        at="load-copies-every-layer",
+        change=Value("range(layer, layer + step if layer + step <= layout.num_layers else layer)"),
+        consequence="a load omits the last group of layers if it has fewer layers than the others",
+        needs=frozenset({"offload", "layer_groups"}),
+    ),
+    Mutation(
         name="copy-has-all-its-slices",
         hazard="H15",
         change=Always(),

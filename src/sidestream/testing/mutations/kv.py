@@ -133,6 +133,18 @@ MUTATIONS = (
         also=(Change("end-of-a-sequence-is-evicted-first", Unwrap("reversed")),),
     ),
     Mutation(
+        name="end-of-a-sequence-is-evicted-first",
+        hazard="H26",
+        change=Unwrap("reversed"),
+        consequence="the first block of a sequence is evicted first, and the blocks after it are of no use",
+    ),
+    Mutation(
+        name="least-recently-used-block-is-evicted-first",
+        hazard="H26",
+        change=Rewrite("last=False", "last=True"),
+        consequence="the block that was used last is evicted first, and computed again",
+    ),
+    Mutation(
         name="other-weights-have-other-keys",
         hazard="H14",
         at="key-identity",

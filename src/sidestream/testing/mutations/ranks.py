@@ -160,18 +160,6 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="rank-has-a-buffer-for-each-step",
-            hazard="H17",
-            change=Compare("<=", "MAX_STEPS"),
-            consequence="a rank overwrites the inputs of a step that it has not finished",
-            needs=_RANKS,
-        ),
-        reason="rank 0 commits a step before it launches the second after it, and needs this rank's values for that: "
-        "when a fourth step arrives, the first has ended",
-        noticed_by="ranks/test_follower.py::test_a_rank_takes_no_message_while_each_of_its_input_buffers_is_in_use",
-    ),
-    Equivalent(
-        Mutation(
             name="slot-begins-on-every-rank",
             hazard="H13",
             change=Value("{}"),

@@ -138,6 +138,19 @@ MUTATIONS = (
         needs=frozenset({"preempt"}),
     ),
     Mutation(
+        name="blocks-on-the-device-are-reused",
+        hazard="H26",
+        change=Value("self._blocks.match(keys[:1])"),
+        consequence="a request computes blocks that are on the device",
+    ),
+    Mutation(
+        name="blocks-in-host-memory-are-reused",
+        hazard="H26",
+        change=Always(),
+        consequence="a request computes blocks that are in host memory, although to load them is faster",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
         name="decode-reserves-its-block",
         hazard="H11",
         change=SetOperand("_reserve", "True"),

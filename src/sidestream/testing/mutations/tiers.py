@@ -10,6 +10,7 @@ from sidestream.testing.mutations.operators import (
     DropOperand,
     Never,
     PopInstead,
+    Rewrite,
     SetArgument,
     Value,
 )
@@ -87,16 +88,21 @@ MUTATIONS = (
         needs=frozenset({"disk"}),
     ),
     Mutation(
+        name="least-recently-used-entry-is-evicted-first",
+        hazard="H26",
+        change=Rewrite("last=False", "last=True"),
+        consequence="the entry that was used last is evicted first, and its block is computed again",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
         name="every-bit-is-verified",
         hazard="H9",
         consequence="a file with a wrong bit is served",
         needs=frozenset({"corrupt_tier", "disk"}),
     ),
     Mutation(
-        name="file-belongs-to-its-key",
+        name="header-is-verified",
         hazard="H9",
-        at="header-is-verified",
-        change=Never(),
         consequence="the file of another block is served, if it agrees with its own checksum",
         needs=frozenset({"swapped_files", "disk"}),
     ),
@@ -167,16 +173,6 @@ EQUIVALENT = (
         ),
         "the checksum detects the missing bytes",
         noticed_by="offload/test_disk_failures.py::test_a_truncated_file_is_a_miss_even_when_the_buffer_holds_the_missing_bytes",
-    ),
-    Equivalent(
-        Mutation(
-            name="header-is-verified",
-            hazard="H14",
-            consequence="the key, model and layout in a file's header are not checked",
-            needs=frozenset({"disk"}),
-        ),
-        "the checksum includes the expected header",
-        noticed_by="offload/test_disk_failures.py::test_a_damaged_file_is_a_miss_is_deleted_and_counted",
     ),
     Equivalent(
         Mutation(

@@ -7,6 +7,7 @@ result of each schedule depends on the seed only; a time limit changes only the 
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -44,6 +45,7 @@ _OF_SHORT_CAMPAIGN = 2
 
 _REPORT_EVERY_S = 0.2
 _MAX_FAILURES = 20
+_DIGEST_BITS = 48  # a JSON number holds it exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Report:
     decisions      total number of decisions of the policies about which actor runs next
     seconds        seconds of wall time
     pairs_missing  number of pairs of features that could meet and that no workload had (`Coverage.missing`)
+    digest         sum of the hashes of all outcomes: equal for equal schedules with equal outcomes, in any order
     """
 
     schedules: int = 0
@@ -76,6 +79,7 @@ class Report:
     workers: int = 1
     interrupted: bool = False
     pairs_missing: int = 0
+    digest: int = 0
 
     @property
     def schedules_per_minute(self) -> float:
@@ -117,10 +121,11 @@ def torture(
     try:
         for results in spread(jobs, workers=workers):
             known = report.num_failures
-            for failure, steps, decisions in results.schedules:
+            for failure, steps, decisions, digest in results.schedules:
                 report.schedules += 1
                 report.steps += steps
                 report.decisions += decisions
+                report.digest = (report.digest + digest) % (1 << _DIGEST_BITS)
                 if failure is not None:
                     report.num_failures += 1
                     report.failures.append(failure)
@@ -160,11 +165,11 @@ def deal(number: int, policies: Sequence[str]) -> str:
 class _Results:
     """The results of one workload.
 
-    schedules    of each schedule: the failure, the number of steps, the number of decisions
+    schedules    of each schedule: the failure, the number of steps, the number of decisions, a hash of its outcome
     interrupted  an interrupt has ended it early
     """
 
-    schedules: tuple[tuple[Failure | None, int, int], ...]
+    schedules: tuple[tuple[Failure | None, int, int, int], ...]
     interrupted: bool
 
 
@@ -177,19 +182,24 @@ class _Job:
     first: bool
 
     def run(self) -> _Results:
-        results: list[tuple[Failure | None, int, int]] = []
+        results: list[tuple[Failure | None, int, int, int]] = []
         try:
             workload = draw_workload(self.workload_seed)
             reference = reference_of(workload)
             for policy, seed in self.runs:
                 outcome = run_one(workload, policy, seed, reference)
                 failure = Failure(workload, policy, seed, outcome) if outcome.findings else None
-                results.append((failure, outcome.steps, outcome.decisions))
+                results.append((failure, outcome.steps, outcome.decisions, _digest(policy, seed, outcome)))
                 if self.first and failure is not None:
                     break
         except KeyboardInterrupt:
             return _Results(tuple(results), interrupted=True)
         return _Results(tuple(results), interrupted=False)
+
+
+def _digest(policy: str, seed: int, outcome: Outcome) -> int:
+    order = (policy, seed, outcome.steps, outcome.decisions, sorted(outcome.deviations.items()), outcome.oracles)
+    return int.from_bytes(hashlib.blake2b(repr(order).encode(), digest_size=_DIGEST_BITS // 8).digest(), "big")
 
 
 def num_workloads(schedules: int) -> int:

@@ -67,6 +67,8 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_failing_rank(random.Random(f"sidestream failing rank {seed}"), workload)
     workload = _draw_window(random.Random(f"sidestream window {seed}"), workload)
     workload = _draw_lag(random.Random(f"sidestream lag {seed}"), workload)
+    large = workload.layer_groups and random.Random(f"sidestream large groups {seed}").random() < 1 / 4
+    workload = dataclasses.replace(workload, large_groups=large)
     return _draw_vocabulary(random.Random(f"sidestream vocabulary {seed}"), workload)
 
 

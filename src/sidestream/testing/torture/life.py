@@ -10,6 +10,8 @@ from sidestream.config import EngineConfig, KVEventsConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.ranks.fences import local_fence
 from sidestream.runner.step_inputs import GraphKey
+from sidestream.schedule.request import Request
+from sidestream.schedule.reuse import Reuse
 from sidestream.testing.checker import Checker
 from sidestream.testing.guard import Guard
 from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
@@ -18,6 +20,7 @@ from sidestream.testing.sim.policies import HOST
 from sidestream.testing.torture.contents import Contents
 from sidestream.testing.torture.events import EventReplay
 from sidestream.testing.torture.judge import wrong_when_published
+from sidestream.testing.torture.losses import EvictionOrder, lost_hits
 from sidestream.testing.torture.oracle import SALT, state_bytes, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Workload
@@ -25,7 +28,7 @@ from sidestream.testing.toy import ToyDraftHead, ToyProposer
 from sidestream.testing.trace import Recorder, TraceLine
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.offload.loads import layers_per_group
-from sidestream_kv.types import Fence
+from sidestream_kv.types import BlockId, Fence
 
 # Steps whose KV events are published together. Within one step, few blocks are evicted, stored and evicted again.
 _EVENTS_EVERY = 8
@@ -41,6 +44,8 @@ class Life:
     disks     the disk tiers of all ranks
     others    the ranks other than 0; None: there are none
     events    what a router knows from the engine's KV events
+    order     the order of evictions
+    lost      sentences about blocks that requests could have reused
     """
 
     def __init__(
@@ -62,10 +67,12 @@ class Life:
                 self.device, contents, what, memory, where, key, partial
             ),
         )
+        self.order = EvictionOrder(self.recorder)
+        self.lost: list[str] = []
         self.device = ScriptedDevice(policy, script, tracer=self.recorder, guard=Guard(self.checker))
-        if workload.layer_groups:
-            self.device.segment_bytes = 1
         self.model = ScriptedModel(toy_of(workload), self.device)
+        if workload.layer_groups:
+            self.device.segment_bytes = self.model.layout.block_bytes // 2 if workload.large_groups else 1
         self.model.weights = weights
         self.head = ToyDraftHead(toy_of(workload), width=max(1, workload.drafts))
         self.disk: ScriptedTier | None = None
@@ -91,6 +98,7 @@ class Life:
             )
             self.events = EventReplay(self.engine)
             self._publish_events = self._hold_events_back()
+            self._watch_losses()
             if workload.layer_groups:  # rows may join a step long before their load ends
                 self.engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]
             if workload.captured:
@@ -157,6 +165,22 @@ class Life:
 
         kv_events.flush = flush  # type: ignore[method-assign]
         return publish
+
+    def _watch_losses(self) -> None:
+        """Follow the uses of all blocks, and check each admission."""
+        parts = self.engine.parts
+        pools = [parts.blocks, parts.states, None if parts.tiers is None else parts.tiers.host.pool]
+        for pool in (*pools, None if self.disk is None else self.disk.index):
+            if pool is not None:
+                self.order.watch(pool)
+        allocator = parts.scheduler._allocator
+        start = allocator.start
+
+        def judged(request: Request, reuse: Reuse) -> tuple[Sequence[BlockId], tuple[Fence, ...]]:
+            self.lost += lost_hits(parts, request, reuse)
+            return start(request, reuse)
+
+        allocator.start = judged  # type: ignore[method-assign]
 
     def crash(self) -> None:
         """Stop like a killed process. Idempotent; does nothing after a close."""

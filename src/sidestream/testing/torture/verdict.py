@@ -30,6 +30,8 @@ ORACLES = (
     "accept lengths",
     "content",
     "events",
+    "evictions",
+    "hits",
     "self-check",
     "balance",
     "answered",
@@ -48,6 +50,8 @@ content         every findable block in every tier holds the content of its key;
                 before it becomes findable; blocks with different content never have the same key (H14)
 events          a router that follows the KV events knows exactly the findable keys of each tier, after each batch and
                 whenever the engine rests
+evictions       in each tier, the least recently used block is evicted first
+hits            an admitted request reuses every block that is findable and worth its load
 self-check      the two runs of a step agree, and every block in host memory matches its checksum, unless a fault makes
                 logits NaN
 balance         at the end, all blocks and slots are free, no object of a request or transfer is kept, and the files on
@@ -159,8 +163,9 @@ class Verdict:
         """
         for text in (*life.recorder.stale, *life.recorder.wrong):
             self.find("content", text)
-        for text in life.events.wrong:
-            self.find("events", text)
+        for oracle, texts in (("events", life.events.wrong), ("evictions", life.order.wrong), ("hits", life.lost)):
+            for text in texts:
+                self.find(oracle, text)
         for text in () if "bad_logits" in self._workload.features else disagreements(life.engine):
             self.find("self-check", text)
         for finding in life.checker.findings:

@@ -141,6 +141,7 @@ class Workload:
     blocks, slots, disk_blocks   sizes of the device pool, the host tier (0: none) and the disk tier (0: none)
     eos_every                    about one in this many tokens is the end of sequence; 0: none
     layer_groups                 load blocks layer by layer, and cut every copy into slices
+    large_groups                 with layer groups: two of them, the last one with fewer layers. False: up to four
     captured                     capture CUDA graphs of forward passes in a few shapes, also of passes that wait for
                                  loads
     drafts                       draft tokens per row and step; 0: no speculation
@@ -174,6 +175,7 @@ class Workload:
     eos_every: int = 0
     asynchronous: bool = True
     layer_groups: bool = True
+    large_groups: bool = False
     captured: bool = False
     drafts: int = 0
     hidden: bool = False

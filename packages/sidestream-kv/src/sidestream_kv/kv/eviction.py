@@ -48,4 +48,4 @@ class Lru:
     def pop_oldest(self, count: int) -> list[int]:
         """Remove and return the `count` least recently used blocks, oldest first. KeyError if there are fewer."""
         pop = self._order.popitem
-        return [pop(last=False)[0] for _ in range(count)]
+        return [pop(last=False)[0] for _ in range(count)]  # rule: least-recently-used-block-is-evicted-first

@@ -345,7 +345,7 @@ class TierIndex:
                 f"bytes) are being read or written: raise its capacity"
             )
         self._evictions += 1
-        key, slot = self._idle.popitem(last=False)
+        key, slot = self._idle.popitem(last=False)  # rule: least-recently-used-entry-is-evicted-first
         del self._slots[key]
         if self._tracer is not None:
             self._tracer.forgot(self.name, [slot.entry.serial])
