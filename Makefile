@@ -6,9 +6,9 @@ JOBS ?= 3
 # Whatever the environment says: many processes import the same.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
-# Both packages, for a Python in which they are not installed.
-SOURCES := $(CURDIR)/src:$(CURDIR)/packages/sidestream-kv/src
-EDITABLE := --editable packages/sidestream-kv --editable
+# All packages, for a Python in which they are not installed.
+SOURCES := $(CURDIR)/src:$(CURDIR)/packages/sidestream-kv/src:$(CURDIR)/packages/sidestream-order/src
+EDITABLE := --editable packages/sidestream-kv --editable packages/sidestream-order --editable
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 RAY := .venv-ray
@@ -135,17 +135,17 @@ install = echo "installing torch, transformers and the extras $(1) into $(VENV)"
 	kill $$ticker; exit $$status
 
 # Bytecode is made when it is first needed, which is of a fraction of what is installed: compiling all of it takes longer than the rest of it.
-$(VENV)/.demo: $(VENV)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml constraints.txt
+$(VENV)/.demo: $(VENV)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml packages/sidestream-order/pyproject.toml constraints.txt
 	@$(call install,server$(comma)demo)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml packages/sidestream-order/pyproject.toml constraints.txt
 	@$(call install,dev)
 	touch $@
 
 # uv resolves to the lowest versions of which there are wheels, and unpacks its gigabytes side by side: pip takes minutes for them.
 # It reads UV_DEFAULT_INDEX and the like, not pip's configuration.
-UV_INSTALL = $(@D)/bin/pip install --quiet --constraint constraints.txt uv && $(@D)/bin/uv pip install --quiet --system-certs --only-binary :all: --no-binary sidestream --no-binary sidestream-kv --python $(@D)/bin/python $(EDITABLE) '.[dev]'
+UV_INSTALL = $(@D)/bin/pip install --quiet --constraint constraints.txt uv && $(@D)/bin/uv pip install --quiet --system-certs --only-binary :all: --no-binary sidestream --no-binary sidestream-kv --no-binary sidestream-order --python $(@D)/bin/python $(EDITABLE) '.[dev]'
 
 # Collecting the tests makes the bytecode of all that they import, while the static checks leave a core idle.
 $(LOWEST)/.installed: $(LOWEST)/bin/pip pyproject.toml
@@ -153,7 +153,7 @@ $(LOWEST)/.installed: $(LOWEST)/bin/pip pyproject.toml
 	$(@D)/bin/python -m pytest --collect-only -q $(WITH_LOWEST:%=tests/%) > /dev/null
 	touch $@
 
-$(RAY)/.installed: $(RAY)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml constraints.txt
+$(RAY)/.installed: $(RAY)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml packages/sidestream-order/pyproject.toml constraints.txt
 	$(@D)/bin/pip install --quiet --no-compile --constraint constraints.txt $(EDITABLE) '.[dev,ray]'
 	touch $@
 

@@ -23,7 +23,11 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (ROOT / "src" / "sidestream", ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv")
+PACKAGES = (
+    ROOT / "src" / "sidestream",
+    ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv",
+    ROOT / "packages" / "sidestream-order" / "src" / "sidestream_order",
+)
 
 # What ships for tests and measurements, and not for serving.
 BESIDE_PRODUCT = ("sidestream/testing", "sidestream/cli/bench")

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, environment
-from sidestream.testing.exhaust import exhaust
-from sidestream.testing.explore import SCHEDULES, Exploration, explore, replay
 from sidestream.testing.miniatures import MINIATURES, RULES, as_program
+from sidestream_order.exhaust import exhaust
+from sidestream_order.explore import SCHEDULES, Exploration, explore, replay
 
 SAMPLE = 50
 ORDERS = 2000

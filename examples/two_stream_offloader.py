@@ -7,8 +7,8 @@ The mover is not Sidestream's. All it needs of the kit is to submit its work wit
 
 from functools import partial
 
-from sidestream.testing.explore import replay
-from sidestream.testing.sim import SimDevice, SimFence
+from sidestream_order.explore import replay
+from sidestream_order.sim import SimDevice, SimFence
 
 BLOCK, BLOCKS, STEPS = 64, 2, 6
 

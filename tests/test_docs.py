@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (ROOT / "src" / "sidestream", ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv")
+PACKAGES = (
+    ROOT / "src" / "sidestream",
+    ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv",
+    ROOT / "packages" / "sidestream-order" / "src" / "sidestream_order",
+)
 PAGES = [path for pattern in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(pattern))]
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

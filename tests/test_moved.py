@@ -14,12 +14,13 @@ import sidestream_kv
     ("old", "new"),
     [
         ("sidestream.offload.tiers.base", "sidestream_kv.offload.tiers.base"),
-        ("sidestream.device.sim.device", "sidestream.testing.sim.device"),
+        ("sidestream.device.sim.device", "sidestream_order.sim.device"),
+        ("sidestream.testing.explore", "sidestream_order.explore"),
         ("sidestream.kv.accesses", "sidestream.runner.accesses"),
     ],
 )
 def test_a_module_under_its_old_name_is_the_same_module(old: str, new: str) -> None:
-    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload")
+    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload", "sidestream.testing.explore")
     try:
         with pytest.warns(DeprecationWarning) as caught:
             found = importlib.import_module(old)

@@ -8,10 +8,10 @@ Fix (ours): the flush waits until the server has taken every store that was hand
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice, SimFence
 from sidestream_kv.device.base import Rest
 from sidestream_kv.device.channel import Channel
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice, SimFence
 
 OLD, NEW = 1, 2
 

@@ -9,8 +9,8 @@ Fix: the tracker follows vLLM's list, and stores nothing for the null block, as 
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 SCRATCH = 1
 

@@ -8,9 +8,9 @@ Fix: the release names the step that still uses the page, and the new owner wait
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
 from sidestream_kv.kv.pool import FencedPool
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 A, B = 1, 2
 

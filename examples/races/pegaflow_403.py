@@ -8,8 +8,8 @@ Fix (ours): the chunk stays in quarantine: its next owner waits for the read's f
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 LATE, OWN = 1, 2
 

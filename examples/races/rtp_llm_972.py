@@ -9,8 +9,8 @@ Fix: the main thread publishes on the compute stream, before it hands the rest t
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 STEPS = 3
 

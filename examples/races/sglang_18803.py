@@ -8,8 +8,8 @@ Fix: the row is freed one result later, when the pass that reads it is known to 
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 SLOTS_OF_A, SLOTS_OF_B = 3, 9
 

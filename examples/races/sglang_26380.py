@@ -8,8 +8,8 @@ Fix: the schedule stream waits for the forward stream at the top of each loop, a
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice, SimFence
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice, SimFence
 
 STEPS = 3
 

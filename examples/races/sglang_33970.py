@@ -8,8 +8,8 @@ Fix: each transfer waits for the event of the forward pass that wrote its pages,
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 CHUNKS = 2
 

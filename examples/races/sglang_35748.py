@@ -8,8 +8,8 @@ Fix: the schedule stream waits for the whole forward pass, as in the thread.
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 OLD, NEW = 1, 2
 

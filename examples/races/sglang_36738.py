@@ -8,8 +8,8 @@ Fix: the load stream waits for the forward stream before the copies, as in the t
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 OLD, PREFIX = 1, 7
 

@@ -8,8 +8,8 @@ Fix: the compute stream waits for the load stream before the replay, as the thre
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 
 def program(device: SimDevice, *, fixed: bool) -> None:

@@ -8,8 +8,8 @@ Fix: each step has a fresh host buffer, as in the thread.
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 STEPS = 3
 

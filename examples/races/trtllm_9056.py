@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice, SimStream
 from sidestream_kv.device.base import no_accesses
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice, SimStream
 
 
 def halves(stream: SimStream, target: torch.Tensor, source: torch.Tensor) -> None:

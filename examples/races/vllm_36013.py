@@ -8,8 +8,8 @@ Fix: an event after the copy, for which the host waits before it reads, as in th
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 OLD, NEW = 1, 3
 

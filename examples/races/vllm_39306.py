@@ -9,8 +9,8 @@ Fix: a store is read in stream order, and only loads are read in any order, as i
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 
 def program(device: SimDevice, *, fixed: bool) -> None:

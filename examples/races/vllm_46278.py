@@ -8,10 +8,10 @@ Fix: the host records an event on the compute stream, and the store's stream wai
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice, SimFence
 from sidestream_kv.device.base import Rest
 from sidestream_kv.device.channel import Channel
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice, SimFence
 
 
 def program(device: SimDevice, *, fixed: bool) -> None:

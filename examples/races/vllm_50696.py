@@ -8,8 +8,8 @@ Fix: the load's stream waits for the compute stream, as in the thread.
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 
 def program(device: SimDevice, *, fixed: bool) -> None:

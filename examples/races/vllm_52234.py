@@ -8,8 +8,8 @@ Fix (ours): the block stays with the reader until its read has ended; the produc
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 FIRST, SECOND = 1, 2
 

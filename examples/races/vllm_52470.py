@@ -9,10 +9,10 @@ Fix: before the next forward pass, the host waits for the jobs of preempted requ
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice, SimFence
 from sidestream_kv.device.base import Rest
 from sidestream_kv.device.channel import Channel
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice, SimFence
 
 OLD, NEW = 1, 2
 

@@ -8,8 +8,8 @@ Fix (ours): only boundaries at which a step wrote a state are stored.
 
 from functools import partial
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 NULL = 0
 

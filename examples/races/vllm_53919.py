@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from sidestream.testing.explore import explore
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import explore
+from sidestream_order.sim import SimDevice
 
 ACCEPTED = (4, 1)
 

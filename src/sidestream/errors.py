@@ -17,7 +17,7 @@ SidestreamError
 │   └── DeviceLost       the device stopped working: the engine ends
 ├── EngineStopped        the engine is draining or has ended
 ├── ProcessFailed        a child process ended unexpectedly, or the engine of this one hangs in its close
-├── RaceError            the order checker (`sidestream.testing.checker`) found unordered accesses to the same bytes
+├── RaceError            the order checker (`sidestream_order.checker`) found unordered accesses to the same bytes
 └── InvariantError       an internal invariant is broken: a bug in Sidestream
 """
 

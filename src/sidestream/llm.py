@@ -86,7 +86,7 @@ class LLM:
                       together with `config`
         timeline      trace file that `close` writes: the work of each stream over time, for ui.perfetto.dev
         check_order   for debugging: check with vector clocks that no memory is read or reused too early
-                      (`sidestream.testing.checker`). `close` raises RaceError if the check found such an access. A step
+                      (`sidestream_order.checker`). `close` raises RaceError if the check found such an access. A step
                       takes up to twice as long
         progress      receives the progress of downloads
         on_stage      called as `on_stage(stage, done, total)` in each stage of the start; `total` is 0 if the progress

@@ -40,7 +40,7 @@ from sidestream_kv.device.machine import process_age_s
 from sidestream_kv.metrics import Timeline
 
 if TYPE_CHECKING:
-    from sidestream.testing.checker import Checker
+    from sidestream_order.checker import Checker
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class LoadedEngine:
         draft_path = self._draft_path(progress)
         self._checker: Checker | None = None
         if check_order:
-            from sidestream.testing.checker import Checker  # the test kit is imported only on request
+            from sidestream_order.checker import Checker  # the test kit is imported only on request
 
             self._checker = Checker()
         self._processes: RankProcesses | None = None

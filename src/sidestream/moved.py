@@ -1,4 +1,6 @@
-"""Lets imports of modules that moved to the package `sidestream_kv` work for one more release, with a warning."""
+"""Lets imports of modules that moved to the packages `sidestream_kv` and `sidestream_order` work for one more release,
+with a warning.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,23 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _ROOMS = {"device", "kv", "metrics", "offload"}
+_CHECKER = {
+    "check_trace",
+    "checker",
+    "exhaust",
+    "explore",
+    "findings",
+    "guard",
+    "leases",
+    "memories",
+    "order",
+    "shadow",
+    "steering",
+    "tier_conformance",
+    "trace",
+}
 _ELSEWHERE = {
-    "sidestream.device.sim": "sidestream.testing.sim",
+    "sidestream.device.sim": "sidestream_order.sim",
     "sidestream.kv.accesses": "sidestream.runner.accesses",
     "sidestream.metrics.progress": "sidestream.progress",
 }
@@ -23,8 +40,12 @@ def new_name(name: str) -> str | None:
     for old, new in _ELSEWHERE.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
-    package, _, rest = name.partition(".")
-    return f"sidestream_kv.{rest}" if package == "sidestream" and rest.split(".")[0] in _ROOMS else None
+    package, room, *below = [*name.split("."), ""]
+    if package == "sidestream" and room in _ROOMS:
+        return f"sidestream_kv.{name.partition('.')[2]}"
+    if package == "sidestream" and room == "testing" and below[0] in _CHECKER:
+        return f"sidestream_order.{name.split('.', 2)[2]}"
+    return None
 
 
 def warn(old: str, new: str) -> None:

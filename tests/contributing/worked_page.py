@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "contributing"
-SOURCES = ("src", "packages/sidestream-kv/src")
+SOURCES = ("src", "packages/sidestream-kv/src", "packages/sidestream-order/src")
 
 
 @dataclass(frozen=True)

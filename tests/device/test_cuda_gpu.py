@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from sidestream.errors import ConfigError, InvariantError, OutOfDeviceMemory
-from sidestream.testing.checker import Checker
 from sidestream_kv.device.base import CopyBatch, Memory
 from sidestream_kv.device.cuda import CudaDevice, CudaStream
 from sidestream_kv.types import Access, Fence
+from sidestream_order.checker import Checker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 from cuda_rig import FakeGpu
 
-from sidestream.testing.checker import Checker
 from sidestream_kv.device.cuda import CudaDevice
 from sidestream_kv.device.cuda.history import History
 from sidestream_kv.types import Access, Accesses, Fence
+from sidestream_order.checker import Checker
 
 
 class Mark:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from sidestream.errors import DeviceLost
-from sidestream.testing.checker import simulated
-from sidestream.testing.sim import SimDevice, make_policy
 from sidestream_kv.device.base import Rest
 from sidestream_kv.device.channel import Channel, Mark
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.host import TurnTaker
 from sidestream_kv.types import Access
+from sidestream_order.checker import simulated
+from sidestream_order.sim import SimDevice, make_policy
 
 PATIENCE_S = 20.0
 

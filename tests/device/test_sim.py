@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from sidestream.errors import ConfigError, DeviceLost, InvariantError, OutOfDeviceMemory
-from sidestream.testing.sim import Deadlock, SimDevice, SimFence, make_policy
-from sidestream.testing.sim.device import POISON
-from sidestream.testing.sim.policies import Choice, Policy
-from sidestream.testing.sim.stream import QUEUE_LIMIT, SimEvent, SimStream
 from sidestream_kv.device.base import CopyBatch, Rest
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.types import Accesses, Fence
+from sidestream_order.sim import Deadlock, SimDevice, SimFence, make_policy
+from sidestream_order.sim.device import POISON
+from sidestream_order.sim.policies import Choice, Policy
+from sidestream_order.sim.stream import QUEUE_LIMIT, SimEvent, SimStream
 
 ALL_POLICIES = ("random", "late", "early", "starve:a", "starve:host", "pct:1", "pct:3")
 SEEDS = range(40)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sidestream.errors import InvariantError
-from sidestream.testing.sim import SimDevice, make_policy
 from sidestream_kv.types import Access
+from sidestream_order.sim import SimDevice, make_policy
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import build_engine
 from sidestream.errors import EngineStopped
-from sidestream.testing.sim import SimDevice, make_policy
 from sidestream.testing.tokenizer import ToyTokenizer, text_bytes
 from sidestream.testing.toy import ToyModel
 from sidestream.text import Detokenizer
@@ -26,6 +25,7 @@ from sidestream.types import Delta
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.offload.connector import LoadFailed
+from sidestream_order.sim import SimDevice, make_policy
 
 POISON = 0  # the toy model never draws it
 PROMPT = prompts(31, 1, longest=12)[0]

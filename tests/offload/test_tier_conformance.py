@@ -18,13 +18,13 @@ import sidestream_kv
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError
-from sidestream.testing.tier_conformance import TierConformance
 from sidestream.testing.toy import ToyModel
 from sidestream.types import CachedTokens, Delta
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.offload.tiers import registry
 from sidestream_kv.offload.tiers.base import Entry, PersistentTier, TierContext
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream_order.tier_conformance import TierConformance
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_tier.py"
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from sidestream.testing.exhaust import exhaust
 from sidestream.testing.miniatures import MINIATURES, RULES, Miniature, as_program
+from sidestream_order.exhaust import exhaust
 
 LIMIT = 1500
 # Their orders are too many: work that declares nothing depends on every step of the host, and one of them fills a

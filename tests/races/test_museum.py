@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from sidestream.testing.exhaust import exhaust
-from sidestream.testing.explore import SCHEDULES, replay
+from sidestream_order.exhaust import exhaust
+from sidestream_order.explore import SCHEDULES, replay
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted((ROOT / "examples" / "races").glob("*.py"))

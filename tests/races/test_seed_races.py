@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from reenact import assert_caught, assert_clean, named
 
-from sidestream.testing.checker import simulated
 from sidestream.testing.miniatures import Outcome
+from sidestream_order.checker import simulated
 
 
 def test_h1_store_reads_a_block_before_compute_wrote_it() -> None:

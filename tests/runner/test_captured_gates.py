@@ -12,9 +12,9 @@ from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.graphs import Graphs
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.runner.upload import Uploads
-from sidestream.testing.checker import Checker, simulated
-from sidestream.testing.sim import SimStream
 from sidestream_kv.types import Access, LayerGates
+from sidestream_order.checker import Checker, simulated
+from sidestream_order.sim import SimStream
 
 LAYERS, GROUP, SIZE = 6, 2, 8
 

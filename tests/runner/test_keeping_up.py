@@ -17,11 +17,11 @@ from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.speculate import StepTokens
-from sidestream.testing.sim import SimDevice, make_policy
 from sidestream.testing.toy import ToyDraftHead, ToyModel, ToyProposer
 from sidestream.types import BatchPlan, RowPlan, RowStart
 from sidestream_kv.device.base import Stream
 from sidestream_kv.types import LayerGates
+from sidestream_order.sim import SimDevice, make_policy
 
 PROMPT = (5, 6, 7)
 

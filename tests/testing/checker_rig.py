@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from sidestream.testing.checker import Checker, Finding, simulated
-from sidestream.testing.sim import SimFence, SimStream
 from sidestream_kv.types import Access, Accesses
+from sidestream_order.checker import Checker, Finding, simulated
+from sidestream_order.sim import SimFence, SimStream
 
 POLICIES = ["random", "late", "early", "starve:compute", "starve:copy", "pct:3"]
 RUNS = [(policy, seed) for policy in POLICIES for seed in range(4)]

@@ -17,18 +17,18 @@ from typer.testing import CliRunner
 
 from sidestream.cli.app import app
 from sidestream.errors import ConfigError
-from sidestream.testing.check_trace import Judgement, check_script, touches
-from sidestream.testing.check_trace.__main__ import main
-from sidestream.testing.check_trace.judge import Judge
-from sidestream.testing.check_trace.real import CudaRuntime
-from sidestream.testing.check_trace.recorder import Recorder
 from sidestream_kv.device.kinds import CPU, CUDA
 from sidestream_kv.types import Access
+from sidestream_order.check_trace import Judgement, check_script, touches
+from sidestream_order.check_trace.__main__ import main
+from sidestream_order.check_trace.judge import Judge
+from sidestream_order.check_trace.real import CudaRuntime
+from sidestream_order.check_trace.recorder import Recorder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "check_trace"
 PRELUDE = """
 import torch
-from sidestream.testing.check_trace import touches
+from sidestream_order.check_trace import touches
 
 side, main = torch.cuda.Stream(), torch.cuda.current_stream()
 x = torch.zeros(64, device="cuda")
@@ -432,7 +432,7 @@ def test_an_example_is_judged_alike_on_a_gpu(example: str, drop: str, kind: str 
     command = [
         sys.executable,
         "-m",
-        "sidestream.testing.check_trace",
+        "sidestream_order.check_trace",
         "--device",
         CUDA,
         str(EXAMPLES / f"{example}.py"),

@@ -6,11 +6,11 @@ import pytest
 from checker_rig import BLOCK, Rig, judged, kinds, nothing, reads, rig, writes
 
 from sidestream.errors import ConfigError
-from sidestream.testing.checker import Checker, simulated
-from sidestream.testing.sim import SimFence
-from sidestream.testing.sim.device import POISON
 from sidestream_kv.device.base import no_accesses
 from sidestream_kv.types import Access, Tracer
+from sidestream_order.checker import Checker, simulated
+from sidestream_order.sim import SimFence
+from sidestream_order.sim.device import POISON
 
 # ---------------------------------------------------------------------- contents
 

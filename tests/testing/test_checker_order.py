@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from checker_rig import RUNS, Rig, judged, kinds, nothing, reads, rig, writes
 
-from sidestream.testing.checker import Checker
 from sidestream_kv.device.cpu import CpuDevice
+from sidestream_order.checker import Checker
 
 # ---------------------------------------------------------------------- a race is found, and an edge ends it
 

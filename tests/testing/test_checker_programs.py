@@ -16,11 +16,11 @@ from checker_rig import BLOCK, POLICIES, fails, nothing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.testing.checker import Checker, simulated
-from sidestream.testing.shadow import Op, Shadow
-from sidestream.testing.sim import SimDevice, SimFence, SimStream
 from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted
 from sidestream_kv.types import Access
+from sidestream_order.checker import Checker, simulated
+from sidestream_order.shadow import Op, Shadow
+from sidestream_order.sim import SimDevice, SimFence, SimStream
 
 BYTES = 12
 STREAMS = ("compute", "copy", "load")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from checker_rig import BLOCK, Rig, fails, judged, kinds, nothing, reads, rig, writes
 
-from sidestream.testing.checker import Checker
+from sidestream_order.checker import Checker
 
 # ---------------------------------------------------------------------- publish last
 

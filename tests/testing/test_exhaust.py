@@ -11,10 +11,10 @@ from functools import partial
 import pytest
 
 from sidestream.errors import ConfigError
-from sidestream.testing.exhaust import all_orders, exhaust
-from sidestream.testing.explore import Rules, replay
-from sidestream.testing.sim import SimDevice, SimFence
 from sidestream_kv.device.base import Rest
+from sidestream_order.exhaust import all_orders, exhaust
+from sidestream_order.explore import Rules, replay
+from sidestream_order.sim import SimDevice, SimFence
 
 CELLS = 3
 

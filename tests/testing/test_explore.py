@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from sidestream.errors import ConfigError
-from sidestream.testing.exhaust import exhaust
-from sidestream.testing.explore import Program, Rules, explore, replay
-from sidestream.testing.sim import SimDevice
+from sidestream_order.exhaust import exhaust
+from sidestream_order.explore import Program, Rules, explore, replay
+from sidestream_order.sim import SimDevice
 
 
 def store(device: SimDevice, *, waits: bool) -> None:

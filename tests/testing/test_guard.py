@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sidestream.testing.checker import Checker, simulated
-from sidestream.testing.sim import POISON
 from sidestream_kv.device.base import CopyBatch
 from sidestream_kv.types import Access
+from sidestream_order.checker import Checker, simulated
+from sidestream_order.sim import POISON
 
 Work = Callable[[torch.Tensor], None]
 

@@ -9,8 +9,8 @@ import pytest
 from sidestream.errors import DeviceLost
 from sidestream.ranks.leader import KNOWN_S
 from sidestream.testing.ranks import SimRanks
-from sidestream.testing.sim import SimDevice, make_policy
 from sidestream_kv.device.base import Rest
+from sidestream_order.sim import SimDevice, make_policy
 
 
 def test_a_failed_step_waits_for_news_of_a_lost_rank_in_virtual_time() -> None:

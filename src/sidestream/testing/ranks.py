@@ -27,13 +27,13 @@ from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
 from sidestream.speculate import Context, Proposer
-from sidestream.testing.sim import SimDevice, SimStream
 from sidestream_kv.device.base import Device, HostThread, Memory, Rest
 from sidestream_kv.device.channel import Channel
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.types import Fence, Key
+from sidestream_order.sim import SimDevice, SimStream
 
 
 class RankView:

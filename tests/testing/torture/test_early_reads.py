@@ -10,9 +10,9 @@ import pytest
 
 from sidestream.runner.second_run import SecondRun
 from sidestream.testing.mutations import applied, find
-from sidestream.testing.sim import make_policy
-from sidestream.testing.sim.policies import HOST, Choice
 from sidestream.testing.torture import Asked, Outcome, Reference, Workload, draw_workload, reference_of, run_schedule
+from sidestream_order.sim import make_policy
+from sidestream_order.sim.policies import HOST, Choice
 
 FIRST, OTHER = tuple(range(1, 22)), tuple(range(30, 60))
 

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from sidestream.testing.sim.policies import Choice, Starve
 from sidestream.testing.torture import POLICIES, Report, draw_workload, reference_of, run_one, torture
+from sidestream_order.sim.policies import Choice, Starve
 
 SCHEDULES = 2000
 

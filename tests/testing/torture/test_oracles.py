@@ -18,12 +18,9 @@ import pytest
 
 from sidestream.schedule.states import StateCache
 from sidestream.schedule.tiers import TierLoads
-from sidestream.testing.checker import Checker
 from sidestream.testing.mutations import Mutation, applied, find
 from sidestream.testing.mutations.marks import marks_in
 from sidestream.testing.mutations.operators import Append, Become, Operator, SetArgument, Value
-from sidestream.testing.sim import make_policy
-from sidestream.testing.sim.device import SimStream
 from sidestream.testing.torture import (
     ORACLES,
     Asked,
@@ -42,9 +39,12 @@ from sidestream.testing.torture.oracle import Sample
 from sidestream.testing.torture.run import _Schedule
 from sidestream.testing.torture.script import ScriptedTier
 from sidestream.testing.torture.verdict import Verdict
-from sidestream.testing.trace import Recorder
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.offload.tiers.index import TierIndex
+from sidestream_order.checker import Checker
+from sidestream_order.sim import make_policy
+from sidestream_order.sim.device import SimStream
+from sidestream_order.trace import Recorder
 
 PLAIN = Workload(
     0,

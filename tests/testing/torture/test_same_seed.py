@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidestream.testing.sim import make_policy
 from sidestream.testing.torture import (
     POLICIES,
     Outcome,
@@ -24,6 +23,7 @@ from sidestream.testing.torture import (
     run_schedule,
     torture,
 )
+from sidestream_order.sim import make_policy
 
 SCHEDULES = 2 * len(POLICIES)
 FORGETS = 47  # a schedule that forgets several blocks at once: their slots are freed in one order in every process

@@ -12,10 +12,10 @@ import pytest
 from sidestream.engine.failures import Failures
 from sidestream.engine.loop import StepLoop
 from sidestream.errors import InvariantError
-from sidestream.testing.sim import make_policy
 from sidestream.testing.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
 from sidestream.testing.torture.script import Script, ScriptedDevice, _damage
 from sidestream.testing.torture.workload import DAMAGE, FAULTS_OF, EventKind, Operation
+from sidestream_order.sim import make_policy
 
 FIRST, SECOND, THIRD = (tuple(range(start, start + 16)) for start in (1, 21, 41))
 # A prompt comes back after others have taken its room on the device and in host memory.

@@ -10,11 +10,11 @@ import pytest
 
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, find
-from sidestream.testing.steering import minimise
 from sidestream.testing.torture import Failure, Outcome, kill, render, rerun, shrink, shrinking
 from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.shrinking import simpler_workloads
 from sidestream.testing.torture.workload import blocks_for
+from sidestream_order.steering import minimise
 
 RULES = ("release-waits-for-the-last-step", "settled-blocks-are-released", "store-waits-for-step")
 """Missed by the checker, by the loop, and by the checker again, in bytes that nobody has written yet."""

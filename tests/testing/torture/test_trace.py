@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sidestream.testing.findings import Finding
 from sidestream.testing.torture import TraceLine, explain, render
+from sidestream_order.findings import Finding
 
 RACE = Finding(
     kind="race",

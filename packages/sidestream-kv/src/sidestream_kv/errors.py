@@ -65,7 +65,7 @@ class ProcessFailed(SidestreamError):
 
 
 class RaceError(SidestreamError):
-    """The order checker (`sidestream.testing.checker`) found unordered accesses to the same bytes."""
+    """The order checker (`sidestream_order.checker`) found unordered accesses to the same bytes."""
 
 
 class InvariantError(SidestreamError):

@@ -27,7 +27,7 @@ other tiers, such as disk, are first promoted (read into host memory); `offload.
 class Access:
     """A byte range `[start, stop)` of a named memory (`"kv"`, `"host"`, …) that work on a stream reads or writes.
 
-    The order checker (`sidestream.testing.checker`) finds races with these declarations.
+    The order checker (`sidestream_order.checker`) finds races with these declarations.
     """
 
     memory: str

@@ -26,7 +26,7 @@ def check_trace(context: typer.Context, script: Script, device: OnDevice = "") -
     The report goes to standard error. Status 0: no finding; 1: findings; 2: no such script or device; 3: the script
     failed.
     """
-    from sidestream.testing.check_trace import check_script
+    from sidestream_order.check_trace import check_script
 
     judgement = check_script(script, context.args, device=device)
     sys.stdout.flush()

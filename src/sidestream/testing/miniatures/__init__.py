@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sidestream.errors import InvariantError
-from sidestream.testing.explore import Program, Rules, replay
 from sidestream.testing.miniatures.border import BORDER
 from sidestream.testing.miniatures.copies import COPIES
 from sidestream.testing.miniatures.requests import REQUESTS
 from sidestream.testing.miniatures.rows import ROWS
 from sidestream.testing.miniatures.stage import Miniature, Outcome
 from sidestream.testing.miniatures.tiers import TIERS
-from sidestream.testing.sim import SimDevice
+from sidestream_order.explore import Program, Rules, replay
+from sidestream_order.sim import SimDevice
 
 __all__ = ["MINIATURES", "RULES", "Caught", "Miniature", "Outcome", "as_program", "run_miniature"]
 

@@ -13,7 +13,7 @@ from sidestream.client.messages import Outputs, decoder_of_outputs
 from sidestream.errors import EngineStopped
 from sidestream.frames import FrameDecoder, FrameEncoder
 from sidestream.testing.miniatures.stage import Miniature, Outcome, finish
-from sidestream.testing.sim import SimDevice
+from sidestream_order.sim import SimDevice
 
 _TOKENS = (3, 1, 4, 1)
 _OVER = 0

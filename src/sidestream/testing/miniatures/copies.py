@@ -5,7 +5,7 @@ on a simulated device, with or without its protection (fix).
 from __future__ import annotations
 
 from sidestream.testing.miniatures.stage import BOTH, Blocks, Miniature, Outcome, copy, finish
-from sidestream.testing.sim import SimDevice, SimFence
+from sidestream_order.sim import SimDevice, SimFence
 
 
 def store_before_compute(device: SimDevice, protected: bool) -> Outcome:

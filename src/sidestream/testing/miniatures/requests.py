@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from sidestream.testing.miniatures.stage import Blocks, Miniature, Outcome, copy, finish
-from sidestream.testing.sim import SimDevice, SimFence
 from sidestream.testing.toy import ToyModel
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.types import Access
+from sidestream_order.sim import SimDevice, SimFence
 
 
 class _Rank:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from sidestream.testing.miniatures.stage import Blocks, Miniature, Outcome, copy, finish
-from sidestream.testing.sim import SimDevice, SimFence
 from sidestream.testing.toy import ToyDraftHead, ToyModel
+from sidestream_order.sim import SimDevice, SimFence
 
 _PROMPT = (3, 1, 4, 1)
 _ROUNDS = 6

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.testing.sim import SimDevice, SimFence, SimStream
 from sidestream_kv.device.base import CopyBatch, Memory, no_accesses
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.types import Access, Accesses
+from sidestream_order.sim import SimDevice, SimFence, SimStream
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_tokens=1, dtype="float32")
 BOTH = range(2)

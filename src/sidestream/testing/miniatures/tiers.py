@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from sidestream.errors import TierFull
 from sidestream.testing.miniatures.stage import KEY, LAYOUT, Blocks, Miniature, Outcome, copy, finish
-from sidestream.testing.sim import SimDevice
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.pool import PoolExhausted
 from sidestream_kv.offload.tiers.index import TierIndex
 from sidestream_kv.types import Key
+from sidestream_order.sim import SimDevice
 
 
 def slot_freed_by_a_timer(device: SimDevice, protected: bool) -> Outcome:

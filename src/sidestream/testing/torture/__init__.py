@@ -50,7 +50,7 @@ from sidestream.testing.torture.service import EAGER_GATES, GATES, ServiceReport
 from sidestream.testing.torture.shrinking import Shrunk, rerun, shrink
 from sidestream.testing.torture.verdict import ORACLES, Finding
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload
-from sidestream.testing.trace import TraceLine, explain, render
+from sidestream_order.trace import TraceLine, explain, render
 
 __all__ = [
     "DEVICES",

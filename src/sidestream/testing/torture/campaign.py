@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sidestream.errors import ConfigError
-from sidestream.testing.sim import make_policy
 from sidestream.testing.torture.choice import Coverage
 from sidestream.testing.torture.drawing import draw_workload
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.workers import spread
 from sidestream.testing.torture.workload import Workload
+from sidestream_order.sim import make_policy
 
 POLICIES = (
     "random",

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from sidestream.errors import ConfigError, InvariantError
-from sidestream.testing.checker import Checker
 from sidestream.testing.mutations import Mutation, applied, changed_functions, copies, find, loads, tier_io
 from sidestream.testing.rig import Rig
 from sidestream.testing.torture.narrow import narrow_lanes
@@ -30,6 +29,7 @@ from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.cuda import CudaDevice
 from sidestream_kv.device.kinds import CPU, CUDA
 from sidestream_kv.kv.layout import KVLayout
+from sidestream_order.checker import Checker
 
 DEVICES = (CPU, CUDA)
 

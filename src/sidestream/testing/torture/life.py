@@ -12,11 +12,7 @@ from sidestream.ranks.fences import local_fence
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.schedule.request import Request
 from sidestream.schedule.reuse import Reuse
-from sidestream.testing.checker import Checker
-from sidestream.testing.guard import Guard
 from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
-from sidestream.testing.sim import Policy
-from sidestream.testing.sim.policies import HOST
 from sidestream.testing.torture.contents import Contents
 from sidestream.testing.torture.events import EventReplay
 from sidestream.testing.torture.judge import wrong_when_published
@@ -25,10 +21,14 @@ from sidestream.testing.torture.oracle import SALT, state_bytes, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Workload
 from sidestream.testing.toy import ToyDraftHead, ToyProposer
-from sidestream.testing.trace import Recorder, TraceLine
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.offload.loads import layers_per_group
 from sidestream_kv.types import BlockId, Fence
+from sidestream_order.checker import Checker
+from sidestream_order.guard import Guard
+from sidestream_order.sim import Policy
+from sidestream_order.sim.policies import HOST
+from sidestream_order.trace import Recorder, TraceLine
 
 # Steps whose KV events are published together. Within one step, few blocks are evicted, stored and evicted again.
 _EVENTS_EVERY = 8

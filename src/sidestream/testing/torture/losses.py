@@ -12,11 +12,11 @@ from sidestream.engine.parts import Parts
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.reuse import Reuse
 from sidestream.schedule.states import part_keys
-from sidestream.testing.shadow import hide_frames_of
-from sidestream.testing.trace import Recorder
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.offload.tiers.index import TierIndex
 from sidestream_kv.types import HOST, Fence, Key
+from sidestream_order.shadow import hide_frames_of
+from sidestream_order.trace import Recorder
 
 hide_frames_of(__file__)
 

@@ -19,13 +19,13 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.client.output import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
-from sidestream.testing.sim import make_policy
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.script import Script, ScriptedDevice, ScriptedModel
 from sidestream.testing.torture.workload import VOCAB, Asked, Workload, blocks_for
 from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream.types import Delta
 from sidestream_kv.kv.state_layout import RESERVED_STATES, blocks_per_state
+from sidestream_order.sim import make_policy
 
 SALT = "torture"
 """Cache salt of the engine under test."""

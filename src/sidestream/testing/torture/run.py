@@ -16,9 +16,6 @@ import torch
 from sidestream.errors import DeviceLost, EngineStopped
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.commit import Committed
-from sidestream.testing.findings import Finding as Objection
-from sidestream.testing.sim import Deadlock, Policy
-from sidestream.testing.steering import Watched
 from sidestream.testing.torture.clients import Clients
 from sidestream.testing.torture.judge import wrong_accept_lengths
 from sidestream.testing.torture.life import Life, scratch
@@ -27,10 +24,13 @@ from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.script import Script
 from sidestream.testing.torture.verdict import Finding, Verdict
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
-from sidestream.testing.trace import TraceLine
 from sidestream.types import BatchPlan, RowResult
 from sidestream_kv.offload import tier_io
 from sidestream_kv.types import Fence, LayerGates
+from sidestream_order.findings import Finding as Objection
+from sidestream_order.sim import Deadlock, Policy
+from sidestream_order.steering import Watched
+from sidestream_order.trace import TraceLine
 
 _IDLE_S = 1e-4
 _EVENTS = {

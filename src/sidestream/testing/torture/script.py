@@ -22,7 +22,6 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.attention.states import StateBatch
 from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
 from sidestream.runner.forward import Left
-from sidestream.testing.sim import Guard, SimDevice, SimStream
 from sidestream.testing.torture.workload import DAMAGE, Fault, Operation, Workload
 from sidestream_kv.device.base import CopyBatch, Memory
 from sidestream_kv.kv.layout import KVLayout
@@ -31,6 +30,7 @@ from sidestream_kv.offload.tiers.base import Block
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream_kv.types import Fence, Tracer
+from sidestream_order.sim import Guard, SimDevice, SimStream
 
 
 class Script:

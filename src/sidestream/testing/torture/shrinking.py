@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import Mutation, applied
-from sidestream.testing.sim import make_policy
-from sidestream.testing.sim.policies import Policy, Steered
-from sidestream.testing.steering import minimise
 from sidestream.testing.torture.campaign import Failure
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.workload import Asked, Workload, blocks_for
+from sidestream_order.sim import make_policy
+from sidestream_order.sim.policies import Policy, Steered
+from sidestream_order.steering import minimise
 
 MAX_RUNS = 300
 

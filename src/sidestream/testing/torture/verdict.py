@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.torture.clients import Clients
 from sidestream.testing.torture.contents import contents_of
 from sidestream.testing.torture.judge import (
@@ -23,6 +22,7 @@ from sidestream.testing.torture.judge import (
 from sidestream.testing.torture.life import Life
 from sidestream.testing.torture.oracle import Reference
 from sidestream.testing.torture.workload import DAMAGE, Workload
+from sidestream_order.findings import Finding as Objection
 
 ORACLES = (
     "checker",
@@ -41,7 +41,7 @@ ORACLES = (
 )
 """The names of all oracles. Findings are sorted in this order.
 
-checker         no two unordered accesses, no use outside a lease, and the other rules of `sidestream.testing.checker`
+checker         no two unordered accesses, no use outside a lease, and the other rules of `sidestream_order.checker`
 tokens          tokens, text, log-probabilities and finish reason equal the reference's; an aborted request has a prefix
                 of its tokens
 accept lengths  each row accepts as many drafts as a proposer with correct inputs would get accepted. A stale input
