@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 
-_NAME = re.compile(r"\bsidestream(_kv)?\.(testing\.sim|device\.sim|[a-z_]+)")
+_PACKAGE = re.compile(r"\bsidestream(_kv|_order)?\.(testing\.|device\.)?")
 
 
 class _Plain(ast.NodeTransformer):
@@ -25,7 +25,7 @@ class _Plain(ast.NodeTransformer):
 
     def visit_Constant(self, node: ast.Constant) -> ast.Constant:
         if isinstance(node.value, str):
-            node.value = " ".join(_NAME.sub(r"\2", node.value).replace("device.sim", "testing.sim").split())
+            node.value = " ".join(_PACKAGE.sub("", node.value).split())
         return node
 
 
