@@ -13,10 +13,22 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 RAY := .venv-ray
 
-.PHONY: demo test test-lowest test-newest test-ray test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
+.PHONY: demo dev quick test test-lowest test-newest test-ray test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
+
+dev: $(VENV)/.dev
+
+# A minute and a half on two cores: the fast static checks, the transfer engine, the order checker, and test files that
+# differ from the main branch.
+QUICK := tests/kv tests/offload tests/testing/test_checker*.py tests/testing/test_guard.py tests/testing/test_explore.py tests/test_moved.py
+CHANGED = $(shell git diff --name-only --diff-filter=d main -- 'tests/*test_*.py' 2> /dev/null)
+quick: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --exitfirst --numprocesses $(JOBS) --dist worksteal $(QUICK) $(CHANGED)
 
 # Both installations side by side, with the static checks and the site; then the tests, which take both cores.
 test:

@@ -47,9 +47,16 @@ def sources(*, product_only: bool = False) -> dict[Path, str]:
     return {path: text for path, text in found.items() if not path.as_posix().startswith(BESIDE_PRODUCT)}
 
 
-def product_lines() -> int:
-    """Lines of the product: all but the proof kit and the benchmarks."""
-    return sum(text.count("\n") for text in sources(product_only=True).values())
+def lines_by_part() -> dict[str, int]:
+    """Lines of each part: the three packages, the proof kit, the benchmarks, the tests."""
+    names = {"sidestream/testing": "proof", "sidestream/cli/bench": "bench"}
+    found: Counter[str] = Counter()
+    for path, text in sources().items():
+        part = next((part for place, part in names.items() if path.as_posix().startswith(place)), path.parts[0])
+        found[part] += text.count("\n")
+    for part in ("bench", "tests"):
+        found[part] += sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / part).rglob("*.py"))
+    return dict(found)
 
 
 def longest_functions(count: int = 5) -> list[tuple[int, str]]:
@@ -245,7 +252,7 @@ def main() -> None:
         hops = files_of_a_request(Path(directory))
     json.dump(
         {
-            "product_lines": product_lines(),
+            "lines_by_part": lines_by_part(),
             "runner_modules": len([path for path in runner if path.name != "__init__.py"]),
             "import_circles": import_circles(),
             "longest_functions": longest_functions(),

@@ -90,7 +90,7 @@ def test_every_member_of_a_class_that_a_page_names_exists() -> None:
 @each_page([page for page in PAGES if page.name != "tiers.md"])
 def test_prose_has_lines_of_120_columns_at_most(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
-    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    assert not [line for line in lines if len(line) > 120 and not line.startswith(("|", "diff --git "))]
 
 
 @each_page([page for page in PAGES if page.parent.name == "decisions"])

@@ -52,7 +52,7 @@ OnStage = Callable[[str, int, int], None]
 def shown_start(
     model: str | Path, progress: Progress | None, on_stage: OnStage | None
 ) -> Iterator[tuple[Progress | None, OnStage]]:
-    """The caller's callbacks; without `on_stage`, callbacks that print lines (`metrics/progress.py`)."""
+    """The caller's callbacks; without `on_stage`, callbacks that print lines (`progress.py`)."""
     if on_stage is not None:
         yield progress, on_stage
         return

@@ -59,11 +59,9 @@ class MovedModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
         return None if new_name(fullname) is None else ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """See `importlib.abc.Loader`."""
         old = module.__name__
         if (new := new_name(old)) is not None:
             warn(old, new)

@@ -32,22 +32,18 @@ class TorchAttention:
 
     @classmethod
     def supports(cls, device: torch.device) -> bool:
-        """See `AttentionBackend.supports`."""
         return on_host(device)
 
     @classmethod
     def token_bytes(cls, spec: AttentionSpec) -> int:
-        """See `AttentionBackend.token_bytes`."""
         return 0
 
     @classmethod
     def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TorchAttention:
-        """See `AttentionBackend.create`."""
         return cls()
 
     @property
     def table_dtype(self) -> torch.dtype:
-        """See `AttentionBackend.table_dtype`."""
         return torch.int64
 
     @property
@@ -56,11 +52,9 @@ class TorchAttention:
 
     @property
     def reads_lengths_on_host(self) -> bool:
-        """See `AttentionBackend.reads_lengths_on_host`."""
         return True
 
     def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> PagedBatch:
-        """See `AttentionBackend.batch`."""
         starts = tuple(rows.cu_seqlens_q.tolist())
         return PagedBatch(
             kv=kv,
@@ -111,11 +105,9 @@ class PagedBatch:
         return self.kv[:, index]
 
     def over(self, shape: KVShape) -> PagedBatch:
-        """See `AttentionBatch.over`."""
         return replace(self, kv=shape.at_the_end_of(self.kv), before_layer=ungated)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """See `AttentionBatch.write`."""
         self.before_layer(layer)
         pool = self._addresses.pool_from(layer)
         pool.index_copy_(0, self._addresses.written_keys, key)
@@ -132,7 +124,6 @@ class PagedBatch:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """See `paged_attention`."""
         return paged_attention(
             query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
         )

@@ -1,4 +1,4 @@
-"""Progress of long commands: bars in a terminal; elsewhere lines (`metrics/progress.py`), by default one every ten
+"""Progress of long commands: bars in a terminal; elsewhere lines (`progress.py`), by default one every ten
 seconds, and none for a step shorter than two seconds.
 """
 

@@ -67,7 +67,6 @@ class InProcessClient:
 
     @property
     def room(self) -> int:
-        """See `EngineClient`."""
         unfinished = sum(len(request.unfinished) for request in self._requests.values())
         return self._engine.checker.bounds.max_unfinished - unfinished
 
@@ -104,7 +103,6 @@ class InProcessClient:
         outputs.put(delta)
 
     def abort(self, outputs: OutputQueue, reason: str = "abort", *, index: int | None = None) -> None:
-        """See `EngineClient`."""
         request = self._requests.get(outputs.number)
         if request is None:
             return
@@ -147,9 +145,7 @@ class InProcessClient:
         return self._engine.parts.metrics.snapshot()
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """See `EngineClient`."""
         return await asyncio.to_thread(self._engine.flush, timeout_s=timeout_s)
 
     async def reset_cache(self) -> None:
-        """See `EngineClient`."""
         await asyncio.to_thread(self._engine.reset_cache)

@@ -131,7 +131,6 @@ class RemoteClient:
 
     @property
     def room(self) -> int:
-        """See `EngineClient`."""
         return self.info.max_unfinished - len(self._streams)
 
     @property
@@ -161,7 +160,6 @@ class RemoteClient:
         return outputs
 
     def abort(self, outputs: OutputQueue, reason: str = "abort", *, index: int | None = None) -> None:
-        """See `EngineClient`."""
         first = outputs.number + (index or 0)
         stop = outputs.number + outputs.num_samples if index is None else first + 1
         # rule: ended-stream-receives-no-more-outputs
@@ -212,11 +210,9 @@ class RemoteClient:
         self._send(Call(next(self._call_numbers), "metrics"))
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """See `EngineClient`."""
         return (await self._call("flush", timeout_s)).done
 
     async def reset_cache(self) -> None:
-        """See `EngineClient`."""
         await self._call("reset_cache")
 
     def close(self) -> None:

@@ -183,11 +183,9 @@ class _KeysAndValues:
 
     @property
     def slot_mapping(self) -> Tensor:
-        """See `AttentionBatch`."""
         return self.batch.slot_mapping
 
     def layer(self, index: int) -> Tensor:
-        """See `AttentionBatch`."""
         return self.batch.layer(index)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, **how: Any) -> Tensor:

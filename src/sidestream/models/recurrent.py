@@ -230,20 +230,17 @@ class _RowStates:
         self.layers = {layer: kept}
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """See `transformers.Cache`."""
         return True
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> torch.Tensor:
-        """See `transformers.Cache`."""
         updated: torch.Tensor = self.layers[layer_idx].update_conv_state(conv_states, state_idx=state_idx, **options)
         return updated
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> torch.Tensor:
-        """See `transformers.Cache`."""
         layer = self.layers[layer_idx]
         updated: torch.Tensor = layer.update_recurrent_state(recurrent_states, state_idx=state_idx, **options)
         return updated

@@ -15,7 +15,6 @@ class TorchOps:
     """`Ops` in torch."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ops.argmax`."""
         return argmax(logits)
 
     def match_ngram(
@@ -41,7 +40,6 @@ class TorchOps:
         return history.gather(1, positions).to(torch.int64)
 
     def update_block_tables(self, indices: Tensor, block_ids: Tensor, block_tables: Tensor) -> None:
-        """See `Ops.update_block_tables`."""
         real = indices >= 0
         block_tables.view(-1)[indices[real]] = block_ids[real].to(torch.int32)
 
@@ -60,7 +58,6 @@ class TorchOps:
         block_tokens: int,
         width: int,
     ) -> ResolvedInputs:
-        """See `Ops.resolve_inputs`."""
         tokens = torch.where(packed < 0, last_tokens[token_slots], packed)
         if drafts is not None:
             number = (-2 - packed).clamp(min=0)
@@ -85,7 +82,6 @@ class TorchOps:
         hidden: Tensor,
         width: int,
     ) -> DraftRows:
-        """See `Ops.draft_rows`."""
         known = positions[starts]
         length = torch.where(known < 0, lengths[slots], known)
         bounds = (torch.where(kv_lens < 0, length - kv_lens, kv_lens) - 1).clamp(min=0)  # padding rows have length 0
@@ -95,7 +91,6 @@ class TorchOps:
     def draft_slots(
         self, block_tables: Tensor, positions: Tensor, bounds: Tensor, padding: Tensor, *, block_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.draft_slots`."""
         positions = torch.minimum(positions, bounds)  # rule: drafting-stays-in-the-blocks-of-its-row
         block_ids = block_tables.gather(1, (positions // block_tokens)[:, None]).squeeze(1).to(torch.int64)
         slot_mapping = block_ids * block_tokens + positions % block_tokens
@@ -114,7 +109,6 @@ class TorchOps:
         return penalise(logits, slots, SamplingTensors(sampling), output_counts, in_prompt, drafted)
 
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ops.draw`."""
         return draw(logits, slots, output_indices, SamplingTensors(sampling))
 
     def advance(
@@ -131,7 +125,6 @@ class TorchOps:
         cu_seqlens_q: Tensor,
         decodes: int,
     ) -> Tensor:
-        """See `Ops.advance`."""
         row, padding = sampling_rows.clamp(min=0), sampling_rows < 0
         # rule: padding-rows-sample-no-token
         slot = torch.where(padding, len(state.last_tokens) - 1, slots[row])
@@ -168,7 +161,6 @@ class TorchOps:
         return accepted
 
     def previous_hidden(self, hidden: Tensor, rows: PackedRows, by_slot: Tensor, by_block: Tensor) -> Tensor:
-        """See `Ops.previous_hidden`."""
         origins = rows.origins[:, None]
         first = torch.where(origins == FROM_SLOT, by_slot[rows.slots], 0)
         first = torch.where(origins >= 0, by_block[rows.origins.clamp(min=0)], first)
@@ -187,7 +179,6 @@ class TorchOps:
         slot_mapping: Tensor,
         block_tokens: int,
     ) -> None:
-        """See `Ops.keep_hidden`."""
         completes = ((positions + 1) % block_tokens == 0) & (slot_mapping >= 0)
         # rule: hidden-state-is-written-to-its-block
         by_block[torch.where(completes, slot_mapping // block_tokens, len(by_block) - 1)] = hidden

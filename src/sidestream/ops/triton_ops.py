@@ -23,7 +23,6 @@ class TritonOps:
     """`Ops` as Triton kernels."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ops.argmax`."""
         rows, width = logits.shape
         parts = -(-width // draft_kernels.LANES.value)
         maxima = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
@@ -39,7 +38,6 @@ class TritonOps:
     def match_ngram(
         self, history: Tensor, slots: Tensor, lengths: Tensor, count: int, *, longest: int, shortest: int
     ) -> Tensor:
-        """See `Ops.match_ngram`."""
         drafts = torch.empty(len(slots), count, dtype=torch.int64, device=history.device)
         grid: Any = draft_kernels.match_ngram[(len(slots),)]
         grid(
@@ -48,7 +46,6 @@ class TritonOps:
         return drafts
 
     def update_block_tables(self, indices: Tensor, block_ids: Tensor, block_tables: Tensor) -> None:
-        """See `Ops.update_block_tables`."""
         grid: Any = step_kernels.update_block_tables[(-(-len(indices) // step_kernels.LANES.value),)]
         grid(indices, block_ids, block_tables, len(indices), num_warps=4)
 
@@ -67,7 +64,6 @@ class TritonOps:
         block_tokens: int,
         width: int,
     ) -> ResolvedInputs:
-        """See `Ops.resolve_inputs`."""
         num_tokens, num_rows = len(packed), len(slots)
         to = ResolvedInputs(
             torch.empty_like(packed),
@@ -99,7 +95,6 @@ class TritonOps:
         hidden: Tensor,
         width: int,
     ) -> DraftRows:
-        """See `Ops.draft_rows`."""
         count, hidden_size = len(slots), hidden.shape[1]
         to = DraftRows(
             torch.empty_like(slots),
@@ -120,7 +115,6 @@ class TritonOps:
     def draft_slots(
         self, block_tables: Tensor, positions: Tensor, bounds: Tensor, padding: Tensor, *, block_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """See `Ops.draft_slots`."""
         slot_mapping, kv_lens = torch.empty_like(positions), torch.empty_like(positions)
         grid: Any = step_kernels.draft_slots[(len(positions),)]
         grid(
@@ -138,7 +132,6 @@ class TritonOps:
         in_prompt: Tensor,
         drafted: Tensor | None,
     ) -> Tensor:
-        """See `Ops.penalise`."""
         count, width = logits.shape
         dense = logits.dtype == torch.float32 and logits.is_contiguous()
         to = logits if dense else torch.empty(count, width, dtype=torch.float32, device=logits.device)
@@ -151,7 +144,6 @@ class TritonOps:
         return to
 
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ops.draw`."""
         tokens, finite = self.argmax(logits)
         _draw(logits, slots, output_indices, finite, sampling, tokens)
         return tokens, finite
@@ -170,7 +162,6 @@ class TritonOps:
         cu_seqlens_q: Tensor,
         decodes: int,
     ) -> Tensor:
-        """See `Ops.advance`."""
         accepted = torch.empty_like(sampling_rows)
         keeps = state.history.shape[1] > 0
         hidden = hidden if keeps else None
@@ -188,7 +179,6 @@ class TritonOps:
         return accepted
 
     def previous_hidden(self, hidden: Tensor, rows: PackedRows, by_slot: Tensor, by_block: Tensor) -> Tensor:
-        """See `Ops.previous_hidden`."""
         to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         grid: Any = step_kernels.previous_hidden[(len(hidden),)]
         grid(
@@ -208,7 +198,6 @@ class TritonOps:
         slot_mapping: Tensor,
         block_tokens: int,
     ) -> None:
-        """See `Ops.keep_hidden`."""
         grid: Any = step_kernels.keep_hidden[(len(hidden) + len(rows.slots),)]
         grid(
             hidden, positions, slot_mapping, rows.cu_seqlens_q, rows.slots, by_slot, by_block,

@@ -184,12 +184,10 @@ class JointStream:
         self._after: list[FenceName] = []  # fences that the next work waits for on the other ranks
 
     def wait(self, fence: Fence) -> None:
-        """See `Stream.wait`."""
         self._stream.wait(local_fence(fence))
         self._after += names_of([fence])  # rule: copy-waits-on-every-rank
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> JointFence:
-        """See `Stream.submit_copy`."""
         local = self._stream.submit_copy(batch, first, stop, label=label)
         sources, targets = (
             starts[first:stop].astype("<i8").tobytes() for starts in (batch.source_starts, batch.target_starts)
@@ -269,22 +267,18 @@ class _JointDevice:
         self._item_bytes: dict[str, int] = {}
 
     def stream(self, name: str) -> JointStream:
-        """See `Device.stream`."""
         return JointStream(self._device.stream(name), self._ranks)
 
     def worker(self, name: str) -> JointStream:
-        """See `Device.worker`."""
         return JointStream(self._device.worker(name), self._ranks)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
-        """See `Device.thread`."""
         joint = _JointThread(turn, self._device.now)
         joint.thread = self._device.thread(name, joint.turn)
         self._ranks.add_thread(joint)
         return joint.thread
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """See `Device.allocate_host`."""
         self._item_bytes[name] = item_bytes
         return self._device.allocate_host(name, num_bytes, item_bytes=item_bytes)
 
@@ -293,7 +287,6 @@ class _JointDevice:
         return min(self._device.ready_bytes(memory), self._ranks.ready_bytes(self._item_bytes[memory.name]))
 
     def grows(self, memory: Memory) -> bool:
-        """See `Device.grows`."""
         others = self._ranks.grows  # Read before `ready_bytes`: if it is False, the bytes of the other ranks are final.
         return self._device.grows(memory) or others
 

@@ -96,7 +96,6 @@ class SocketTransport:
             self._rung.close()
 
     def kill(self) -> None:
-        """See `Transport.kill`."""
         self._end()
 
     def _read(self, silence_s: float) -> None:

@@ -182,7 +182,6 @@ class Scheduler:
 
     @property
     def key_root(self) -> Key:
-        """See `PrefixCache.key_root`."""
         return self._prefix_cache.key_root
 
     def keys_of(self, tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> list[Key]:
@@ -205,11 +204,9 @@ class Scheduler:
         self.forget_all()  # rule: new-keys-drop-the-blocks-on-the-device
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
-        """See `PrefixCache.store_again`."""
         return self._prefix_cache.store_again(keys, self._committed)
 
     def store_latest_states(self) -> tuple[StorePlan, Lease] | None:
-        """See `StateCache.store_latest`."""
         return None if self._states is None else self._states.store_latest(self._committed)
 
     # ------------------------------------------------------------------ events of tiers

@@ -141,7 +141,6 @@ class TierLoads:
     # ------------------------------------------------------------------ events
 
     def end_promotion(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
-        """See `Scheduler.promoted`."""
         request = self._queues.unfinished.get(request_id)
         if request is None or request.state is not State.LOADING or request.epoch != epoch:  # rule: late-promotions
             return
@@ -150,7 +149,6 @@ class TierLoads:
             request.avoid_disk = True
 
     def mark_load_ready(self, request_id: RequestId, epoch: int) -> None:
-        """See `Scheduler.load_ready`."""
         request = self._queues.unfinished.get(request_id)
         if request is not None and request.epoch == epoch:  # rule: load-is-ready-for-its-own-epoch
             request.loading = False

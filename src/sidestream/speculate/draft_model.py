@@ -34,7 +34,6 @@ class DraftModelProposer:
         self._common_vocab = min(vocab_size, model.vocab_size)
 
     def propose(self, context: Context, count: int) -> Tensor:
-        """See `Proposer.propose`."""
         positions = context.lengths - 1
         tokens = context.tokens
         every_row = torch.arange(len(tokens), device=tokens.device)
@@ -49,7 +48,6 @@ class DraftModelProposer:
         return torch.stack(drafts, dim=1)
 
     def follow(self, step: StepTokens) -> None:
-        """See `Proposer.follow`."""
         no_logits = torch.empty(0, dtype=torch.int64, device=step.tokens.device)
         self.model.forward(self._in_vocab(step.tokens), step.positions, step.batch.over(self.shape), no_logits)
 

@@ -22,7 +22,6 @@ class MtpProposer:
         self.hidden_size = head.hidden_size
 
     def propose(self, context: Context, count: int) -> Tensor:
-        """See `Proposer.propose`."""
         positions = context.lengths - 1
         tokens, before = context.tokens, context.hidden
         drafts = []
@@ -33,6 +32,5 @@ class MtpProposer:
         return torch.stack(drafts, dim=1)
 
     def follow(self, step: StepTokens) -> None:
-        """See `Proposer.follow`."""
         assert step.before is not None, "a head needs the model's hidden states"
         self.head.write_kv(step.tokens, step.before, step.positions, step.batch)

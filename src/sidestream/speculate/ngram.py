@@ -28,7 +28,6 @@ class NgramProposer:
     num_layers: int = 0
 
     def propose(self, context: Context, count: int) -> Tensor:
-        """See `Proposer.propose`."""
         return context.ops.match_ngram(
             context.history, context.rows, context.lengths, count, longest=self.longest, shortest=self.shortest
         )

@@ -107,17 +107,14 @@ class FaultyTier:
         return self._inner.index
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
-        """See `PersistentTier.write`."""
         self.writes.append(grant.entry.key)
         self.on_write(lambda: self._inner.write(grant, payload), payload)
 
     def read(self, entry: Entry, out: Block) -> None:
-        """See `PersistentTier.read`."""
         self.reads.append(entry.key)
         self.on_read(lambda: self._inner.read(entry, out), out)
 
     def close(self) -> None:
-        """See `PersistentTier.close`."""
         self._inner.close()
 
 

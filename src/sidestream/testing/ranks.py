@@ -45,23 +45,18 @@ class RankView:
         self.tracer = None if device.tracer is None else _RankTracer(device.tracer)
 
     def stream(self, name: str) -> SimStream:
-        """See `Device.stream`."""
         return self._device.stream(self._prefix + name)
 
     def worker(self, name: str) -> SimStream:
-        """See `Device.worker`."""
         return self._device.worker(self._prefix + name)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
-        """See `Device.thread`."""
         return self._device.thread(self._prefix + name, turn)
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
-        """See `Device.allocate`."""
         return self._device.allocate(self._prefix + name, num_bytes)
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """See `Device.allocate_host`."""
         return self._device.allocate_host(self._prefix + name, num_bytes, item_bytes=item_bytes)
 
     def __getattr__(self, name: str) -> Any:
@@ -141,15 +136,12 @@ class MeetingGroup:
         self._meeting = meeting
 
     def all_reduce(self, values: Tensor) -> None:
-        """See `Group`."""
         values.copy_(torch.stack(self._meeting.exchange(self.rank, values)).sum(0))
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """See `Group`."""
         return torch.cat(self._meeting.exchange(self.rank, values), dim=-1)
 
     def broadcast(self, values: Tensor) -> None:
-        """See `Group`."""
         values.copy_(self._meeting.exchange(self.rank, values)[0])
 
     def abort(self) -> None:
@@ -185,7 +177,6 @@ class RankToy:
         *,
         states: StateBatch | None = None,
     ) -> Tensor:
-        """See `ForwardModel.forward`."""
         return self._joined(self._inner.forward(tokens, positions, batch, logit_rows, states=states))
 
     def forward_with_hidden(
@@ -198,7 +189,6 @@ class RankToy:
         left: Left,
         states: StateBatch | None = None,
     ) -> Tensor:
-        """See `ForwardModel.forward_with_hidden`."""
         logits = self._inner.forward_with_hidden(tokens, positions, batch, logit_rows, left=left, states=states)
         return self._joined(logits)
 
@@ -226,7 +216,6 @@ class RankProposer:
         self._vocab_size = vocab_size
 
     def propose(self, context: Context, count: int) -> Tensor:
-        """See `Proposer.propose`."""
         drafts: Tensor = self._inner.propose(context, count)
         return (drafts + 1) % self._vocab_size
 
@@ -246,16 +235,13 @@ class _Broadcast:
         self._end_all = end_all
 
     def send(self, message: ToRank) -> None:
-        """See `Transport.send`."""
         for channel in self._channels:
             channel.put(message)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._finish()
 
     def kill(self) -> None:
-        """See `Transport.kill`."""
         self._end_all()
 
 
@@ -416,13 +402,11 @@ class _WakingRanks(Ranks):
         self._block_for_loss()
 
     def wait_for(self, fence: Fence) -> None:
-        """See `Ranks.wait_for`."""
         assert isinstance(fence, JointFence)
         self._block(fence)
         super().wait_for(fence)
 
     def send(self, message: ToRank) -> None:
-        """See `Ranks.send`."""
         super().send(message)
         for thread in self._to_wake:
             thread.wake()

@@ -27,7 +27,6 @@ class ThreadGroup:
         self._meeting = meeting
 
     def all_reduce(self, values: Tensor) -> None:
-        """See `sidestream_kv.device.group.Group`."""
         given = self._meeting.exchange(self.rank, "all_reduce", values)
         total = given[0].clone()
         for other in given[1:]:  # the same order on all ranks, so that all get bit-equal sums
@@ -35,18 +34,15 @@ class ThreadGroup:
         values.copy_(total)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """See `sidestream_kv.device.group.Group`."""
         return torch.cat(self._meeting.exchange(self.rank, "all_gather", values), dim=-1)
 
     def broadcast(self, values: Tensor) -> None:
-        """See `sidestream_kv.device.group.Group`."""
         values.copy_(self._meeting.exchange(self.rank, "broadcast", values)[0])
 
     def abort(self) -> None:
         """See `sidestream_kv.device.group.Group`."""
 
     def close(self) -> None:
-        """See `sidestream_kv.device.group.Group`."""
         self._meeting.leave(self.rank)
 
 

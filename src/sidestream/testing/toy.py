@@ -446,9 +446,7 @@ class HiddenSource(Protocol):
         """Size of a hidden state, whose values are all equal."""
         ...
 
-    def hidden_after(self, tokens: Sequence[int]) -> int:
-        """See `ToyModel.hidden_after`."""
-        ...
+    def hidden_after(self, tokens: Sequence[int]) -> int: ...
 
 
 class ToyProposer:
@@ -527,7 +525,6 @@ class ToyItself:
         self._wrong_every = wrong_every
 
     def propose(self, context: Context, count: int) -> torch.Tensor:
-        """See `Proposer.propose`."""
         positions = context.lengths - 1
         tokens = context.tokens
         every = torch.arange(len(tokens), device=tokens.device)

@@ -114,16 +114,13 @@ class WireSelector(selectors.BaseSelector):
         self.share = 1.0
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """See `selectors.BaseSelector`."""
         self._keys[fileobj] = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)
         return self._keys[fileobj]
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        """See `selectors.BaseSelector`."""
         return self._keys.pop(fileobj)
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        """See `selectors.BaseSelector`."""
         return self._keys
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -137,7 +134,6 @@ class WireSelector(selectors.BaseSelector):
         return [one for one in ready if self._rng.random() < self.share]
 
     def close(self) -> None:
-        """See `selectors.BaseSelector`."""
         self._keys.clear()
 
 
@@ -182,19 +178,15 @@ class WireLoop:
         return asyncio.Future(loop=self._as_loop)
 
     def add_reader(self, wire: Wire, callback: Callable[[], object]) -> None:
-        """See `asyncio.AbstractEventLoop`."""
         self._readers[wire] = callback
 
     def remove_reader(self, wire: Wire) -> bool:
-        """See `asyncio.AbstractEventLoop`."""
         return self._readers.pop(wire, None) is not None
 
     def add_writer(self, wire: Wire, callback: Callable[[], object]) -> None:
-        """See `asyncio.AbstractEventLoop`."""
         self._writers[wire] = callback
 
     def remove_writer(self, wire: Wire) -> bool:
-        """See `asyncio.AbstractEventLoop`."""
         return self._writers.pop(wire, None) is not None
 
     @property

@@ -76,22 +76,18 @@ class Checker:
     # ------------------------------------------------------------------ events of host threads
 
     def apart(self, name: str) -> None:
-        """See `Tracer.apart`."""
         with self._lock:
             self._order.split(name)
 
     def joined(self, name: str) -> None:
-        """See `Tracer.joined`."""
         with self._lock:
             self._order.join(name)
 
     def sent(self, channel: str, number: int) -> None:
-        """See `Tracer.sent`."""
         with self._lock:
             self._order.send(channel, number)
 
     def received(self, channel: str, number: int) -> None:
-        """See `Tracer.received`."""
         with self._lock:
             self._order.receive(channel, number)
 
@@ -109,7 +105,6 @@ class Checker:
                 self._prune()
 
     def started(self, fence: Fence) -> None:
-        """See `Tracer.started`."""
         with self._lock:
             stream = self._order.stream(fence.stream)
             op = stream.works.get(fence.tick)
@@ -124,7 +119,6 @@ class Checker:
             op.writes, op.reads = [], []
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """See `Tracer.waited`."""
         with self._lock:
             waiting, op = self._order.stream(stream), self._order.op(fence)
             # None: `prune` deleted the record, because all unfinished work already comes after this work. The wait adds
@@ -133,7 +127,6 @@ class Checker:
                 learn(waiting.clock, op.final)
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """See `Tracer.touched`."""
         declared = accesses()
         with self._lock:
             here = self._order.stream(stream)
@@ -143,7 +136,6 @@ class Checker:
                 self._memories.apply(here.running, here.clock, writes, reads)
 
     def finished(self, fence: Fence) -> None:
-        """See `Tracer.finished`."""
         with self._lock:
             stream = self._order.stream(fence.stream)
             op = stream.works.get(fence.tick)
@@ -161,7 +153,6 @@ class Checker:
             self._order.drop_finished()
 
     def observed(self, fence: Fence) -> None:
-        """See `Tracer.observed`."""
         if fence.tick <= self._order.host.get(fence.stream, 0):
             return  # already known; returns without the lock, because the host may poll often
         with self._lock:
@@ -170,7 +161,6 @@ class Checker:
                 self._order.learn(op.final)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
-        """See `Tracer.host_touched`."""
         declared, site = accesses(), calling_site()
         with self._lock:
             self._order.advance()
@@ -180,7 +170,6 @@ class Checker:
             op.over = True
 
     def stalled(self, reason: str) -> None:
-        """See `Tracer.stalled`."""
         if reason in self._allowed_waits:
             return
         site = calling_site()
@@ -188,7 +177,6 @@ class Checker:
             self._report.stall(self._order.host_op(reason, site), self._allowed_waits)
 
     def allocated(self, memory: str, num_bytes: int) -> None:
-        """See `Tracer.allocated`."""
         with self._lock:
             self._memories.allocate(memory, num_bytes)
 
@@ -213,7 +201,6 @@ class Checker:
     # ------------------------------------------------------------------ events of a pool
 
     def backed(self, pool: str, memory: str, item_bytes: int, first: int = 0) -> None:
-        """See `Tracer.backed`."""
         with self._lock:
             self._leases.pool(pool).back(self._memories.part(memory, first), item_bytes)
 
@@ -225,26 +212,22 @@ class Checker:
         self._overwrite(doomed)
 
     def shared(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Tracer.shared`."""
         site = calling_site()
         with self._lock:
             self._leases.shared(pool, ids, site)
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Tracer.released`."""
         site = calling_site()
         with self._lock:
             doomed = self._doomed(self._leases.released(pool, ids, after, site))
         self._overwrite(doomed)
 
     def published(self, pool: str, item: int, key: Key, *, partial: bool = False) -> None:
-        """See `Tracer.published`."""
         site = calling_site()
         with self._lock:
             self._leases.published(pool, item, site, partial=partial)
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Tracer.forgot`."""
         with self._lock:
             doomed = self._doomed(self._leases.forgot(pool, ids))
         self._overwrite(doomed)

@@ -213,7 +213,6 @@ class _Search:
     # ------------------------------------------------------------------ the policy
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         self._end_step()
         able: tuple[str, ...] = (*choice.able, *((HOST,) if choice.may_nap and HOST not in choice.able else ()))
         last = self._steps[-1]
@@ -242,7 +241,6 @@ class _Search:
     # ------------------------------------------------------------------ what a step does
 
     def turn(self, actor: Actor) -> None:
-        """See `Watch.turn`."""
         self._end_step()
         if actor.name in self._sleep:
             self._is_redundant()  # no other actor can run
@@ -271,13 +269,11 @@ class _Search:
         return self._steps[-1]
 
     def polled(self, stream: str, tick: int, *, done: bool) -> None:
-        """See `Watch.polled`."""
         self._step.footprint.append(Access(_FENCE + stream, tick, tick + 1, False))
         if not done:
             self._in_vain[stream, tick] += 1
 
     def poisoned(self, memory: str, start: int, stop: int) -> None:
-        """See `Watch.poisoned`."""
         self._step.footprint.append(Access(memory, start, stop, True))
 
     def submitted(self, fence: Fence, accesses: Accesses) -> None:
@@ -375,36 +371,29 @@ class _Footprints(Recorder):
         self.search = search
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """See `Tracer.submitted`."""
         self.search.submitted(fence, accesses)
         super().submitted(fence, accesses, label)
 
     def started(self, fence: Fence) -> None:
-        """See `Tracer.started`."""
         self.search.started(fence)
         super().started(fence)
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """See `Tracer.touched`."""
         self.search.touched(stream, accesses())
         super().touched(stream, accesses)
 
     def finished(self, fence: Fence) -> None:
-        """See `Tracer.finished`."""
         self.search.finished(fence)
         super().finished(fence)
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """See `Tracer.waited`."""
         self.search.saw(fence)
         super().waited(stream, fence)
 
     def observed(self, fence: Fence) -> None:
-        """See `Tracer.observed`."""
         self.search.saw(fence)
         super().observed(fence)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
-        """See `Tracer.host_touched`."""
         self.search.host_touched(accesses())
         super().host_touched(accesses, label)

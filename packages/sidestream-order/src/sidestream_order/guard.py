@@ -65,7 +65,6 @@ class Guard:
         checker.refuse_unknown()
 
     def allocate(self, name: str, num_bytes: int) -> Bytes:
-        """See `sidestream_order.sim.Guard`."""
         start = self._arenas[-1].take(num_bytes) if self._arenas else None
         if start is None:
             self._arenas.append(_Arena(max(_ARENA_BYTES, num_bytes)))
@@ -76,7 +75,6 @@ class Guard:
         return arena.data[start : start + num_bytes]
 
     def enter(self, stream: str) -> None:
-        """See `sidestream_order.sim.Guard`."""
         declared = self._checker.declared(stream)
         if declared is not self._known[0]:
             self._known = declared, self._ranges_of(declared)
@@ -91,7 +89,6 @@ class Guard:
             arena.data[: arena.used] = arena.shown[: arena.used]
 
     def leave(self, stream: str) -> None:
-        """See `sidestream_order.sim.Guard`."""
         ranges, self._ranges = self._ranges, None
         if ranges is None:
             return
@@ -105,7 +102,6 @@ class Guard:
             arena.data[:used] = arena.saved[:used]
 
     def poison(self, name: str, start: int, stop: int) -> None:
-        """See `sidestream_order.sim.Guard`."""
         arena, first, _ = self._places[name]
         content = arena.data if self._ranges is None else arena.saved
         content[first + start : first + stop] = POISON

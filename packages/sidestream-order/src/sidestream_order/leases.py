@@ -35,7 +35,6 @@ class Leases:
         return pool
 
     def took(self, pool: str, ids: Sequence[int], site: Site) -> Dying:
-        """See `Tracer.took`."""
         book, taken, dying, host = self.pool(pool), self._order.next(), [], self._order.host
         for number in ids:
             item = book.items.get(number)
@@ -54,7 +53,6 @@ class Leases:
         return dying
 
     def shared(self, pool: str, ids: Sequence[int], site: Site) -> None:
-        """See `Tracer.shared`."""
         book, since = self.pool(pool), self._order.next()
         for number in ids:
             item = book.items.get(number)
@@ -65,7 +63,6 @@ class Leases:
                 item.lease = Lease(since, item.taken, site)
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence], site: Site) -> Dying:
-        """See `Tracer.released`."""
         book, dying = self.pool(pool), []
         self._order.next()
         for number in ids:
@@ -85,7 +82,6 @@ class Leases:
         return dying
 
     def published(self, pool: str, number: int, site: Site, *, partial: bool = False) -> None:
-        """See `Tracer.published`."""
         book = self.pool(pool)
         item = book.items.get(number)
         if item is None:
@@ -94,7 +90,6 @@ class Leases:
         item.published = self._order.seq
 
     def forgot(self, pool: str, ids: Sequence[int]) -> Dying:
-        """See `Tracer.forgot`."""
         book, dying = self.pool(pool), []
         for number in ids:
             item = book.items.get(number)

@@ -35,7 +35,6 @@ class Memories:
         self._sizes[memory] = num_bytes
 
     def refuse_unknown(self) -> None:
-        """See `Checker.refuse_unknown`."""
         self._knows_all = True
 
     def shadow(self, memory: str) -> Shadow:

@@ -27,7 +27,6 @@ class Watched:
         self.actors: dict[str, None] = {}
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         name = self._inner.choose(choice)
         if name != (choice.current if choice.current in choice.able else choice.able[0]):
             self.deviations[self.count] = name

@@ -100,51 +100,42 @@ class Recorder:
     # ------------------------------------------------------------------ Tracer
 
     def apart(self, name: str) -> None:
-        """See `Tracer.apart`."""
         self._checker.apart(name)
 
     def joined(self, name: str) -> None:
-        """See `Tracer.joined`."""
         self._checker.joined(name)
 
     def allocated(self, memory: str, num_bytes: int) -> None:
-        """See `Tracer.allocated`."""
         self._checker.allocated(memory, num_bytes)
 
     def sent(self, channel: str, number: int) -> None:
-        """See `Tracer.sent`."""
         if self._lines is not None:
             self.say(f"sends {channel} {number}")
         self._checker.sent(channel, number)
 
     def received(self, channel: str, number: int) -> None:
-        """See `Tracer.received`."""
         if self._lines is not None:
             self.say(f"receives {channel} {number}")
         self._checker.received(channel, number)
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """See `Tracer.submitted`."""
         if self._lines is not None:
             self.say(f"submits {name_of(fence)} `{label}`", name_of(fence))
         self._checker.submitted(fence, accesses, label)
         self._mark()
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """See `Tracer.waited`."""
         if self._lines is not None:
             self.say(f"waited for {name_of(fence)}")
         self._checker.waited(stream, fence)
 
     def started(self, fence: Fence) -> None:
-        """See `Tracer.started`."""
         if self._lines is not None:
             self.say(f"begins {name_of(fence)}", name_of(fence))
         self._checker.started(fence)
         self._mark()
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """See `Tracer.touched`."""
         before = len(self._checker.findings)
         self._checker.touched(stream, accesses)
         if self._lines is not None and len(self._checker.findings) > before:
@@ -152,7 +143,6 @@ class Recorder:
         self._mark()
 
     def finished(self, fence: Fence) -> None:
-        """See `Tracer.finished`."""
         if fence.failure is not None:
             self.failures.append((name_of(fence), fence.failure))
         if self._lines is not None:
@@ -161,14 +151,12 @@ class Recorder:
         self._mark()
 
     def observed(self, fence: Fence) -> None:
-        """See `Tracer.observed`."""
         if self._lines is not None and name_of(fence) not in self._seen:
             self._seen.add(name_of(fence))
             self.say(f"saw {name_of(fence)} done")
         self._checker.observed(fence)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
-        """See `Tracer.host_touched`."""
         if self._lines is not None:
             touched = accesses()
             self.say(f"`{label}`", "", touched[0].memory if touched else "", [(one.start, one.stop) for one in touched])
@@ -176,19 +164,16 @@ class Recorder:
         self._mark()
 
     def stalled(self, reason: str) -> None:
-        """See `Tracer.stalled`."""
         if self._lines is not None:
             self.say(f"waits: {reason}")
         self._checker.stalled(reason)
         self._mark()
 
     def backed(self, pool: str, memory: str, item_bytes: int, first: int = 0) -> None:
-        """See `Tracer.backed`."""
         self._memories[pool] = memory, item_bytes, first
         self._checker.backed(pool, memory, item_bytes, first)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Tracer.took`."""
         for item in ids:
             self._taken[pool, item] = self._resets
         self._say_ids("takes", pool, ids, _tail("still in use by", after))
@@ -196,19 +181,16 @@ class Recorder:
         self._mark()
 
     def shared(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Tracer.shared`."""
         self._say_ids("shares", pool, ids)
         self._checker.shared(pool, ids)
         self._mark()
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Tracer.released`."""
         self._say_ids("releases", pool, ids, _tail("behind", after))
         self._checker.released(pool, ids, after)
         self._mark()
 
     def published(self, pool: str, item: int, key: Key, *, partial: bool = False) -> None:
-        """See `Tracer.published`."""
         if self._taken.get((pool, item), self._resets) != self._resets:
             self.stale.append(
                 f"{pool} {item} became findable as {key.hex()[:8]}, but holds content from before the cache was reset"
@@ -222,7 +204,6 @@ class Recorder:
         self._mark()
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Tracer.forgot`."""
         self._say_ids("forgets", pool, ids)
         self._checker.forgot(pool, ids)
 

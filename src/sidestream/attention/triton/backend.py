@@ -30,18 +30,15 @@ class TritonAttention:
 
     @classmethod
     def supports(cls, device: torch.device) -> bool:
-        """See `AttentionBackend.supports`."""
         return on_gpu(device)
 
     @classmethod
     def token_bytes(cls, spec: AttentionSpec) -> int:
-        """See `AttentionBackend.token_bytes`."""
         splits = SplitKVWorkspace.token_bytes(spec.query_tokens, heads=spec.heads, head_dim=spec.head_dim)
         return splits + 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
 
     @classmethod
     def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TritonAttention:
-        """See `AttentionBackend.create`."""
         workspace = SplitKVWorkspace.allocate(
             query_tokens=spec.query_tokens,
             kv_tokens=kv_tokens,
@@ -63,21 +60,17 @@ class TritonAttention:
 
     @property
     def table_dtype(self) -> torch.dtype:
-        """See `AttentionBackend.table_dtype`."""
         return torch.int32
 
     @property
     def max_kv_tokens(self) -> int:
-        """See `AttentionBackend.max_kv_tokens`."""
         return self.workspace.kv_tokens
 
     @property
     def reads_lengths_on_host(self) -> bool:
-        """See `AttentionBackend.reads_lengths_on_host`."""
         return False
 
     def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> DeviceBatch:
-        """See `AttentionBackend.batch`."""
         return DeviceBatch(
             kv=kv,
             slot_mapping=rows.slot_mapping,

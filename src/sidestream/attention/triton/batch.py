@@ -130,7 +130,6 @@ class DeviceBatch:
         )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """See `AttentionBatch.write`."""
         write(key, value, layer, self, out=torch.empty_like(key))
 
     def attend(
@@ -144,8 +143,6 @@ class DeviceBatch:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """See `sidestream.attention.triton.paged_attention`."""
-
         return paged_attention(
             query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
         )

@@ -138,7 +138,6 @@ class NoExecutor:
         self._launched = launched
 
     def launch(self, batch: BatchPlan, *, after: object, gates: object) -> LaunchedStep:
-        """See `Executor.launch`."""
         self._launched()
         entry = SimpleNamespace(lease=SimpleNamespace(release=lambda after: None))  # nothing reads results
         return LaunchedStep(batch, _Later(self._step_s), cast(Any, entry), False, (), 0.0, cast(Any, None))

@@ -59,9 +59,9 @@ class Tried(Protocol):
     """A row of a result table, with the name of a removed rule and the schedule that detected it."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102  # see the class
+    def name(self) -> str: ...  # see the class
     @property
-    def killed(self) -> Killed | None: ...  # noqa: D102
+    def killed(self) -> Killed | None: ...
 
 
 R = TypeVar("R", bound=Tried)

@@ -96,14 +96,12 @@ class EvictionOrder:
             uses.leases[item] = 1
 
     def shared(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Tracer.shared`."""
         uses = self._uses[pool]
         for item in ids:
             uses.leases[item] += 1
             uses.use(item)
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Tracer.released`."""
         uses = self._uses[pool]
         for item in reversed(ids):
             uses.leases[item] -= 1
@@ -111,7 +109,6 @@ class EvictionOrder:
                 uses.idle[item] = None
 
     def published(self, pool: str, item: int, key: Key, *, partial: bool = False) -> None:
-        """See `Tracer.published`."""
         uses = self._uses[pool]
         uses.keys[item], uses.ids[key] = key, item
 

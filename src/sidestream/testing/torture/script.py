@@ -68,7 +68,6 @@ class ScriptedDevice(SimDevice):
         self._lost_to = streams
 
     def stream(self, name: str, *, blocking: bool = False, on_host: bool = False) -> SimStream:
-        """See `SimDevice.stream`."""
         stream = super().stream(name, blocking=blocking, on_host=on_host)
         submit = stream.submit
 
@@ -155,7 +154,6 @@ class ScriptedModel:
         *,
         states: StateBatch | None = None,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward`."""
         forward = self._inner.forward if states is None else functools.partial(self._inner.forward, states=states)
         return self._forward(forward, tokens, positions, batch, logit_rows)
 
@@ -169,7 +167,6 @@ class ScriptedModel:
         left: Left,
         states: StateBatch | None = None,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward_with_hidden`."""
         forward = functools.partial(self._inner.forward_with_hidden, left=left)
         if states is not None:
             forward = functools.partial(forward, states=states)
@@ -252,7 +249,6 @@ class ScriptedTier:
         return self._inner.index
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
-        """See `PersistentTier.write`."""
         for entry in (grant.entry, grant.victim):
             self._require(entry, write=True)
         path = _path(self._inner, grant.entry)
@@ -262,8 +258,6 @@ class ScriptedTier:
         self._damage(path, fault)
 
     def read(self, entry: Entry, out: Block) -> None:
-        """See `PersistentTier.read`."""
-
         def torn() -> None:
             self._inner.read(entry, out)
             data = np.frombuffer(out, np.uint8)
@@ -303,7 +297,6 @@ class ScriptedTier:
         return files - entries, entries - files
 
     def close(self) -> None:
-        """See `PersistentTier.close`."""
         self._inner.close()
 
     def crash(self) -> None:

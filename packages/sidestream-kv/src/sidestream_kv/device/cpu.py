@@ -144,7 +144,6 @@ class CpuDevice:
             return  # another system, or an older kernel: pages are mapped at their first write
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """See `Device.wait_host`."""
         if fence.poll():  # rule: done-fence-needs-no-wait
             return True
         if not isinstance(fence, HostFence):
@@ -158,7 +157,6 @@ class CpuDevice:
         return fence.poll()  # rule: wait-that-ends-early-says-so
 
     def host_waits(self) -> dict[str, int]:
-        """See `Device.host_waits`."""
         return dict(self._waits)
 
     def now(self) -> float:
@@ -175,7 +173,6 @@ class CpuDevice:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def close(self) -> None:
-        """See `Device.close`."""
         self._closing = True
         for thread in self._threads:
             thread.close()

@@ -51,9 +51,9 @@ class Group(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...  # noqa: D102  # see the class
+    def rank(self) -> int: ...  # see the class
     @property
-    def size(self) -> int: ...  # noqa: D102
+    def size(self) -> int: ...
 
     def all_reduce(self, values: Tensor) -> None:
         """Replace `values`, contiguous, by their sum over all ranks. The result has equal bits on all ranks."""
@@ -95,12 +95,10 @@ class TorchGroup:
         self._aborting: threading.Thread | None = None
 
     def all_reduce(self, values: Tensor) -> None:
-        """See `Group`."""
         options = _options("AllreduceOptions")
         self._run("all_reduce", lambda backend: backend.allreduce([values], options))
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """See `Group`."""
         options = _options("AllgatherOptions")
         gathered = values.new_empty((self.size, *values.shape))
         given = values.contiguous().view(-1)
@@ -108,7 +106,6 @@ class TorchGroup:
         return gathered.movedim(0, -2).flatten(-2)
 
     def broadcast(self, values: Tensor) -> None:
-        """See `Group`."""
         options = _options("BroadcastOptions")
         options.rootRank = 0
         self._run("broadcast", lambda backend: backend.broadcast([values], options))
@@ -119,7 +116,6 @@ class TorchGroup:
             self._start_abort(self._backend)
 
     def close(self) -> None:
-        """See `Group`."""
         backend, self._backend, self._store = self._backend, None, None
         if backend is None:
             return
@@ -167,21 +163,18 @@ class NcclGroup(TorchGroup):
         self.peers = peers
 
     def all_reduce(self, values: Tensor) -> None:
-        """See `Group`."""
         if self._backend is None or self.peers is None or not self.peers.takes(values):
             super().all_reduce(values)
         else:
             self.peers.add(values)  # rule: peers-add-what-they-take
 
     def abort(self) -> None:
-        """See `Group`."""
         peers = self.peers
         if peers is not None:
             peers.abort()
         super().abort()
 
     def close(self) -> None:
-        """See `Group`."""
         peers, self.peers = self.peers, None
         if peers is not None:
             peers.abort()  # a sum may wait for a rank that has ended

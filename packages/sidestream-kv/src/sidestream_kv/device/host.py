@@ -60,7 +60,6 @@ class HostGraph:
     deleted: bool = False
 
     def delete(self) -> None:
-        """See `Graph.delete`."""
         self.deleted, self.nodes = True, ()
 
 
@@ -131,7 +130,6 @@ class HostStream:
                 self._queue.put(_Wait(fence))
 
     def touch(self, accesses: Accesses) -> None:
-        """See `Stream.touch`."""
         if self._tracer is not None:
             self._tracer.touched(self.name, accesses)
 
@@ -149,7 +147,6 @@ class HostStream:
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
     def capture(self, build: Callable[[], None], *, beside: HostGraph | None = None) -> HostGraph:
-        """See `Stream.capture`."""
         self._capture = []
         try:
             build()
@@ -305,7 +302,6 @@ class TurnTaker:
         self._thread.start()
 
     def wake(self) -> None:
-        """See `HostThread.wake`."""
         if not self._woken:
             self._woken = True
             if self._asleep:  # otherwise the thread checks `_woken` before it sleeps
@@ -317,7 +313,6 @@ class TurnTaker:
             self.wake()
 
     def close(self) -> None:
-        """See `HostThread.close`."""
         self._closing = True
         self._bell.ring()
         if threading.current_thread() is not self._thread:

@@ -155,28 +155,22 @@ class FakeCuda:
         """See `Runtime.record_stream`. No effect: fake work ends before a tensor can be deleted."""
 
     def stream_of(self, device: torch.device) -> str:
-        """See `Runtime.stream_of`."""
         return self.current.name
 
     def name_of(self, stream: Any) -> str:
-        """See `Runtime.name_of`."""
         return str(stream.name)
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
-        """See `Runtime.device_of`."""
         return _GPU if isinstance(tensor, DeviceTensor) else None
 
     def lifetime_of(self, tensor: torch.Tensor) -> object:
-        """See `Runtime.lifetime_of`."""
         return tensor.lifetime if isinstance(tensor, DeviceTensor) else tensor.untyped_storage()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """See `Runtime.is_pinned`."""
         return not isinstance(tensor, DeviceTensor) and tensor.untyped_storage()._cdata in self._pinned
 
     @contextmanager
     def patched(self, recorder: Recorder) -> Iterator[None]:
-        """See `Runtime.patched`."""
         with ExitStack() as stack:
             for name, value in self.names.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value, create=True))
@@ -314,15 +308,12 @@ class FakeStream:
         return f"<fake torch.cuda.Stream {self.name}>"
 
     def wait_event(self, event: FakeEvent) -> None:
-        """See `torch.cuda.Stream.wait_event`."""
         event.wait(self)
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """See `torch.cuda.Stream.wait_stream`."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """See `torch.cuda.Stream.record_event`."""
         event = self.runtime.names["Event"]() if event is None else event
         event.record(self)
         return event
@@ -333,7 +324,6 @@ class FakeStream:
         return True
 
     def synchronize(self) -> None:
-        """See `torch.cuda.Stream.synchronize`."""
         self.runtime.judge.host_saw(self.runtime.judge.mark(self.name))
 
     def __enter__(self) -> FakeStream:
@@ -356,7 +346,6 @@ class FakeEvent:
         self.event = Event(external=external)
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """See `torch.cuda.Event.record`."""
         self.runtime.judge.recorded(self.event, (stream or self.runtime.current).name)
 
     def wait(self, stream: FakeStream | None = None) -> None:
@@ -372,7 +361,6 @@ class FakeEvent:
         return True
 
     def synchronize(self) -> None:
-        """See `torch.cuda.Event.synchronize`."""
         self.runtime.judge.host_saw(self.event.mark)
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
@@ -390,17 +378,14 @@ class FakeGraph:
         self._steps: list[_Step] = []
 
     def capture_begin(self, *args: object, **kwargs: object) -> None:
-        """See `torch.cuda.CUDAGraph.capture_begin`."""
         self.runtime.judge.capture_began(self.runtime.current.name)
         self.runtime.capture()
 
     def capture_end(self) -> None:
-        """See `torch.cuda.CUDAGraph.capture_end`."""
         self._steps = self.runtime.captured()
         self._graph = self.runtime.judge.capture_ended()
 
     def replay(self) -> None:
-        """See `torch.cuda.CUDAGraph.replay`."""
         if self._graph is not None:
             self.runtime.judge.replayed(self._graph, self.runtime.current.name)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -408,11 +393,9 @@ class FakeGraph:
                 step.repeat()
 
     def reset(self) -> None:
-        """See `torch.cuda.CUDAGraph.reset`."""
         self._graph, self._steps = None, []
 
     def pool(self) -> tuple[int, int]:
-        """See `torch.cuda.CUDAGraph.pool`."""
         return 0, 0
 
 

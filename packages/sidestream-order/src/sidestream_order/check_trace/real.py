@@ -23,15 +23,12 @@ class CudaRuntime:
         self._record_stream = torch.Tensor.record_stream
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """See `Runtime.call`."""
         return func(*args, **kwargs)
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Runtime.function`."""
         return func(*args, **kwargs)
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """See `Runtime.record_stream`."""
         self._record_stream(tensor, stream)
 
     def stream_of(self, device: torch.device) -> str:
@@ -41,7 +38,6 @@ class CudaRuntime:
         return self.name_of(torch.cuda.current_stream(device))
 
     def name_of(self, stream: Any) -> str:
-        """See `Runtime.name_of`."""
         index, number = int(stream.device_index), int(stream.stream_id)
         name = self._streams.get((index, number))
         if name is None:
@@ -51,15 +47,12 @@ class CudaRuntime:
         return name
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
-        """See `Runtime.device_of`."""
         return tensor.device if on_gpu(tensor.device) else None
 
     def lifetime_of(self, tensor: torch.Tensor) -> object:
-        """See `Runtime.lifetime_of`."""
         return tensor.untyped_storage()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """See `Runtime.is_pinned`."""
         return tensor.is_pinned()
 
     @contextmanager

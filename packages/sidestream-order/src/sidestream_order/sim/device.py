@@ -144,7 +144,6 @@ class SimDevice:
         return self.stream(name, on_host=True)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> SimThread:
-        """See `Device.thread`."""
         thread = SimThread(self, name, turn)
         self._threads.append(thread)
         return thread
@@ -219,7 +218,6 @@ class SimDevice:
         return fence.done
 
     def host_waits(self) -> dict[str, int]:
-        """See `Device.host_waits`."""
         return dict(self._waits)
 
     def stall(self, reason: str) -> None:
@@ -240,7 +238,6 @@ class SimDevice:
         """Does nothing: this device has no free memory to return."""
 
     def event(self, name: str) -> SimEvent:
-        """See `Device.event`."""
         return SimEvent(self, name)
 
     def accesses(self, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> Accesses:

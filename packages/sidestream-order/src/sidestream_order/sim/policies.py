@@ -61,7 +61,6 @@ class Random:
         self._rng = rng
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         return choice.able[int(self._rng.random() * len(choice.able))]
 
 
@@ -73,7 +72,6 @@ class Late:
         self._naps = 0
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         if choice.able[0] == HOST:
             return HOST
         if choice.may_nap and self._naps < _NAPS:
@@ -90,7 +88,6 @@ class Early:
         self._rng = rng
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         streams = [name for name in choice.able if name != HOST]
         return streams[int(self._rng.random() * len(streams))] if streams else HOST
 
@@ -105,7 +102,6 @@ class Starve:
         self._naps = 0
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         others = [name for name in choice.able if name != self._victim and not name.startswith(self._family)]
         if others:
             return others[int(self._rng.random() * len(others))]
@@ -128,7 +124,6 @@ class Pct:
         self._lowest = 0.0
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         for name in choice.able:
             if name not in self._ranks:
                 self._ranks[name] = 1.0 + self._rng.random()
@@ -152,7 +147,6 @@ class Steered:
         self._count = 0
 
     def choose(self, choice: Choice) -> str:
-        """See `Policy.choose`."""
         chosen = self._turns.get(self._count)
         self._count += 1
         if chosen in choice.able or (chosen == HOST and choice.may_nap):

@@ -104,7 +104,6 @@ class SimEvent:
         self._device = device
 
     def record(self, stream: SimStream) -> SimFence:
-        """See `GraphEvent.record`."""
         self.fence = stream.submit(lambda: None, lambda: (), label=f"record {self.name}")
         # A new dict, because work that was submitted before keeps the old dict.
         self._device.records = {**self._device.records, self: self.fence}
@@ -130,7 +129,6 @@ class SimGraph:
     deleted: bool = False
 
     def delete(self) -> None:
-        """See `Graph.delete`."""
         self.deleted, self.nodes = True, ()
 
 
@@ -188,7 +186,6 @@ class SimStream:
         return self._enqueue(item)
 
     def wait(self, fence: Fence) -> None:
-        """See `Stream.wait`."""
         if not isinstance(fence, SimFence) or fence.device is not self._device:
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
         if fence.stream == self.name:
@@ -270,7 +267,6 @@ class SimStream:
     # ------------------------------------------------------------------ graphs
 
     def capture(self, build: Callable[[], None], *, beside: SimGraph | None = None) -> SimGraph:
-        """See `Stream.capture`."""
         self._capture = []
         try:
             build()

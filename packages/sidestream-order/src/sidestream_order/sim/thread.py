@@ -33,7 +33,6 @@ class SimThread:
         self._turns.point()
 
     def close(self) -> None:
-        """See `HostThread.close`."""
         if not self._closed:
             self._turns.block(lambda: not self._busy, lambda: self.name)
             self._closed = True

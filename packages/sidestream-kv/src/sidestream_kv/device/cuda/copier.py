@@ -24,9 +24,7 @@ class CopyDevice(Protocol):
         """
         ...
 
-    def place(self, memory: Memory) -> Place:
-        """See `Place`."""
-        ...
+    def place(self, memory: Memory) -> Place: ...
 
 
 class Copier:

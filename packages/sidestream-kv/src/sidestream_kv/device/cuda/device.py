@@ -104,7 +104,6 @@ class CudaDevice:
         return stream
 
     def worker(self, name: str) -> HostStream:
-        """See `Device.worker`."""
         self._claim(name)
         worker = HostStream(name, threads=1, timeline=self.timeline, tracer=self.tracer, on_pass=self._passed)
         self._workers.append(worker)
@@ -118,7 +117,6 @@ class CudaDevice:
         return thread
 
     def event(self, name: str) -> CudaEvent:
-        """See `Device.event`."""
         return CudaEvent(name, self.driver.event(external=True))
 
     # ------------------------------------------------------------------ memory
@@ -175,7 +173,6 @@ class CudaDevice:
         return slab.memory
 
     def mapped(self, memory: Memory) -> torch.Tensor:
-        """See `Device.mapped`."""
         return self.driver.mapped(memory.data[: self.ready_bytes(memory)])
 
     def ready_bytes(self, memory: Memory) -> int:
@@ -211,7 +208,6 @@ class CudaDevice:
         return fence.poll()
 
     def host_waits(self) -> dict[str, int]:
-        """See `Device.host_waits`."""
         return dict(self._waits)
 
     def now(self) -> float:

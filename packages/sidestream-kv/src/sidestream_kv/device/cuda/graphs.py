@@ -48,7 +48,6 @@ class CudaGraph:
     deleted: bool = False
 
     def delete(self) -> None:
-        """See `Graph.delete`."""
         if not self.deleted:
             self.deleted = True
             self.graph.reset()

@@ -166,7 +166,6 @@ class CudaStream:
     # ------------------------------------------------------------------ for use inside work
 
     def touch(self, accesses: Accesses) -> None:
-        """See `Stream.touch`."""
         if self._capture is not None:
             self._capture.accesses.append(accesses)
             self._capture.order.append(accesses)
@@ -182,13 +181,11 @@ class CudaStream:
         self._copier.copy_as(batch, way, programs=programs)
 
     def on_side_stream(self, work: Callable[[], None]) -> None:
-        """See `Stream.on_side_stream`."""
         if not self._running:
             raise InvariantError(f"stream {self.name}: only its own work may use the side stream")
         self._side.enqueue(work)
 
     def join(self) -> None:
-        """See `Stream.join`."""
         self._side.join()  # rule: gpu-work-joins-its-side-stream
 
     def stamp(self, times: torch.Tensor) -> None:
@@ -251,7 +248,6 @@ class CudaStream:
             )
 
     def wait_external(self, event: CudaEvent) -> None:
-        """See `Stream.wait_external`."""
         if self._capture is None:
             raise InvariantError(f"stream {self.name}: `wait_external` was called outside `capture`: call it inside")
         if event.fence is None:
