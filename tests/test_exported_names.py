@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import sidestream
+import sidestream_kv
+import sidestream_order
 from sidestream import errors
 
 
@@ -24,8 +26,10 @@ def test_every_error_is_exported_and_has_the_one_root() -> None:
 
 def test_no_package_exports_a_name_that_hides_one_of_its_modules() -> None:
     """After `from package.hunt import hunt`, `package.hunt` is a function, and the module cannot be reached."""
-    root, hidden = Path(sidestream.__file__).parent, list[str]()
-    for page in root.rglob("__init__.py"):
+    hidden = list[str]()
+    roots = [Path(package.__file__).parent for package in (sidestream, sidestream_kv, sidestream_order)]
+    homes = {page: home for home in roots for page in home.rglob("__init__.py")}
+    for page, root in homes.items():
         modules = {path.stem for path in page.parent.glob("*.py")} | {
             path.parent.name for path in page.parent.glob("*/__init__.py")
         }
@@ -50,8 +54,6 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 def test_names_of_the_transfer_engine_exist_and_need_no_torch_before_their_use() -> None:
-    import sidestream_kv
-
     assert all(getattr(sidestream_kv, name) is not None for name in sidestream_kv.__all__)
     imported = {name for name, value in vars(sidestream_kv).items() if isinstance(value, type)}
     assert imported - {"Any"} <= set(sidestream_kv.__all__) and set(sidestream_kv._LAZY) <= set(sidestream_kv.__all__)

@@ -16,7 +16,7 @@ from sidestream.llm import LLM
 from sidestream.config import SamplingParams
 
 def kit():
-    return [name for name in sys.modules if name.startswith("sidestream.testing")]
+    return [name for name in sys.modules if name.startswith(("sidestream.testing", "sidestream_order"))]
 
 assert not kit(), kit()
 with LLM(sys.argv[1], device="cpu", kv_memory="8MiB") as llm:

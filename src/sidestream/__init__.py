@@ -7,6 +7,7 @@ The classes that need torch are imported on first use, so that the command line 
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,8 @@ __all__ = [
 
 __version__ = VERSION
 
+# Whoever sets the level of Sidestream's log sets that of the transfer engine's, too.
+logging.getLogger("sidestream_kv").parent = logging.getLogger("sidestream")
 sys.meta_path.insert(0, moved.MovedModules())  # before the finder of files, which would load a module twice
 
 _LAZY = {"AsyncLLM": "async_llm", "Completion": "llm", "LLM": "llm", "RequestOutput": "llm"}

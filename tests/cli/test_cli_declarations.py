@@ -16,6 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 import sidestream
+import sidestream_kv
 from sidestream.cli.app import app
 from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SpeculativeConfig
 from sidestream.server import ServerOptions
@@ -129,7 +130,8 @@ def test_lines_of_the_log_that_name_a_field_name_its_option_first() -> None:
     bare = re.compile(rf"(?<!in Python )\b({fields})\b(?!\.json)")
     lines = [
         (path.name, text.value)
-        for path in Path(sidestream.__file__).parent.rglob("*.py")
+        for package in (sidestream, sidestream_kv)
+        for path in Path(package.__file__).parent.rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(call, ast.Call) and ast.unparse(call.func) in calls
         for text in ast.walk(call)

@@ -396,7 +396,7 @@ def test_no_log_line_is_written_for_requests_that_go_well(caplog: pytest.LogCapt
             rig.ask(prompt)
         assert isinstance(rig.submit(PROMPT), Reply)
         rig.turn()
-    assert [record for record in caplog.records if record.name.startswith("sidestream.")] == []
+    assert [record for record in caplog.records if record.name.startswith("sidestream")] == []
 
 
 def test_a_failed_load_is_looked_up_before_the_results_of_its_step_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

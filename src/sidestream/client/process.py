@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import logging
 import os
 import select
@@ -62,9 +63,10 @@ _KILL_S = 10.0
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a child process, so that it imports the same copy of this package."""
-    home = str(Path(__file__).resolve().parents[2])
-    paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    """The environment for a child process, so that it imports the same copies of Sidestream's packages."""
+    found = map(importlib.util.find_spec, ("sidestream", "sidestream_kv", "sidestream_order"))
+    homes = [str(Path(spec.origin).resolve().parents[1]) for spec in found if spec is not None and spec.origin]
+    paths = [*homes, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
