@@ -233,6 +233,9 @@ def test_an_address_of_another_machine_is_said_before_anything_is_loaded(run: Ru
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import sidestream.server
+
+    monkeypatch.setattr(sidestream, "server", sidestream.server)  # put back after the test, with the modules
     for name in [name for name in sys.modules if name.startswith("sidestream.server")]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.split(".")[0] == "starlette"]:

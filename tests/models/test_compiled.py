@@ -482,7 +482,7 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
         "capturing forward passes",
     ]
     assert told[-1] == "capturing forward passes (2 decode rows, 0 prefill tokens)"
-    assert told[-2] == "warming up the GPU's kernels (1 rows, 16 tokens)"
+    assert told[-2] == "warming up the GPU's kernels (1 row, 16 tokens)"
     assert len(steps) > 2
     assert all(steps[len(began) :])
     assert "cannot be compiled and captured (RuntimeError: no compiler)" in caplog.text
