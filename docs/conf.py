@@ -12,7 +12,9 @@ from sphinx.application import Sphinx
 
 import sidestream
 
-logging.getLogger("sidestream").addHandler(logging.NullHandler())  # no lines of progress from the imports
+# No lines of progress from the imports of this page.
+logging.getLogger("sidestream").addHandler(logging.NullHandler())
+logging.getLogger("sidestream").propagate = False
 project = "Sidestream"
 copyright = "the Sidestream authors, Apache-2.0"  # noqa: A001
 release = version = sidestream.__version__

@@ -79,7 +79,7 @@ __all__ = [
 
 __version__ = VERSION
 
-# Whoever sets the level of Sidestream's log sets that of the transfer engine's, too.
+# The level of Sidestream's log is that of the transfer engine's, too.
 logging.getLogger("sidestream_kv").parent = logging.getLogger("sidestream")
 sys.meta_path.insert(0, moved.MovedModules())  # before the finder of files, which would load a module twice
 
