@@ -20,7 +20,7 @@ demo: $(VENV)/.demo
 
 dev: $(VENV)/.dev
 
-# A minute and a half on two cores: the fast static checks, the transfer engine, the order checker, and test files that
+# Less than a minute on two cores, and the files that differ: the fast static checks, the transfer engine, the order checker, and test files that
 # differ from the main branch.
 QUICK := tests/kv tests/offload tests/testing/test_checker*.py tests/testing/test_guard.py tests/testing/test_explore.py tests/test_moved.py
 CHANGED = $(shell git diff --name-only --diff-filter=d main -- 'tests/*test_*.py' 2> /dev/null)
