@@ -30,6 +30,7 @@ def _interpret() -> None:
         import sidestream.attention.triton.kernels
         import sidestream.ops.draft_kernels
         import sidestream.ops.step_kernels  # noqa: F401
+        import sidestream_kv.device.cuda.peer_kernels  # noqa: F401
         from sidestream.attention.triton import launch
     finally:
         del os.environ["TRITON_INTERPRET"]  # what was imported stays interpreted; child processes are not meant
