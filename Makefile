@@ -7,7 +7,7 @@ JOBS ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 # All packages, for a Python in which they are not installed.
-SOURCES := $(CURDIR)/src:$(CURDIR)/packages/sidestream-kv/src:$(CURDIR)/packages/sidestream-order/src
+SOURCES := $(CURDIR):$(CURDIR)/src:$(CURDIR)/packages/sidestream-kv/src:$(CURDIR)/packages/sidestream-order/src
 EDITABLE := --editable packages/sidestream-kv --editable packages/sidestream-order --editable
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
@@ -22,7 +22,7 @@ dev: $(VENV)/.dev
 
 # Less than a minute on two cores, and the files that differ: the fast static checks, the transfer engine, the order checker, and test files that
 # differ from the main branch.
-QUICK := tests/kv tests/offload tests/testing/test_checker*.py tests/testing/test_guard.py tests/testing/test_explore.py tests/test_moved.py
+QUICK := tests/kv tests/offload tests/order/test_checker*.py tests/order/test_guard.py tests/order/test_explore.py tests/test_moved.py
 CHANGED = $(shell git diff --name-only --diff-filter=d main -- 'tests/*test_*.py' 2> /dev/null)
 quick: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -57,8 +57,8 @@ unit: $(VENV)/.dev
 # The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows. Left out is what takes long and
 # meets no package in a way that the rest does not: half of these rooms' time.
 WITH_LOWEST := cli server models engine ops attention
-NOT_WITH_LOWEST := cli/test_chat.py cli/test_torture.py cli/test_torture_device.py cli/test_train.py cli/test_bench_gpu.py \
-	models/test_head_layouts.py server/test_processes.py cli/test_bench_serve.py cli/test_serve.py attention/test_engine_in_interpreter.py
+NOT_WITH_LOWEST := cli/test_chat.py cli/test_train.py \
+	models/test_head_layouts.py server/test_processes.py cli/test_serve.py attention/test_engine_in_interpreter.py
 SHORT := not learns_to_draft and (not test_compiled or qwen3) and (not test_triton or mixed_batch) and (not test_draw or filters) and (not test_hybrid or lfm2)
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -k "$(SHORT)" \
@@ -90,22 +90,22 @@ sanitize:
 # Every benchmark of this machine; results are committed.
 bench: $(VENV)/.dev
 	for name in prefix decode overhead soak serve scale; do \
-		$(BIN)/sidestream bench $$name --json > bench/results/$$name-cpu.json.new; \
+		$(BIN)/python -m bench $$name --json > bench/results/$$name-cpu.json.new; \
 		mv bench/results/$$name-cpu.json.new bench/results/$$name-cpu.json; \
 	done
-	$(BIN)/sidestream bench hybrid qwen3_next --json > bench/results/hybrid-qwen3-next-cpu.json.new
+	$(BIN)/python -m bench hybrid qwen3_next --json > bench/results/hybrid-qwen3-next-cpu.json.new
 	mv bench/results/hybrid-qwen3-next-cpu.json.new bench/results/hybrid-qwen3-next-cpu.json
-	$(BIN)/sidestream bench hybrid lfm2 falcon_h1 --json > bench/results/hybrid-lfm2-falcon-h1-cpu.json.new
+	$(BIN)/python -m bench hybrid lfm2 falcon_h1 --json > bench/results/hybrid-lfm2-falcon-h1-cpu.json.new
 	mv bench/results/hybrid-lfm2-falcon-h1-cpu.json.new bench/results/hybrid-lfm2-falcon-h1-cpu.json
-	$(BIN)/sidestream bench self-check --device cpu --rounds 30 --json > bench/results/self-check-cpu.json.new
+	$(BIN)/python -m bench self-check --device cpu --rounds 30 --json > bench/results/self-check-cpu.json.new
 	mv bench/results/self-check-cpu.json.new bench/results/self-check-cpu.json
-	$(BIN)/sidestream torture --json > bench/results/torture-cpu.json.new
+	$(BIN)/python -m proof torture --json > bench/results/torture-cpu.json.new
 	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json
-	$(BIN)/sidestream torture --mutations --json > bench/results/torture-mutations.json.new
+	$(BIN)/python -m proof torture --mutations --json > bench/results/torture-mutations.json.new
 	mv bench/results/torture-mutations.json.new bench/results/torture-mutations.json
-	$(BIN)/sidestream torture --device cpu --tensor-parallel 2 --json > bench/results/torture-ranks-cpu.json.new
+	$(BIN)/python -m proof torture --device cpu --tensor-parallel 2 --json > bench/results/torture-ranks-cpu.json.new
 	mv bench/results/torture-ranks-cpu.json.new bench/results/torture-ranks-cpu.json
-	$(BIN)/python bench/races.py --json > bench/results/races-cpu.json.new
+	$(BIN)/python -m bench.races --json > bench/results/races-cpu.json.new
 	mv bench/results/races-cpu.json.new bench/results/races-cpu.json
 	$(MAKE) tables
 
@@ -113,23 +113,23 @@ bench: $(VENV)/.dev
 GPU ?= h100
 bench-gpu:
 	for name in transfer mailbox forward-thread host-time identity interference engine throughput host-tier hybrid-engine windows self-check; do \
-		PYTHONPATH=$(SOURCES) $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
+		PYTHONPATH=$(SOURCES) $(PYTHON) -m bench $$name --json > bench/results/$$name-$(GPU).json.new; \
 		mv bench/results/$$name-$(GPU).json.new bench/results/$$name-$(GPU).json; \
 	done
-	PYTHONPATH=$(SOURCES) $(PYTHON) -m sidestream bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
 		> bench/results/speculative-$(GPU).json.new; mv bench/results/speculative-$(GPU).json.new bench/results/speculative-$(GPU).json
 	for shape in qwen3-8b llama-3.2-1b; do \
-		PYTHONPATH=$(SOURCES) $(PYTHON) -m sidestream bench serve --device cuda --shape $$shape --json > bench/results/serve-$$shape-$(GPU).json.new; \
+		PYTHONPATH=$(SOURCES) $(PYTHON) -m bench serve --device cuda --shape $$shape --json > bench/results/serve-$$shape-$(GPU).json.new; \
 		mv bench/results/serve-$$shape-$(GPU).json.new bench/results/serve-$$shape-$(GPU).json; \
 	done
 
 # Figures of the source: sizes, import circles, prose, and the files that a request goes through.
 figures: $(VENV)/.dev
-	$(BIN)/python bench/house.py
+	$(BIN)/python -m bench.house
 
 # Tables and pictures in README and docs are generated from bench/results.
 tables: $(VENV)/.dev
-	$(BIN)/python bench/tables.py
+	$(BIN)/python -m bench.tables
 
 clean:
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(RAY) runs site

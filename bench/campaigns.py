@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sidestream.testing.torture.campaign import num_workloads
+from proof.torture.campaign import num_workloads
 
 
 def campaign_table(reports: Sequence[Mapping[str, Any]]) -> str:

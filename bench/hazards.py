@@ -8,8 +8,8 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
-from sidestream.testing.miniatures import MINIATURES
-from sidestream.testing.mutations import ELSEWHERE, HAZARDS, MUTATIONS
+from proof.miniatures import MINIATURES
+from proof.mutations import ELSEWHERE, HAZARDS, MUTATIONS
 
 RACES = Path(__file__).resolve().parent.parent / "tests" / "races"
 

@@ -28,34 +28,26 @@ PACKAGES = (
     ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv",
     ROOT / "packages" / "sidestream-order" / "src" / "sidestream_order",
 )
-
-# What ships for tests and measurements, and not for serving.
-BESIDE_PRODUCT = ("sidestream/testing", "sidestream/cli/bench")
+# Not installed: for tests and measurements.
+LABORATORY = (ROOT / "proof", ROOT / "bench")
 # Words that stand for a noun which the sentence does not name.
 VAGUE = ("what", "nobody", "whoever")
 
 
 def sources(*, product_only: bool = False) -> dict[Path, str]:
     """Text of the packages' modules, by path: `sidestream/engine/loop.py`."""
-    found = {
+    return {
         path.relative_to(package.parent): path.read_text(encoding="utf-8")
-        for package in PACKAGES
+        for package in (PACKAGES if product_only else PACKAGES + LABORATORY)
         for path in sorted(package.rglob("*.py"))
     }
-    if not product_only:
-        return found
-    return {path: text for path, text in found.items() if not path.as_posix().startswith(BESIDE_PRODUCT)}
 
 
 def lines_by_part() -> dict[str, int]:
     """Lines of each part: the three packages, the proof kit, the benchmarks, the tests."""
-    names = {"sidestream/testing": "proof", "sidestream/cli/bench": "bench"}
-    found: Counter[str] = Counter()
+    found = Counter(tests=sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "tests").rglob("*.py")))
     for path, text in sources().items():
-        part = next((part for place, part in names.items() if path.as_posix().startswith(place)), path.parts[0])
-        found[part] += text.count("\n")
-    for part in ("bench", "tests"):
-        found[part] += sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / part).rglob("*.py"))
+        found[path.parts[0]] += text.count("\n")
     return dict(found)
 
 
@@ -179,13 +171,12 @@ class FilesRun:
         """Take the profile function off, and return the files, as in `sources`."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        inside = (
+        return sorted(
             Path(name).relative_to(package.parent).as_posix()
             for name in self._seen
             for package in PACKAGES
             if Path(name).is_relative_to(package)
         )
-        return sorted(name for name in inside if not name.startswith(BESIDE_PRODUCT))
 
 
 def files_of_a_request(directory: Path) -> list[str]:
@@ -194,9 +185,9 @@ def files_of_a_request(directory: Path) -> list[str]:
     """
     import httpx
 
+    from proof.tiny_models import tiny_model_dir
     from sidestream import AsyncLLM, OffloadConfig
     from sidestream.server import RunningServer, ServerOptions, serve
-    from sidestream.testing.tiny_models import tiny_model_dir
 
     files = FilesRun()
     try:

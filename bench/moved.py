@@ -1,4 +1,4 @@
-"""Shows that modules which moved between two commits are equal but for imports: `python bench/moved.py OLD NEW`.
+"""Shows that modules which moved between two commits are equal but for imports: `python -m bench.moved OLD NEW`.
 
 Compares syntax trees without import statements, docstrings' and strings' module names of the moved packages, and lines.
 Prints each moved module that differs, and ends with 1 if there is one. Git finds the renames.

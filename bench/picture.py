@@ -1,4 +1,4 @@
-"""Draw a timeline file as an SVG picture: `python bench/picture.py TIMELINE.json OUT.svg [FROM_MS TO_MS]`.
+"""Draw a timeline file as an SVG picture: `python -m bench.picture TIMELINE.json OUT.svg [FROM_MS TO_MS]`.
 
 One track per stream, time from left to right; what a track did is named where it is wide enough.
 """

@@ -1,8 +1,8 @@
 """The table of other engines' races for docs/races.md, from the programs in examples/races: their docstrings, and the
 schedules that show the races.
 
-    python bench/races.py           # the table
-    python bench/races.py --json    # the figures: bench/results/races-cpu.json. A minute of one core
+    python -m bench.races           # the table
+    python -m bench.races --json    # the figures: bench/results/races-cpu.json. A minute of one core
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sidestream.cli.bench.report import Figure, at_least, at_most, environment
-from sidestream.testing.miniatures import MINIATURES, RULES, as_program
+from proof.miniatures import MINIATURES, RULES, as_program
+from proof.report import Figure, at_least, at_most, environment
 from sidestream_order.exhaust import exhaust
 from sidestream_order.explore import SCHEDULES, Exploration, explore, replay
 
@@ -138,7 +138,7 @@ def _sentence(text: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--json"]:
-        report = {"bench": "races", "environment": environment("no model"), "command": "python bench/races.py --json"}
+        report = {"bench": "races", "environment": environment("no model"), "command": "python -m bench.races --json"}
         print(json.dumps(report | {"figures": [figure.plain() for figure in figures()]}, indent=2))
     else:
         print(race_table())

@@ -1,7 +1,7 @@
 """Write the tables of README and docs from the files in bench/results and from the code.
 
-    python bench/tables.py            # rewrite stale tables
-    python bench/tables.py --check    # only name the pages with stale tables; exit status 1 if there are any
+    python -m bench.tables            # rewrite stale tables
+    python -m bench.tables --check    # only name the pages with stale tables; exit status 1 if there are any
 
 A table stands between its marker and `<!-- end -->`. NAME is a file of bench/results without its ending.
 
@@ -27,12 +27,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from campaigns import campaign_table, cpu_of
-from hazards import hazard_table
-from mutants import mutant_table
-from races import race_table
-from sampling_options import option_table
-from served import served_table
+from bench.campaigns import campaign_table, cpu_of
+from bench.hazards import hazard_table
+from bench.mutants import mutant_table
+from bench.races import race_table
+from bench.sampling_options import option_table
+from bench.served import served_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

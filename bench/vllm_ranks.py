@@ -1,6 +1,6 @@
-"""Time vLLM's decode steps and first tokens, with dummy weights, at the sizes of `sidestream bench ranks`.
+"""Time vLLM's decode steps and first tokens, with dummy weights, at the sizes of `python -m bench ranks`.
 
-    python bench/vllm_ranks.py DIR RANKS > result.json      # DIR: a model's config.json; needs vLLM
+    python -m bench.vllm_ranks DIR RANKS > result.json      # DIR: a model's config.json; needs vLLM
 
 A decode step is the time of 64 more tokens of all rows, divided by 64, with the prompts cached. Medians of five.
 """

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, SamplingParams, SidestreamError
-from sidestream.testing.tiny_models import tiny_model_dir
 
 
 class ClippedConfig(LlamaConfig):

@@ -87,26 +87,26 @@ def garbage_stays(request: pytest.FixtureRequest) -> Iterator[None]:
 
 # The files that take longest, the longest first.
 LONGEST = (
-    "testing/torture/test_many_schedules.py",
+    "proof/torture/test_many_schedules.py",
     "models/test_compiled.py",
     "ops/test_draw.py",
     "server/test_processes.py",
     "cli/test_train.py",
     "attention/test_triton.py",
-    "cli/test_bench_serve.py",
+    "bench/test_bench_serve.py",
     "cli/test_serve.py",
     "attention/test_engine_in_interpreter.py",
     "test_async_llm.py",
     "main_job/test_recorded_tokens.py",
-    "cli/test_torture.py",
+    "proof/test_torture_command.py",
     "main_job/test_demo_model.py",
     "test_examples.py",
     "contributing/test_worked_pages.py",
     "races/test_museum.py",
-    "testing/torture/test_same_seed.py",
+    "proof/torture/test_same_seed.py",
     "speculate/test_mtp.py",
     "models/test_distil.py",
-    "testing/torture/test_hardware.py",
+    "proof/torture/test_hardware.py",
 )
 
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from proof.mutations import applied, find
+from proof.tiny_models import tiny_model_dir
 from sidestream import (
     LLM,
     AsyncLLM,
@@ -39,8 +41,6 @@ from sidestream import (
 from sidestream.client import process as process_module
 from sidestream.config import NEUTRAL
 from sidestream.errors import ProcessFailed
-from sidestream.testing.mutations import applied, find
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.types import Delta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -363,7 +363,7 @@ def test_it_reports_the_progress_of_the_start_and_leaves_nothing_at_its_end(
 
 
 MUTATION = """
-from sidestream.testing.mutations import applied, find
+from proof.mutations import applied, find
 kept = applied(find("store-copies-every-layer"))  # its end would undo the change
 kept.__enter__()
 """

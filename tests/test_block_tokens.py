@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, EngineConfig, loading
 from sidestream.engine import build_engine
 from sidestream.models import cache_parts, load_model, loader
-from sidestream.testing.tiny_models import tiny_model_dir
 
 
 def test_blocks_are_larger_on_a_gpu_for_models_with_recurrent_states(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from proof.mutations import applied, find
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, OffloadConfig, RaceError, SamplingParams
-from sidestream.testing.mutations import applied, find
-from sidestream.testing.tiny_models import tiny_model_dir
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, EngineConfig, SamplingParams
 from sidestream.cli.options import engine_config
 from sidestream.cli.probes import Status, findings
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream_kv.device.choice import torch_device, why_no_gpu
 from sidestream_kv.device.cuda import device as cuda_device
 

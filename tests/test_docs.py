@@ -17,6 +17,7 @@ PACKAGES = (
     ROOT / "packages" / "sidestream-kv" / "src" / "sidestream_kv",
     ROOT / "packages" / "sidestream-order" / "src" / "sidestream_order",
 )
+LABORATORY = (ROOT / "proof", ROOT / "bench")
 PAGES = [path for pattern in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(pattern))]
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -73,7 +74,7 @@ def test_every_test_that_a_page_names_exists() -> None:
 
 
 def test_every_member_of_a_class_that_a_page_names_exists() -> None:
-    sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in package.rglob("*.py")]
+    sources = [path.read_text(encoding="utf-8") for package in PACKAGES + LABORATORY for path in package.rglob("*.py")]
     codes = {code for page in PAGES for code in _CODE.findall(prose(page))}
     named = {found.groups() for code in codes if (found := _MEMBER.fullmatch(code)) and found[1] not in _FOREIGN}
     assert len(named) > 20

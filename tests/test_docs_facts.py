@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import sidestream_kv
+from proof.mutations import HAZARDS
 from sidestream import types
 from sidestream.schedule.scheduler import TierView
-from sidestream.testing.mutations import HAZARDS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ModelError
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream_kv.offload.tiers import registry
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

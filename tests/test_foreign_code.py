@@ -16,14 +16,15 @@ import torch
 from typer.testing import CliRunner
 
 import sidestream
+from bench import baseline
+from bench.__main__ import app as bench_app
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, AsyncLLM, SpeculativeConfig
 from sidestream.cli.app import app
-from sidestream.cli.bench import baseline
 from sidestream.errors import ModelError
 from sidestream.models import kv_token_bytes, load_model
 from sidestream.models.distil import load_teacher
 from sidestream.models.loader import weights_digest
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.tokenizer import Tokenizer
 
 SOURCE = Path(sidestream.__file__).parent
@@ -133,7 +134,7 @@ def test_a_model_that_needs_its_own_code_is_refused_and_its_code_does_not_run(
         ("serve", "MODEL", "--port", "0"),
         ("chat", "MODEL"),
         ("generate", "MODEL", "--prompt", "hi"),
-        ("train-mtp", "MODEL", "--out", "OUT"),
+        ("models", "train-mtp", "MODEL", "--out", "OUT"),
         ("bench", "prefix", "MODEL"),
         ("bench", "decode", "MODEL"),
         ("bench", "overhead", "MODEL"),
@@ -147,9 +148,8 @@ def test_no_command_runs_the_code_of_a_model(
     trapped: Path, llama: Path, marker: Path, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     given = {"MODEL": str(trapped), "LLAMA": str(llama), "OUT": str(tmp_path / "head.safetensors")}
-    result = CliRunner().invoke(
-        app, [given.get(word, word) for word in command], input="y\n" * 20, prog_name="sidestream"
-    )
+    group, words = (bench_app, command[1:]) if command[0] == "bench" else (app, command)
+    result = CliRunner().invoke(group, [given.get(word, word) for word in words], input="y\n" * 20)
     assert not marker.exists()
     assert result.exit_code == 2, result.output
     assert OWN_CODE in " ".join(result.output.split())

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proof.faults import Hold
+from proof.tiny_models import tiny_model_dir
 from sidestream import (
     LLM,
     ConfigError,
@@ -40,8 +42,6 @@ from sidestream import (
     SpeculativeConfig,
 )
 from sidestream.config import EngineSizes
-from sidestream.testing.faults import Hold
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.text import Detokenizer, StopStrings
 from sidestream.types import Delta
 from sidestream_kv.device.machine import process_age_s

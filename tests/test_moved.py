@@ -16,11 +16,12 @@ import sidestream_kv
         ("sidestream.offload.tiers.base", "sidestream_kv.offload.tiers.base"),
         ("sidestream.device.sim.device", "sidestream_order.sim.device"),
         ("sidestream.testing.explore", "sidestream_order.explore"),
+        ("sidestream.testing.fake_backend", "proof.fake_backend"),
         ("sidestream.kv.accesses", "sidestream.runner.accesses"),
     ],
 )
 def test_a_module_under_its_old_name_is_the_same_module(old: str, new: str) -> None:
-    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload", "sidestream.testing.explore")
+    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload", "sidestream.testing")
     try:
         with pytest.warns(DeprecationWarning) as caught:
             found = importlib.import_module(old)

@@ -1,22 +1,24 @@
-"""The product runs without its proof kit, `sidestream.testing`."""
+"""What is installed has no laboratory, and serves without the order checker."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-from sidestream.testing.tiny_models import tiny_model_dir
+from proof.tiny_models import tiny_model_dir
 
 SERVES = """
 import sys
+import tomllib
 import sidestream.async_llm, sidestream.cli.app, sidestream.engine, sidestream.engine_process
 import sidestream.server.supervisor
 from sidestream.llm import LLM
 from sidestream.config import SamplingParams
 
 def kit():
-    return [name for name in sys.modules if name.startswith(("sidestream.testing", "sidestream_order"))]
+    return [name for name in sys.modules if name.startswith(("proof", "bench", "sidestream_order"))]
 
 assert not kit(), kit()
 with LLM(sys.argv[1], device="cpu", kv_memory="8MiB") as llm:
@@ -30,3 +32,12 @@ def test_importing_the_product_and_serving_a_request_import_nothing_of_the_proof
     model = tiny_model_dir("llama", tmp_path / "model", seed=0)
     done = subprocess.run([sys.executable, "-c", SERVES, model], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_the_package_and_nothing_of_the_laboratory() -> None:
+    build = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "hatch"
+    ]
+    assert build["build"]["targets"]["wheel"]["packages"] == ["src/sidestream"]
+    names = {path.name for path in (Path(__file__).parent.parent / "src" / "sidestream").rglob("*")}
+    assert not names & {"testing", "torture", "mutations", "miniatures", "bench"}

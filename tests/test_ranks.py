@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import rank_that_ends
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.config import EngineConfig
 from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError
 from sidestream.rank_processes import RankProcesses
-from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

@@ -16,10 +16,10 @@ import pytest
 import rank_that_ends
 import torch
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import OutOfDeviceMemory, RequestError
 from sidestream.llm import RequestOutput
-from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = [
     pytest.mark.gpu,

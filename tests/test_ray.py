@@ -18,10 +18,10 @@ import httpx
 import openai
 import pytest
 
-from sidestream.cli.bench.replicas import Outcome, kill_figures, replica_pids
+from bench.replicas import Outcome, kill_figures, replica_pids
+from proof.tiny_models import tiny_model_dir
 from sidestream.errors import ConfigError
 from sidestream.ray import APP_NAME, RayOptions, _prompt_of, build_app
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream_kv.config import OffloadConfig
 
 # Ray and what it imports warn of their own code.

@@ -1,18 +1,19 @@
 """Tables in README and docs are what bench/results and the code say."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench import campaigns, mutants, tables
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "tables.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "bench.tables", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
 
@@ -29,18 +30,14 @@ def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
         "<!-- races -->\nwords\n",
     ],
 )
-def test_a_marker_that_matches_no_table_is_reported(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    tables = importlib.import_module("tables")
+def test_a_marker_that_matches_no_table_is_reported(marker: str) -> None:
     named = "<!-- figures: decode-llama-3.2-1b-h200 -->\n<!-- end -->\n"
     assert "decode_b1_over_floor" in tables.rewritten(named)
     with pytest.raises(ValueError, match="2 markers of tables, of which 1 name files"):
         tables.rewritten(named + marker)
 
 
-def test_single_figures_are_selected_by_name_with_words_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    tables = importlib.import_module("tables")
+def test_single_figures_are_selected_by_name_with_words_of_their_own() -> None:
     marker = "<!-- selected\nengine-h200 {}: a step: its time over its floor\n-->\n<!-- end -->\n"
     row = tables.rewritten(marker.format("decode_b32_over_floor")).splitlines()[-2]
     assert row.startswith("| a step: its time over its floor | ")
@@ -49,14 +46,12 @@ def test_single_figures_are_selected_by_name_with_words_of_their_own(monkeypatch
         tables.rewritten(marker.format("decode_b33"))
 
 
-def test_campaigns_are_added_up_if_no_workload_ran_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    campaigns = importlib.import_module("campaigns")
+def test_campaigns_are_added_up_if_no_workload_ran_twice() -> None:
 
     def report(seed: int, schedules: int) -> dict[str, object]:
         figures = {"schedules": schedules, "findings": 0, "schedules_per_minute": 750.4}
         return {
-            "command": f"sidestream torture --minutes 8.2 --seed {seed} --workers 2 --json",
+            "command": f"python -m proof torture --minutes 8.2 --seed {seed} --workers 2 --json",
             "environment": {"cpu": "a CPU", "cores": 2, "date": "2026-11-27"}
             | ({"python_loop_ms": 14.6} if seed == 105 else {}),
             "figures": [{"name": name, "value": value} for name, value in figures.items()],
@@ -71,14 +66,13 @@ def test_campaigns_are_added_up_if_no_workload_ran_twice(monkeypatch: pytest.Mon
         campaigns.campaign_table([report(104, 8), report(100, 9)])
 
 
-def test_the_table_of_automatic_mutants_has_those_that_nothing_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+def test_the_table_of_automatic_mutants_has_those_that_nothing_detected() -> None:
     rows = [
         {"name": "auto:kv.pool:f:delete:0", "by": "schedules", "finding": "checker", "schedules": 1},
         {"name": "auto:kv.pool:f:compare:0", "by": "reason", "finding": "a reason", "schedules": 40, "change": "a → b"},
         {"name": "auto:kv.pool:f:logic:0", "by": None, "finding": None, "schedules": 40, "change": "a | b → a"},
     ]
-    table = importlib.import_module("mutants").mutant_table({"mutants": rows})
+    table = mutants.mutant_table({"mutants": rows})
     assert table.splitlines()[2:] == [
         "| `kv.pool:f:compare:0` | `a → b` | a reason |",
         "| `kv.pool:f:logic:0` | `a \\| b → a` | **open** |",

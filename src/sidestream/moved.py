@@ -1,5 +1,5 @@
 """Lets imports of modules that moved to the packages `sidestream_kv` and `sidestream_order` work for one more release,
-with a warning.
+with a warning. Those that moved to `proof`, which is not installed, work in a checkout of the repository.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def new_name(name: str) -> str | None:
     for old, new in _ELSEWHERE.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
+    if name == "sidestream.testing":
+        return "sidestream_order"
     package, room, *below = [*name.split("."), ""]
     if package == "sidestream" and room in _ROOMS:
         return f"sidestream_kv.{name.partition('.')[2]}"
-    if package == "sidestream" and room == "testing" and below[0] in _CHECKER:
-        return f"sidestream_order.{name.split('.', 2)[2]}"
+    if package == "sidestream" and room == "testing":
+        return f"{'sidestream_order' if below[0] in _CHECKER else 'proof'}.{name.split('.', 2)[2]}"
     return None
 
 

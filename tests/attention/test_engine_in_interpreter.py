@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from proof.tiny_models import save_head, tiny_model_dir
 from sidestream import LLM, OffloadConfig, RequestError, SamplingParams, SpeculativeConfig
 from sidestream.attention.interface import BatchRows, ungated
 from sidestream.attention.triton import DeviceBatch, SplitKVWorkspace, TritonAttention
@@ -21,7 +22,6 @@ from sidestream.ops import Ops, TorchOps
 from sidestream.ops.registry import select_ops
 from sidestream.runner.executor import Executor
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
-from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"

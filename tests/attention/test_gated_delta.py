@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from proof.tiny_models import tiny_config
 from sidestream.attention.states import DraftInputs, StatePool
 from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules
-from sidestream.testing.tiny_models import tiny_config
 from sidestream_kv.device.kinds import CUDA
 from sidestream_kv.kv.state_layout import StateLayout, StateTensor
 

@@ -13,15 +13,18 @@ from typing import Any, get_args
 
 import pytest
 import typer
+from command_runner import Run
 from typer.models import OptionInfo
+from typer.testing import CliRunner
 
 import sidestream
 import sidestream_kv
+from bench.__main__ import app as bench
+from proof.__main__ import app as proof
 from sidestream.cli.app import app
+from sidestream.cli.declare import RARE, Command
 from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SpeculativeConfig
 from sidestream.server import ServerOptions
-
-from .conftest import Run
 
 # An option's name is its parameter's, but where Python has taken the name.
 _OTHER_NAMES = {"as_json": "--json", "features": "--with"}
@@ -29,6 +32,7 @@ _OTHER_NAMES = {"as_json": "--json", "features": "--with"}
 
 @dataclass(frozen=True)
 class _Command:
+    program: typer.Typer
     path: tuple[str, ...]
     function: Callable[..., Any]
 
@@ -42,28 +46,37 @@ class _Command:
         return found
 
 
-def _commands(tree: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[_Command]:
+def _commands(program: typer.Typer, tree: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[_Command]:
     if tree.registered_callback is not None and tree.registered_callback.callback is not None:
-        yield _Command(path, tree.registered_callback.callback)
+        yield _Command(program, path, tree.registered_callback.callback)
     for command in tree.registered_commands:
         assert command.callback is not None
-        yield _Command((*path, command.name or command.callback.__name__), command.callback)
+        if not command.hidden:
+            yield _Command(program, (*path, command.name or command.callback.__name__), command.callback)
     for group in tree.registered_groups:
         assert group.typer_instance is not None
-        yield from _commands(group.typer_instance, (*path, str(group.name)))
+        yield from _commands(program, group.typer_instance, (*path, str(group.name)))
 
 
-_ALL = list(_commands(app))
-_every_command = pytest.mark.parametrize(
-    "command", _ALL, ids=[" ".join(command.path) or "sidestream" for command in _ALL]
-)
+_ALL = [found for program in (app, bench, proof) for found in _commands(program, program)]
+_SERVE = next(found for found in _ALL if found.program is app and found.path == ("serve",))
+_every_command = pytest.mark.parametrize("command", _ALL, ids=[" ".join(command.path) or "-" for command in _ALL])
 
 
-def _in_tree(path: tuple[str, ...]) -> Any:
-    found: Any = typer.main.get_command(app)
-    for name in path:
+def _in_tree(command: _Command) -> Any:
+    found: Any = typer.main.get_command(command.program)
+    for name in command.path:
         found = found.commands[name]
     return found
+
+
+def _invoke(command: _Command, *arguments: str, columns: int = 200) -> Any:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(command.program, [*command.path, *arguments])
+
+
+def _help(command: _Command, columns: int = 200) -> str:
+    everything = isinstance(_in_tree(command), Command)
+    return str(_invoke(command, "--help-all" if everything else "--help", columns=columns).output)
 
 
 @_every_command
@@ -75,22 +88,22 @@ def test_every_option_is_declared_with_its_name_in_full(command: _Command) -> No
 
 @_every_command
 def test_every_option_can_be_given_by_its_name_in_lower_case(command: _Command) -> None:
-    parameters = {parameter.name: parameter for parameter in _in_tree(command.path).params}
+    parameters = {parameter.name: parameter for parameter in _in_tree(command).params}
     for name in command.options():
         assert _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}") in parameters[name].opts
         assert all(spelling == spelling.lower() for spelling in parameters[name].opts + parameters[name].secondary_opts)
 
 
 @_every_command
-def test_help_shows_no_type_for_a_flag_and_a_default_in_one_pair_of_brackets(run: Run, command: _Command) -> None:
-    shown = run(*command.path, "--help").output
+def test_help_shows_no_type_for_a_flag_and_a_default_in_one_pair_of_brackets(command: _Command) -> None:
+    shown = _help(command)
     assert "--help" in shown
     assert "bool" not in shown.lower()
     assert not [pair for pair in ("[default: (", "[[", "]]") if pair in shown]
 
 
 @_every_command
-def test_a_number_that_cannot_be_read_is_named_with_its_option(run: Run, command: _Command) -> None:
+def test_a_number_that_cannot_be_read_is_named_with_its_option(command: _Command) -> None:
     for name, (kind, _) in command.options().items():
         spelling = f"--{name.replace('_', '-')}"
         kinds = {kind, *get_args(kind)}
@@ -99,13 +112,13 @@ def test_a_number_that_cannot_be_read_is_named_with_its_option(run: Run, command
             (float, "abc", "'abc' is not a number"),
         ):
             if kinds & {number, list[number]}:  # type: ignore[valid-type]
-                result = run(*command.path, spelling, value)
+                result = _invoke(command, spelling, value)
                 assert result.exit_code == 2
                 assert f"Invalid value for '{spelling}': {said}" in result.output
 
 
 def test_help_says_what_an_absent_value_stands_for(run: Run) -> None:
-    shown = run("serve", "--help").output
+    shown = run("serve", "--help-all").output
     assert "Chunked prefill: tokens per chunk. Default: 256 on a CPU, 8192 on a GPU." in shown
     assert "Address to listen on; 0.0.0.0 for all addresses. Default: 127.0.0.1." in shown
     assert "[default: 10.0]" in shown
@@ -113,13 +126,21 @@ def test_help_says_what_an_absent_value_stands_for(run: Run) -> None:
 
 @_every_command
 @pytest.mark.parametrize("columns", [40, 80, 120])
-def test_help_shows_every_option_name_whole_in_a_terminal_of_any_width(
-    run: Run, monkeypatch: pytest.MonkeyPatch, command: _Command, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    shown = run(*command.path, "--help").output
-    for parameter in _in_tree(command.path).params:
+def test_help_shows_every_option_name_whole_in_a_terminal_of_any_width(command: _Command, columns: int) -> None:
+    shown = _help(command, columns)
+    for parameter in _in_tree(command).params:
         assert all(name in shown for name in parameter.opts if name.startswith("--"))
+
+
+def test_help_leaves_rare_options_out_and_says_how_many(run: Run) -> None:
+    shown, everything = run("serve", "--help").output, run("serve", "--help-all").output
+    options = [parameter.opts[0] for parameter in _in_tree(_SERVE).params if parameter.opts[0].startswith("--")]
+    hidden = [name for name in options if f" {name} " not in shown]
+    assert set(hidden) <= RARE and len(options) - len(hidden) <= 30
+    assert all(f" {name} " in everything for name in options)
+    assert f"--help-all shows {len(hidden)} more options." in shown
+    assert "--help-all" not in everything
+    assert {name for found in _ALL for parameter in _in_tree(found).params for name in parameter.opts} >= RARE
 
 
 def test_lines_of_the_log_that_name_a_field_name_its_option_first() -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from command_runner import Run
 from typer.testing import CliRunner
 
 from sidestream.cli.app import app
 from sidestream.cli.declare import _FIELDS, with_option_names
 from sidestream.cli.errors import Commands
 from sidestream.errors import ConfigError, InvariantError, ProcessFailed
-
-from .conftest import Run
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any, get_args
 
 import pytest
 import typer
+from command_runner import Run
 
 from sidestream.cli.declare import Command
 from sidestream.cli.errors import Commands
 from sidestream.cli.serve import serve
 
 from . import conftest
-from .conftest import Run
 
 Write = Callable[[str], Path]
 

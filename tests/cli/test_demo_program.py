@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sidestream.cli import demo
-from sidestream.cli.bench.prompt_runs import PromptRuns
 from sidestream.cli.demo import _program
 from sidestream.cli.progress import Steps
+from sidestream.cli.prompt_runs import PromptRuns
 
 
 @pytest.fixture

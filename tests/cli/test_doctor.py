@@ -10,15 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command_runner import Run
 
-from sidestream.cli import probes
-from sidestream.cli.bench import machine
+from proof.tiny_models import tiny_model_dir
+from sidestream.cli import machine, probes
 from sidestream.cli.probes import Finding, Status
 from sidestream.llm import LLM
 from sidestream.models import precision
-from sidestream.testing.tiny_models import tiny_model_dir
-
-from .conftest import Run
 
 MIB = 1 << 20
 

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from command_runner import Run
 
-from sidestream.testing.tiny_models import tiny_model_dir
-
-from .conftest import Run
+from proof.tiny_models import tiny_model_dir
 
 ENGINE = ("--kv-memory", "4MiB", "--threads", "1", "--temperature", "0", "--ignore-eos", "--max-tokens", "12")
 

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from command_runner import Run
 
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.models import catalog
-
-from .conftest import Run
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from .conftest import Run
+from command_runner import Run
 
 WAIT_S = 150.0
 

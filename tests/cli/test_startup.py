@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from command_runner import Run
 
 import sidestream
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.models.catalog import CATALOG
-
-from .conftest import Run
 
 
 def test_help_lists_every_command(run: Run) -> None:

@@ -15,18 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from command_runner import Run
 from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM
 from sidestream.cli.app import app
 from sidestream.models.distil import Distillation, load_teacher
 from sidestream.models.loader import weights_digest
 from sidestream.models.mtp import load_head
-from sidestream.testing.tiny_models import tiny_model_dir
-
-from .conftest import Run
 
 STEPS, BATCHES = 8, 3
 """What the lesson below takes: steps, and batches of tasks until so many tokens are written."""

@@ -16,12 +16,12 @@ import pytest
 from border_rig import KINDS, ask, border, check_nothing_left, read_all, run, tokens_of
 from engine_rig import PATIENCE_S, prompts
 
+from proof.tokenizer import ToyTokenizer
+from proof.toy import ToyModel
 from sidestream.client import base
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError, RequestRejected
 from sidestream.front_end import FrontEnd
-from sidestream.testing.tokenizer import ToyTokenizer
-from sidestream.testing.toy import ToyModel
 from sidestream.types import CachedTokens, Delta
 
 PROMPT = prompts(51, 1, longest=12)[0]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from proof.tokenizer import ToyTokenizer, text_bytes
 from sidestream.client.output import OutputProcessor
 from sidestream.config import SamplingParams
-from sidestream.testing.tokenizer import ToyTokenizer, text_bytes
 from sidestream.text import Detokenizer
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 

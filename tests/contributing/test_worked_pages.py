@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from worked_page import WorkedPage
 
-from sidestream.testing.tiny_models import tiny_model_dir
+from proof.tiny_models import tiny_model_dir
 
 
 def test_a_sampling_option_touches_three_files_and_is_generated_with(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from proof.thread_group import run_ranks, thread_groups
 from sidestream.errors import ConfigError, ProcessFailed
-from sidestream.testing.thread_group import run_ranks, thread_groups
 from sidestream_kv.device.group import Group, NcclGroup, TorchGroup, _Meeting, _use_peers, open_group
 from sidestream_kv.device.kinds import CPU, CUDA
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from proof.faults import FaultyTier, Hold
+from proof.tokenizer import ToyTokenizer
+from proof.toy import ToyModel
 from sidestream.client.output import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.speculate import Proposer
-from sidestream.testing.faults import FaultyTier, Hold
-from sidestream.testing.tokenizer import ToyTokenizer
-from sidestream.testing.toy import ToyModel
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.cpu import CpuDevice

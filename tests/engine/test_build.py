@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from proof.toy import ToyModel
 from sidestream.config import EngineConfig
 from sidestream.engine import build
-from sidestream.testing.toy import ToyModel
 
 
 class OpensNoDevice(Exception):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from engine_rig import PATIENCE_S, Reply, Rig, passed, prompts
 
+from proof import faults
+from proof.toy import ToyModel
 from sidestream.errors import ConfigError, EngineStopped
-from sidestream.testing import faults
-from sidestream.testing.toy import ToyModel
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 
+from proof.tiny_models import FAMILIES, save_head, tiny_model_dir
 from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams, SpeculativeConfig
 from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
-from sidestream.testing.tiny_models import FAMILIES, save_head, tiny_model_dir
 from sidestream.text import sample_text
 from sidestream.tokenizer import Tokenizer
 

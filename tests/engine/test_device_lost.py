@@ -12,11 +12,11 @@ import pytest
 import torch
 from engine_rig import PATIENCE_S, Reply
 
+from proof.toy import ToyModel
 from sidestream.attention.paged import PagedBatch
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import DeviceLost, EngineStopped, OutOfDeviceMemory
-from sidestream.testing.toy import ToyModel
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.device.cpu import CpuDevice

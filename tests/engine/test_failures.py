@@ -14,12 +14,12 @@ import pytest
 import torch
 from engine_rig import Reply, Rig, prompts, serving
 
+from proof.tokenizer import ToyTokenizer, text_bytes
+from proof.toy import ToyModel
 from sidestream.attention.paged import PagedBatch
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import build_engine
 from sidestream.errors import EngineStopped
-from sidestream.testing.tokenizer import ToyTokenizer, text_bytes
-from sidestream.testing.toy import ToyModel
 from sidestream.text import Detokenizer
 from sidestream.types import Delta
 from sidestream_kv.config import OffloadConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from engine_rig import Rig, serving
 
+from proof.faults import late
 from sidestream.engine import loop, stats
-from sidestream.testing.faults import late
 
 PROMPT = list(range(1, 24))
 TRUE_WITHIN_S = 1.0

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from proof.tiny_models import HYBRIDS, tiny_model_dir
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.llm import RequestOutput
-from sidestream.testing.tiny_models import HYBRIDS, tiny_model_dir
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

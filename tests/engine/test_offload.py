@@ -13,11 +13,11 @@ import pytest
 import torch
 from engine_rig import PATIENCE_S, Reply, Rig, prompts, serving
 
+from proof import faults
+from proof.toy import StatefulToyModel, ToyModel
 from sidestream.attention.paged import PagedBatch
 from sidestream.engine.warm_up import warm_up_row
 from sidestream.errors import RequestRejected
-from sidestream.testing import faults
-from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream.types import BatchPlan, CachedTokens, Health
 from sidestream_kv.device.base import CopyBatch
 from sidestream_kv.device.cpu import CpuDevice

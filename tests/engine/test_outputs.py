@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
+from proof import faults
+from proof.toy import ToyModel
 from sidestream.schedule.commit import Committed
-from sidestream.testing import faults
-from sidestream.testing.toy import ToyModel
 from sidestream_kv.types import StorePlan
 
 

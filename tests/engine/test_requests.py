@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_rig import Reply, prompts, serving
 
+from proof.toy import ToyModel
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, QueueFull, RequestError, RequestRejected
-from sidestream.testing.toy import ToyModel
 from sidestream.types import Delta
 
 PROMPT = prompts(1, 1, longest=12)[0]

@@ -13,14 +13,14 @@ import pytest
 import torch
 from engine_rig import Rig, passed, prompts, serving
 
+from proof.mutations import applied, find
+from proof.toy import StatefulToyModel, ToyDraftHead, ToyModel, ToyProposer
 from sidestream.attention.paged import PagedBatch
 from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine.warm_up import WarmUpSteps
 from sidestream.errors import ConfigError
 from sidestream.runner.second_run import SecondRun, _digest
 from sidestream.runner.step_inputs import GraphKey
-from sidestream.testing.mutations import applied, find
-from sidestream.testing.toy import StatefulToyModel, ToyDraftHead, ToyModel, ToyProposer
 
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
+from proof.toy import RecurrentToyModel, ToyDraftHead, ToyModel, ToyProposer
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.engine import spec_stats, stats
 from sidestream.errors import ConfigError, RequestRejected
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Delivered
 from sidestream.schedule.spec_policy import Chosen, SpecPolicy
-from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel, ToyProposer
 
 ALWAYS = SpeculativeConfig(max_drafts=3, adaptive=False)
 

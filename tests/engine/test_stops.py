@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from engine_rig import Reply, prompts, serving
 
+from proof.toy import ToyModel
 from sidestream.client.output import OutputProcessor
 from sidestream.config import SamplingParams
-from sidestream.testing.toy import ToyModel
 from sidestream.types import Delta
 
 PROMPT = prompts(1, 1, longest=12)[0]

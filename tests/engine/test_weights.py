@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from engine_rig import PATIENCE_S, prompts, serving
 
-from sidestream.testing.toy import ToyModel
+from proof.toy import ToyModel
 
 PROMPT = prompts(3, 1, longest=1, shared=0)[0] + list(range(2, 25))
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_rig import Rig, prompts, serving
 
+from proof.tiny_models import WINDOW, tiny_model_dir
+from proof.toy import StatefulToyModel, ToyModel
 from sidestream import LLM, OffloadConfig, SamplingParams
-from sidestream.testing.tiny_models import WINDOW, tiny_model_dir
-from sidestream.testing.toy import StatefulToyModel, ToyModel
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.kv.state_layout import blocks_per_state
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM
 from sidestream.errors import ModelError
 from sidestream.models import load_model
 from sidestream.models.catalog import resolve
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.tokenizer import Tokenizer
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from proof.tiny_models import carry_head, save_head, tiny_model_dir
 from sidestream.errors import ModelError
 from sidestream.models import load_model
 from sidestream.models.distil import load_teacher
 from sidestream.models.weights import check_files
-from sidestream.testing.tiny_models import carry_head, save_head, tiny_model_dir
 
 Tensors = dict[str, torch.Tensor]
 MATRIX = "model.layers.1.mlp.down_proj.weight"

@@ -18,6 +18,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from proof.random_models import random_model
+from proof.tiny_models import save_head, tiny_model_dir
 from sidestream import LLM, SamplingParams
 from sidestream.attention.interface import ungated
 from sidestream.attention.paged import PagedBatch
@@ -29,8 +31,6 @@ from sidestream.models.compiled import _MergeProducts, compile_layers, compiling
 from sidestream.models.mtp import attach_head
 from sidestream.models.shard import ShardCheck
 from sidestream.runner.step_inputs import GraphKey
-from sidestream.testing.random_models import random_model
-from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.errors import ModelError
 from sidestream.models import load_model
 from sidestream.models.catalog import resolve
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.tokenizer import Tokenizer
 
 

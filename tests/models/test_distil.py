@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from proof.tiny_models import save_head, tiny_model_dir
 from sidestream import LLM, SamplingParams, SpeculativeConfig
 from sidestream.attention.interface import ungated
 from sidestream.attention.paged import PagedBatch
@@ -15,7 +16,6 @@ from sidestream.errors import ConfigError
 from sidestream.models.distil import Distillation, Divergence, Lesson, load_teacher, unroll_drafts
 from sidestream.models.loader import load_model
 from sidestream.models.mtp import MtpHead, write_head
-from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 LESSON = Lesson(200, batch=4, drafts=3, learning_rate=3e-3, seed=1)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proof.tiny_models import FAMILIES, tiny_model_dir
 from sidestream.attention.paged import PagedBatch
 from sidestream.models import PagedModel, load_model
-from sidestream.testing.tiny_models import FAMILIES, tiny_model_dir
 
 NEW_TOKENS = 24
 BLOCK_TOKENS = 4

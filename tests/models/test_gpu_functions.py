@@ -15,8 +15,8 @@ from torch import nn
 from transformers.integrations import hub_kernels
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.models.gpu_functions import keep_kernels_on_gpu
-from sidestream.testing.tiny_models import tiny_model_dir
 
 # Each package's functions, by the module that transformers takes them from.
 _FUNCTIONS = {

@@ -22,11 +22,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from proof.tiny_models import tiny_config, tiny_model_dir
 from sidestream import LLM, SamplingParams, SpeculativeConfig
 from sidestream.errors import ModelError
 from sidestream.models.loader import quiet_transformers
 from sidestream.models.mtp import load_head
-from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
 
 LAYERS = 3
 EXPERTS = 12  # more than ten: by name the tenth comes before the second

@@ -17,14 +17,14 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from bench.hybrid import logprobs
+from proof.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.attention.states import DraftInputs, StateBatch, StatePool
-from sidestream.cli.bench.hybrid import logprobs
 from sidestream.errors import ConfigError, ModelError
 from sidestream.llm import RequestOutput
 from sidestream.models import load_model
 from sidestream.models.recurrent import StatefulLayers, state_layout_of, stateful_modules, unbind_time_steps
-from sidestream.testing.tiny_models import HYBRIDS, tiny_config, tiny_model_dir
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.kv.state_layout import RESERVED_STATES
 

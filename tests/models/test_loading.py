@@ -56,6 +56,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.utils import logging as transformers_logging
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.attention import paged
 from sidestream.attention.paged import paged_attention
 from sidestream.errors import ModelError
@@ -63,7 +64,6 @@ from sidestream.models import kv_token_bytes, load_model, loader
 from sidestream.models.config_checks import check_servable, layout_of, max_positions
 from sidestream.models.loader import weights_digest
 from sidestream.models.weights import fingerprint_of, pack_linears
-from sidestream.testing.tiny_models import tiny_model_dir
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.attention.paged import PagedBatch
 from sidestream.models import PagedModel, load_model
 from sidestream.models.adapter import padded_length
-from sidestream.testing.tiny_models import tiny_model_dir
 
 BLOCK_TOKENS = 4
 

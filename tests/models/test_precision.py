@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.models import kv_token_bytes, load_model, precision, precision_of
 from sidestream.models.precision import choose_precision, time_over_float32
-from sidestream.testing.tiny_models import tiny_model_dir
 
 GIB = 1 << 30
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from proof.tiny_models import tiny_config, tiny_model_dir
 from sidestream import LLM, SamplingParams
 from sidestream.attention.paged import PagedBatch
 from sidestream.errors import ConfigError
 from sidestream.models import PagedModel, load_model
 from sidestream.models.config_checks import max_positions
-from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
 
 BLOCK_TOKENS = 4
 BEFORE = 64

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaModel
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.attention import paged
 from sidestream.errors import ModelError
 from sidestream.models import PagedModel, load_model
 from sidestream.models.self_check import check_paged, reference
-from sidestream.testing.tiny_models import tiny_model_dir
 
 DTYPES = ("float32", "float16", "bfloat16")
 _OWN = paged.paged_attention

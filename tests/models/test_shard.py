@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from proof.thread_group import ThreadGroup, run_ranks
+from proof.tiny_models import tiny_config, tiny_model_dir
 from sidestream.attention.interface import ungated
 from sidestream.errors import ModelError, ProcessFailed
 from sidestream.models import PagedModel, load_model, self_check
 from sidestream.models.loader import cache_parts, read_config
 from sidestream.models.shard import rank_fingerprint, share_of
-from sidestream.testing.thread_group import ThreadGroup, run_ranks
-from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
 from sidestream_kv.device.group import Group, open_group
 from sidestream_kv.device.kinds import CPU
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, key, keys
 
+from proof import faults
 from sidestream.errors import TierError
-from sidestream.testing import faults
 from sidestream_kv.offload.messages import Promoted
 from sidestream_kv.offload.tier_io import PAUSE_S
 from sidestream_kv.offload.tiers.base import Block

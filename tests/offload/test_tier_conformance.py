@@ -15,10 +15,10 @@ from types import ModuleType
 import pytest
 
 import sidestream_kv
+from proof.toy import ToyModel
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError
-from sidestream.testing.toy import ToyModel
 from sidestream.types import CachedTokens, Delta
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.offload.tiers import registry

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sidestream.testing.faults import FaultyTier, Hold
+from proof.faults import FaultyTier, Hold
 from sidestream_kv.device.base import Rest
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.host import HostFence, HostStream

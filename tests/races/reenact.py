@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestream.testing.miniatures import MINIATURES, Miniature, run_miniature
+from proof.miniatures import MINIATURES, Miniature, run_miniature
 
 BORDER = ("engine", "front end", "reading thread", "connection", "timer", "aborts", "reader")
 STREAMS = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidestream.testing.miniatures import MINIATURES, RULES, Miniature, as_program
+from proof.miniatures import MINIATURES, RULES, Miniature, as_program
 from sidestream_order.exhaust import exhaust
 
 LIMIT = 1500

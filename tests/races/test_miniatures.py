@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from proof.miniatures import MINIATURES, Caught, Miniature, Outcome, run_miniature
+from proof.mutations import HAZARDS
 from sidestream.errors import ConfigError
-from sidestream.testing.miniatures import MINIATURES, Caught, Miniature, Outcome, run_miniature
-from sidestream.testing.mutations import HAZARDS
 
 
 def test_every_hazard_has_a_miniature() -> None:

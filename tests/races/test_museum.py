@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import re
 import runpy
-import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from bench import races
 from sidestream_order.exhaust import exhaust
 from sidestream_order.explore import SCHEDULES, replay
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted((ROOT / "examples" / "races").glob("*.py"))
 EACH = pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-
-
-@pytest.fixture
-def races(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    import races
-
-    yield races
-    del sys.modules["races"]
 
 
 def test_the_museum_has_the_races_that_it_was_made_for() -> None:
@@ -66,7 +56,7 @@ def test_a_program_fits_on_a_page(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
 
 
-def test_every_program_names_its_thread_what_is_simplified_and_the_fix(races: ModuleType) -> None:
+def test_every_program_names_its_thread_what_is_simplified_and_the_fix() -> None:
     programs = races.races()
     assert [race.path for race in programs] == PROGRAMS
     for race in programs:
@@ -75,9 +65,7 @@ def test_every_program_names_its_thread_what_is_simplified_and_the_fix(races: Mo
         assert re.search(r"\((merged|open when read|closed when read)\)", race.parts["Thread"]), race.path.name
 
 
-def test_a_docstring_without_a_thread_is_refused(
-    races: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_docstring_without_a_thread_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made_up_1.py").write_text('"""A race.\n\nSimplified: all.\nFix: none.\n"""\n', encoding="utf-8")
     monkeypatch.setattr(races, "RACES", tmp_path)
     with pytest.raises(ValueError, match="give Thread with an address"):

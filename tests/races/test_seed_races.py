@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from reenact import assert_caught, assert_clean, named
 
-from sidestream.testing.miniatures import Outcome
+from proof.miniatures import Outcome
 from sidestream_order.checker import simulated
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proof.toy import ToyModel
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import build_engine
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.ranks.fences import JointFence, Progress
 from sidestream.ranks.leader import Ranks, joint_device
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready
-from sidestream.testing.toy import ToyModel
 from sidestream.types import Delta
 from sidestream_kv.device.base import CopyBatch, Rest
 from sidestream_kv.device.cpu import CpuDevice

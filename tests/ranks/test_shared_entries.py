@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from proof.thread_group import thread_groups
 from sidestream.ranks.shared_entries import keep_shared
-from sidestream.testing.thread_group import thread_groups
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import pytest
 
+from proof.thread_group import thread_groups
+from proof.toy import ToyModel
 from sidestream.attention.paged import TorchAttention
 from sidestream.config import SamplingParams
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import Executor
-from sidestream.testing.thread_group import thread_groups
-from sidestream.testing.toy import ToyModel
 from sidestream.types import BatchPlan, RowPlan, RowStart
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.group import Group

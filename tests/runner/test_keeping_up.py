@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from proof.toy import ToyDraftHead, ToyModel, ToyProposer
 from sidestream.attention.paged import TorchAttention
 from sidestream.engine.warm_up import GREEDY
 from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
 from sidestream.runner.step_inputs import GraphKey
 from sidestream.speculate import StepTokens
-from sidestream.testing.toy import ToyDraftHead, ToyModel, ToyProposer
 from sidestream.types import BatchPlan, RowPlan, RowStart
 from sidestream_kv.device.base import Stream
 from sidestream_kv.types import LayerGates

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from proof.faults import Hold
 from sidestream.errors import InvariantError
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Mailbox, MailboxEntry
 from sidestream.runner.sampler import SamplerOutput
-from sidestream.testing.faults import Hold
 from sidestream.types import BatchPlan, RowPlan
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.types import Fence

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.testing.fake_backend import FakeBackend, Script
+from proof.fake_backend import FakeBackend, Script
 from sidestream.types import CachedTokens
 
 from .serving import Served, serving

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import openai
 
+from proof.fake_backend import FakeBackend, Script
 from sidestream.server import RunningServer, ServerOptions, serve
-from sidestream.testing.fake_backend import FakeBackend, Script
 
 WAIT_S = 20.0
 

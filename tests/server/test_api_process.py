@@ -13,13 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.client.messages import EngineInfo, Welcome
 from sidestream.config import NEUTRAL
 from sidestream.frames import FrameEncoder
 from sidestream.server import ServerOptions, api_process, bind
 from sidestream.server.control import DRAINED, READY, STOP, ApiProcessConfig
 from sidestream.server.text_work import ProcessBounds
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.version import VERSION
 
 WAIT_S = 20.0

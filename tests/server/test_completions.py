@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from proof.fake_backend import FakeBackend, Script
 from sidestream.config import SamplingParams
-from sidestream.testing.fake_backend import FakeBackend, Script
 from sidestream.types import CachedTokens
 
 from .serving import Served, serving

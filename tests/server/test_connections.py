@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from proof.fake_backend import FakeBackend, Script
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions, bind, connections
-from sidestream.testing.fake_backend import FakeBackend, Script
 from sidestream_kv.metrics import Metrics
 
 from .serving import WAIT_S, Served, serving

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.server.fields import EXTRAS, Extra
-from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
 
 from .serving import Served, serving
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.errors import InvariantError
 from sidestream.server.json_response import to_json
 from sidestream.server.responses import TokenSpeller
-from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.types import TokenLogprob
 
 from .serving import serving

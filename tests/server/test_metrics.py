@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from proof.fake_backend import FakeBackend
 from sidestream.errors import ConfigError
 from sidestream.server.metrics import render
 from sidestream.server.options import ServerOptions
-from sidestream.testing.fake_backend import FakeBackend
 from sidestream_kv.metrics import METRICS, Metrics
 
 from .serving import serving

@@ -22,10 +22,10 @@ from typing import Any
 import httpx
 import pytest
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.config import WATCHDOG_OPTION
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server import ServerOptions, Supervisor, bind, bind_shared
-from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

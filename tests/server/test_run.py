@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from proof.fake_backend import FakeBackend, Script
 from sidestream.errors import ConfigError
 from sidestream.server import RunningServer, ServerOptions, bind, serve
-from sidestream.testing.fake_backend import FakeBackend, Script
 
 from .serving import ASK_LONG, LONG, WAIT_S, Served, send, serving
 
@@ -119,7 +119,7 @@ def test_a_server_without_requests_stops_at_once() -> None:
 _CHILD = """
 import sys
 from sidestream.server import RunningServer, ServerOptions, bind, serve
-from sidestream.testing.fake_backend import FakeBackend, Script
+from proof.fake_backend import FakeBackend, Script
 backend = FakeBackend(Script(hold_after=2))
 options = ServerOptions(port=0, drain_s=float(sys.argv[1]))
 drained = serve(backend, options, on_ready=lambda running: print(running.url, flush=True))

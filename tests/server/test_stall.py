@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from proof.fake_backend import FakeBackend, Script
 from sidestream.config import SamplingParams
 from sidestream.server import connections
-from sidestream.testing.fake_backend import FakeBackend, Script
 from sidestream.types import CachedTokens, Delta
 
 from .serving import ASK_LONG, LONG, WAIT_S, Served, send, serving

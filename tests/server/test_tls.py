@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 import pytest
 
+from proof.fake_backend import FakeBackend, Script
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions, bind
-from sidestream.testing.fake_backend import FakeBackend, Script
 
 from .serving import ASK_LONG, LONG, WAIT_S, Served, serving
 

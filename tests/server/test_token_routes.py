@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from proof.fake_backend import FakeBackend, FakeTokenizer
 from sidestream.server import ServerOptions, create_app
-from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer
 from sidestream.types import Health
 from sidestream.version import VERSION
 

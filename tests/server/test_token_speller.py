@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proof.fake_backend import FakeTokenizer
 from sidestream.client.output import OutputProcessor
 from sidestream.config import SamplingParams
 from sidestream.server.responses import TokenSpeller
-from sidestream.testing.fake_backend import FakeTokenizer
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 
 TOKENIZER = FakeTokenizer()

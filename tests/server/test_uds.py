@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from proof.fake_backend import FakeBackend
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions, bind
-from sidestream.testing.fake_backend import FakeBackend
 
 from .serving import serving
 

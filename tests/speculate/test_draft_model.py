@@ -11,11 +11,11 @@ import torch
 from drafting_rig import GREEDY, PROMPTS, Seen, check_drafts_from_every_source
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, OffloadConfig, SpeculativeConfig
 from sidestream.errors import ConfigError, ModelError
 from sidestream.models import load_model
 from sidestream.models.draft import attach_draft
-from sidestream.testing.tiny_models import tiny_model_dir
 
 DRAFTS = 3
 # Other heads, other layers, and five numbers where the model has some power of two.

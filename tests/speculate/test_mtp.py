@@ -13,11 +13,11 @@ import torch
 from drafting_rig import GREEDY, PROMPTS, Seen, check_drafts_from_every_source
 from transformers import AutoModelForCausalLM
 
+from proof.tiny_models import carry_head, save_head, tiny_model_dir
 from sidestream import LLM, OffloadConfig, SpeculativeConfig
 from sidestream.errors import ConfigError, ModelError
 from sidestream.models.loader import weights_digest
 from sidestream.models.mtp import MtpHead, load_head, write_head
-from sidestream.testing.tiny_models import carry_head, save_head, tiny_model_dir
 
 DRAFTS = 3
 ALWAYS = SpeculativeConfig("mtp", DRAFTS, adaptive=False)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, SamplingParams, SpeculativeConfig
 from sidestream.models.catalog import CATALOG, MARKER, prepared, shipped_head
-from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.text import sample_tasks
 
 DEMO = "smollm2-135m-instruct"

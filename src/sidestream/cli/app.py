@@ -6,18 +6,17 @@ from typing import Annotated
 
 import typer
 
-from sidestream.cli.bench import app as bench_app
-from sidestream.cli.bench.check_trace import PASSED_ON, check_trace
-from sidestream.cli.bench.torture import torture
 from sidestream.cli.chat import chat
+from sidestream.cli.check_trace import PASSED_ON, check_trace
 from sidestream.cli.declare import Command, flag
 from sidestream.cli.demo import demo
 from sidestream.cli.doctor import doctor
 from sidestream.cli.errors import Commands
 from sidestream.cli.generate import generate
 from sidestream.cli.models import app as models_app
+from sidestream.cli.options import Debug
 from sidestream.cli.serve import serve
-from sidestream.cli.train import train_mtp
+from sidestream.errors import ConfigError
 
 app = typer.Typer(
     cls=Commands,
@@ -40,7 +39,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _global_options(
-    debug: Annotated[bool, flag("--debug", envvar="SIDESTREAM_DEBUG", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
     version: Annotated[
         bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -53,9 +52,19 @@ app.command(cls=Command)(chat)
 app.command(cls=Command)(generate)
 app.add_typer(models_app, name="models")
 app.command(cls=Command)(doctor)
-
-app.add_typer(bench_app, name="bench")
 app.command(cls=Command)(demo)
-app.command(cls=Command)(torture)
 app.command("check-trace", cls=Command, context_settings=PASSED_ON)(check_trace)
-app.command("train-mtp", cls=Command)(train_mtp)
+
+_MOVED = {
+    "bench": "`python -m bench` in a checkout of the repository",
+    "torture": "`python -m proof torture` in a checkout of the repository",
+    "train-mtp": "`sidestream models train-mtp`",
+}
+
+
+def _moved(context: typer.Context) -> None:
+    raise ConfigError(f"`sidestream {context.info_name}` has moved: run {_MOVED[context.info_name or '']}")
+
+
+for _name in _MOVED:
+    app.command(_name, hidden=True, context_settings=PASSED_ON)(_moved)

@@ -18,6 +18,42 @@ from sidestream.errors import ConfigError, SidestreamError
 
 Number = TypeVar("Number", int, float)
 
+RARE = frozenset(
+    [
+        "--single-process",
+        "--replica",
+        "--root-path",
+        "--ssl-ca-certs",
+        "--max-buffered",
+        "--head-timeout",
+        "--body-timeout",
+        "--stall-timeout",
+        "--max-connections",
+        "--max-connections-per-address",
+        "--max-choices",
+        "--drain-seconds",
+        "--watchdog-timeout",
+        "--kv-events-replay",
+        "--kv-events-topic",
+        "--kv-events-encoding",
+        "--load-deadline",
+        "--salt",
+        "--state-memory",
+        "--state-interval",
+        "--block-tokens",
+        "--chunk-tokens",
+        "--token-budget",
+        "--tail-apart",
+        "--eager",
+        "--max-drafts",
+        "--max-slowdown",
+        "--self-check",
+        "--check-order",
+        "--timeline",
+    ]
+)
+"""Options that `--help` leaves out and `--help-all` shows: their defaults are right for nearly everybody."""
+
 
 def option(
     name: str,
@@ -43,6 +79,7 @@ def option(
         show_default=show_default is True,
         parser=parse,
         rich_help_panel=settings.pop("panel", None),
+        hidden=name.partition("/")[0] in RARE,
         **settings,
     )
 
@@ -107,8 +144,21 @@ class _Help:
 class Command(_Help, TyperCommand):
     """The class of all commands. Errors name the command's options, not the fields of Python's configs."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with the number of options that it leaves out."""
+        if hidden := self._hidden():
+            self.epilog = f"--help-all shows {len(hidden)} more options."
+        super().format_help(ctx, formatter)
+
+    def _hidden(self) -> list[Any]:
+        return [parameter for parameter in self.params if getattr(parameter, "hidden", False)]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line. Raises ConfigError for an argument that is given like an option."""
+        if "--help-all" in args:
+            for parameter in self._hidden():
+                parameter.hidden = False
+            args = ["--help"]
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # the class NoSuchOption lies in other modules in other versions of typer

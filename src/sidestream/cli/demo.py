@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sidestream.cli.bench.prompt_runs import ChildEngine, PromptRun
 from sidestream.cli.declare import option
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.cli.progress import Steps
+from sidestream.cli.prompt_runs import ChildEngine, PromptRun
 
 _QUESTION = "Why does the narrator go to sea?"
 _MAX_TOKENS = 48

@@ -13,6 +13,7 @@ from rich.table import Table
 from sidestream.cli.declare import Command, Group
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, AsJson
+from sidestream.cli.train import train_mtp
 
 app = typer.Typer(
     cls=Group, help="List the models that can be fetched by name; prepare a model.", invoke_without_command=True
@@ -50,6 +51,9 @@ def prepare(
         if as_json
         else f"{name} {'was already' if already else 'is now'} prepared in {path}"
     )
+
+
+app.command("train-mtp", cls=Command)(train_mtp)
 
 
 def _rows() -> list[dict[str, object]]:

@@ -42,6 +42,7 @@ Model = Annotated[
         metavar="MODEL", help="A directory in transformers' format, a hub id, or a name that `sidestream models` lists."
     ),
 ]
+Debug = Annotated[bool, flag("--debug", envvar="SIDESTREAM_DEBUG", help="Show the traceback of an error.")]
 AsJson = Annotated[bool, flag("--json", help="Print one JSON object.")]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from sidestream.cli.bench.machine import DISK_BYTES, copy_speeds, disk_speeds
+from sidestream.cli.machine import DISK_BYTES, copy_speeds, disk_speeds
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.config import EngineConfig
 from sidestream.errors import ConfigError, TierError

@@ -1,0 +1,222 @@
+"""Tensor parallelism on GPUs: compares the same model, with random weights, on one rank and on several ranks.
+
+Measures the step time of decoding, TTFT without cached KV and with KV in host memory, ITL while the KV of a long
+request is loaded (a resume), and the bandwidth at which all ranks load KV from host memory, each over its own link.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from bench.engine import Rig, Sizes, resume
+from proof.random_models import SHAPES, random_checkpoint
+from proof.report import Bound, Figure, at_least, at_most
+from proof.tiny_models import tiny_model_dir
+from sidestream.errors import ConfigError
+from sidestream.llm import LLM
+from sidestream_kv.config import OffloadConfig, unknown_name
+from sidestream_kv.device.choice import torch_device
+from sidestream_kv.device.kinds import CUDA
+
+# Only steps with these numbers of rows, and TTFT of prompts of this length, have bounds, for two ranks.
+_BOUNDED_ROWS = (1, 32)
+_BOUNDED_LENGTH = 8192
+_ROUNDS = 5
+
+PARTS = ("decode", "ttft", "resume")
+
+_FULL = Sizes(
+    kv_memory="8GiB",
+    host="24GiB",
+    max_model_len=40960,
+    max_running=128,
+    decode=((1, 1024, 0.0), (32, 1024, 0.0), (128, 512, 0.0)),
+    cold=((128, 0.0), (2048, 0.0), (_BOUNDED_LENGTH, 0.0)),
+    from_host=((8192, 0.0, 0.0), (16384, 0.0, 0.0)),
+    others_context=1024,
+    resumed=16000,
+    outputs=64,
+)
+_TINY = Sizes("8MiB", "16MiB", 512, 4, ((1, 32, 0.0), (4, 16, 0.0)), ((32, 0.0),), ((128, 0.0, 0.0),), 32, 200, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """The results at one number of ranks.
+
+    step_s         seconds of a decode step, by the number of rows
+    contexts       prompt tokens of each row of these steps, by the number of rows
+    cold_s         TTFT in seconds without cached KV, by the number of prompt tokens
+    host_s         TTFT in seconds with KV in host memory, by the number of prompt tokens
+    idle_share     share of time in which rank 0's device is idle between decode steps; the maximum over the row counts
+    load_bytes_s   bytes per second of all ranks together, from the submission of a load to its end; 0: not measured
+    host_waits     number of times that the host waited for the device, except for waits for a step's results
+    resume         figures of `engine.resume`, by name; empty: not measured
+    """
+
+    step_s: dict[int, float]
+    contexts: dict[int, int]
+    cold_s: dict[int, float]
+    host_s: dict[int, float]
+    idle_share: float
+    load_bytes_s: float
+    host_waits: int
+    resume: dict[str, Figure]
+
+
+def measure(
+    *,
+    device: str,
+    shape: str,
+    ranks: int,
+    kv_memory: str | None,
+    parts: Sequence[str],
+    on_progress: Callable[[str], None],
+) -> list[Figure]:
+    """The figures of these parts with `ranks` ranks, compared with one rank. `kv_memory`: KV memory of each rank; None:
+    the benchmark's default. Raises ConfigError for an unknown part.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(unknown_name("part", part, PARTS))
+    sizes = _FULL if device == CUDA else _TINY
+    if kv_memory is not None:
+        sizes = replace(sizes, kv_memory=kv_memory)
+    if "decode" not in parts:
+        sizes = replace(sizes, decode=sizes.decode[:1])  # a resume is compared with steps of one row
+    if "ttft" not in parts:
+        sizes = replace(sizes, cold=(), from_host=())
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
+        on_progress("writing random weights")
+        words = tiny_model_dir("llama", Path(scratch, "words"), seed=0)
+        model = Path(scratch, "model")
+        random_checkpoint(shape, model, tokenizer=words, device=torch_device(device))
+        resumes = "resume" in parts
+        one = _times(str(model), device, shape, 1, sizes, resumes, on_progress)
+        same = replace(sizes, decode=tuple((rows, one.contexts[rows], bound) for rows, _, bound in sizes.decode))
+        many = _times(str(model), device, shape, ranks, same, resumes, on_progress)
+    return _figures(one, many, ranks, sizes)
+
+
+def _times(
+    model: str,
+    device: str,
+    shape: str,
+    size: int,
+    sizes: Sizes,
+    resumes: bool,
+    on_progress: Callable[[str], None],
+) -> _Times:
+    def tell(text: str) -> None:
+        on_progress(f"{size} rank{'s' * (size > 1)}: {text}")
+
+    tell("starting")
+    llm = LLM(
+        model,
+        device=device,
+        tensor_parallel=size,
+        dtype="bfloat16",
+        kv_memory=sizes.kv_memory,
+        max_running=sizes.max_running,
+        max_model_len=sizes.max_model_len,
+        offload=OffloadConfig(host=sizes.host),
+        generation_config="none",
+    )
+    try:
+        rig = Rig(llm.engine, vocab_size=SHAPES[shape][1]["vocab_size"], end=llm.close, on_progress=tell)
+    except BaseException:
+        llm.close()
+        raise
+    try:
+        return _measured(rig, size, sizes, resumes, tell)
+    finally:
+        rig.close()
+
+
+def _measured(rig: Rig, size: int, sizes: Sizes, resumes: bool, tell: Callable[[str], None]) -> _Times:
+    rig.ask(rig.prompt(40), 4).wait()
+    step_s, cold_s, host_s, shares = dict[int, float](), dict[int, float](), dict[int, float](), list[float]()
+    contexts = dict[int, int]()
+    block_tokens = rig.parts.layout.block_tokens
+    for rows, longest, _ in sizes.decode:
+        room = rig.parts.blocks.size // rows * block_tokens
+        context = contexts[rows] = min(longest, room - sizes.outputs - block_tokens)
+        if context < 1:
+            raise ConfigError(
+                f"the KV memory of a rank holds {room} tokens for each of {rows} rows, and outputs take "
+                f"{sizes.outputs + block_tokens}: give more --kv-memory"
+            )
+        tell(f"decode, {rows} rows of {context} tokens")
+        lengths, idle = rig.steps(rows, context, sizes.outputs)
+        step_s[rows] = median(lengths)
+        shares.append(sum(idle) / sum(lengths))
+    for length, _ in sizes.cold:
+        tell(f"first token, {length} tokens cold")
+        cold_s[length] = median(rig.ask(rig.prompt(length), 1).wait().ttft_s for _ in range(_ROUNDS))
+    rates = []
+    for length, *_ in sizes.from_host:
+        tell(f"first token, {length} tokens from host memory")
+        taken = []
+        for _ in range(_ROUNDS):
+            prompt = rig.prompt(length + 1)
+            rig.ask(prompt, 1).wait()
+            before = _loaded(rig)
+            taken.append(rig.ask_from_host(prompt).ttft_s)
+            rig.forget_device()  # waits for the end of the load
+            num_bytes, seconds = (now - then for now, then in zip(_loaded(rig), before, strict=True))
+            rates.append(size * num_bytes / seconds)  # each rank loads as many bytes as rank 0: the KV of its heads
+        host_s[length] = median(taken)
+    figures = {figure.name: figure for figure in resume(rig, sizes, step_s[1], tell)} if resumes else {}
+    return _Times(step_s, contexts, cold_s, host_s, max(shares), max(rates, default=0.0), rig.host_waits(), figures)
+
+
+def _loaded(rig: Rig) -> tuple[float, float]:
+    """Bytes that rank 0 has loaded so far, and the total seconds of these loads."""
+    metrics = rig.parts.metrics
+    seconds = metrics.snapshot().histograms["transfer_seconds"].get(("load",))
+    return metrics.value("transfer_bytes_total", "load"), 0.0 if seconds is None else seconds.total
+
+
+def _figures(one: _Times, many: _Times, ranks: int, sizes: Sizes) -> list[Figure]:
+    figures = []
+    for rows, _, _ in sizes.decode:
+        bound = at_most(0.62) if ranks == 2 and rows in _BOUNDED_ROWS else None
+        figures += _pair("decode_b{}", rows, one.step_s[rows], many.step_s[rows], ranks, bound)
+        figures.append(Figure(f"decode_b{rows}_prompt_tokens", one.contexts[rows], "tokens"))
+    for length, _ in sizes.cold:
+        bound = at_most(0.6) if ranks == 2 and length == _BOUNDED_LENGTH else None
+        figures += _pair("ttft_cold_{}", length, one.cold_s[length], many.cold_s[length], ranks, bound)
+    for length, *_ in sizes.from_host:
+        figures += _pair("ttft_host_{}", length, one.host_s[length], many.host_s[length], ranks, None)
+    if sizes.from_host:
+        gain = at_least(1.9) if ranks == 2 else None
+        figures += [
+            Figure(f"tp{ranks}_over_tp1_load_gb_s", many.load_bytes_s / one.load_bytes_s, "ratio", gain),
+            Figure(f"tp{ranks}_load_gb_s", many.load_bytes_s / 1e9, "GB/s"),
+            Figure("tp1_load_gb_s", one.load_bytes_s / 1e9, "GB/s"),
+        ]
+    figures += [
+        Figure(f"tp{ranks}_idle_share_max", many.idle_share, "share", at_most(0.02)),
+        Figure("tp1_idle_share_max", one.idle_share, "share"),
+        Figure(f"tp{ranks}_host_waits_besides_commits", many.host_waits, "waits", at_most(0)),
+    ]
+    for size, times in ((ranks, many), (1, one)):
+        figures += [
+            replace(times.resume[name], name=f"tp{size}_{name}", bound=None)
+            for name in ("resume_ttft_ms", "itl_p99_during_resume", "itl_p99_during_resume_ms", "itl_median_alone_ms")
+            if name in times.resume
+        ]
+    return figures
+
+
+def _pair(name: str, of: int, one_s: float, many_s: float, ranks: int, bound: Bound | None) -> list[Figure]:
+    what = name.format(of)
+    return [
+        Figure(f"tp{ranks}_over_tp1_{what}", many_s / one_s, "ratio", bound),
+        Figure(f"tp{ranks}_{what}_ms", 1e3 * many_s, "ms"),
+        Figure(f"tp1_{what}_ms", 1e3 * one_s, "ms"),
+    ]

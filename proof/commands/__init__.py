@@ -1,0 +1,1 @@
+"""The commands of `python -m proof`: they read options, run what `proof.torture` has, and print it."""

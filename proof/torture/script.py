@@ -1,0 +1,390 @@
+"""Injects the faults of a workload into disk operations, copies and forward passes. The disk tier and its files are
+real, so the tier's own checks must detect damage to a file. Delays are in virtual time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import tempfile
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from proof.torture.workload import DAMAGE, Fault, Operation, Workload
+from sidestream.attention.interface import AttentionBatch
+from sidestream.attention.paged import PagedBatch
+from sidestream.attention.states import StateBatch
+from sidestream.errors import DeviceLost, InvariantError, TierCorrupt, TierError, TierFull
+from sidestream.runner.forward import Left
+from sidestream_kv.device.base import CopyBatch, Memory
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
+from sidestream_kv.offload.tiers.base import Block
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
+from sidestream_kv.types import Fence, Tracer
+from sidestream_order.sim import Guard, SimDevice, SimStream
+
+
+class Script:
+    """Chooses the fault of each operation. Operations are counted over the whole schedule, across restarts."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._faults = workload.faults
+        self._counts: Counter[Operation] = Counter()
+
+    def next(self, operation: Operation) -> Fault | None:
+        """The fault of the operation that starts now; None: no fault."""
+        number = self._counts[operation]
+        self._counts[operation] += 1
+        return next((fault for fault in self._faults if fault.operation == operation and fault.hits(number)), None)
+
+
+class ScriptedDevice(SimDevice):
+    """A simulated device whose copies fail as the workload says. `step_failed`: whether a forward pass has failed."""
+
+    def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None, guard: Guard | None = None) -> None:
+        super().__init__(policy, tracer=tracer, guard=guard)
+        self.script = script
+        self.step_failed = False
+        self._lost_to: tuple[str, ...] = ()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether some or all streams of the device refuse work."""
+        return bool(self._lost_to)
+
+    def lose(self, *streams: str) -> None:
+        """From now on, streams whose names begin with one of these prefixes refuse work. Work submitted earlier
+        continues.
+        """
+        self._lost_to = streams
+
+    def stream(self, name: str, *, blocking: bool = False, on_host: bool = False) -> SimStream:
+        stream = super().stream(name, blocking=blocking, on_host=on_host)
+        submit = stream.submit
+
+        def mortal(*given: Any, **options: Any) -> Fence:
+            if name.startswith(self._lost_to):
+                raise DeviceLost("injected: the device is lost")
+            return submit(*given, **options)
+
+        stream.submit = mortal  # type: ignore[method-assign, assignment]
+        operation = name.rpartition("/")[2].partition("-")[0]  # of any rank
+        if operation in ("store", "load"):
+            stream.copy = self._around(operation, stream.copy)  # type: ignore[method-assign, assignment, arg-type]
+        return stream
+
+    def memory(self, name: str) -> Memory:
+        """The memory with this name."""
+        return self._memories[name]
+
+    def play(self, fault: Fault | None, proceed: Callable[[], None], *, torn: Callable[[], None]) -> None:
+        """Run an operation with `fault`; None: without a fault."""
+        match fault.kind if fault is not None else "none":
+            case "slow":
+                assert fault is not None
+                self.sleep(fault.seconds)
+                proceed()
+            case "late":
+                assert fault is not None
+                proceed()
+                self.sleep(fault.seconds)
+            case "lost":
+                raise TierError("injected: it is lost")
+            case "torn":
+                torn()
+                raise TierCorrupt("injected: only a part was copied")
+            case "full":
+                raise TierFull("injected: no room")
+            case _:
+                proceed()
+
+    def _around(self, operation: Operation, copy: Callable[[CopyBatch], None]) -> Callable[[CopyBatch], None]:
+        def faulty(batch: CopyBatch) -> None:
+            def half() -> None:
+                count = (len(batch.source_starts) + 1) // 2
+                copy(batch.part(0, count))
+
+            self.play(self.script.next(operation), lambda: copy(batch), torn=half)
+
+        return faulty
+
+
+class ScriptedModel:
+    """A model whose forward pass fails as the workload says. `weights` is the version of the weights. It is added to
+    each input token, so it changes all outputs.
+    """
+
+    def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
+        self._inner = inner
+        self._device = device
+        self.weights = 0
+        self.layout: KVLayout = inner.layout
+        self.state_layout: StateLayout | None = inner.state_layout
+        self.needs_chunk_lengths: bool = inner.needs_chunk_lengths
+        self.vocab_size: int = inner.vocab_size
+        self.num_heads: int = inner.num_heads
+        self.hidden_size: int = inner.hidden_size
+        self.max_model_len: int = inner.max_model_len
+        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
+
+    @property
+    def fingerprint(self) -> str:
+        """Depends on the version of the weights."""
+        return self.fingerprint_of(self.weights)
+
+    def fingerprint_of(self, weights: int) -> str:
+        """The fingerprint of the model with this version of the weights."""
+        return f"{self._inner.fingerprint}-{weights}"
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        states: StateBatch | None = None,
+    ) -> torch.Tensor:
+        forward = self._inner.forward if states is None else functools.partial(self._inner.forward, states=states)
+        return self._forward(forward, tokens, positions, batch, logit_rows)
+
+    def forward_with_hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        left: Left,
+        states: StateBatch | None = None,
+    ) -> torch.Tensor:
+        forward = functools.partial(self._inner.forward_with_hidden, left=left)
+        if states is not None:
+            forward = functools.partial(forward, states=states)
+        return self._forward(forward, tokens, positions, batch, logit_rows)
+
+    def hidden_after(self, tokens: Sequence[int]) -> int:
+        """See `ToyModel.hidden_after`, with the current weights."""
+        hidden: int = self._inner.hidden_after([(token + self.weights) % self.vocab_size for token in tokens])
+        return hidden
+
+    def state_after(self, tokens: Sequence[int]) -> int:
+        """See `StatefulToyModel.state_after`, with the current weights."""
+        state: int = self._inner.state_after([(token + self.weights) % self.vocab_size for token in tokens])
+        return state
+
+    def next_token(self, tokens: Sequence[int]) -> int:
+        """The most likely token after `tokens`, with the current weights. See `ToyModel.expected`."""
+        (token,) = self._inner.expected([(token + self.weights) % self.vocab_size for token in tokens], 1)
+        return int(token)
+
+    def _forward(
+        self,
+        forward: Callable[..., Any],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """The result of `forward`."""
+        given: list[torch.Tensor] = []
+        seen = (tokens + self.weights) % self.vocab_size if self.weights else tokens
+
+        def proceed() -> None:
+            given.append(forward(seen, positions, batch, logit_rows))
+
+        if self._device is None:
+            proceed()
+            return given[0]
+        fault = self._device.script.next("forward")
+        if fault is not None and fault.kind == "lost":
+            # A step that waits for loads declares its accesses layer by layer; other steps declare them at the start. A
+            # failing step must declare the accesses of all layers too, because later steps may already have been
+            # launched.
+            assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
+            for layer in range(self.layout.num_layers):
+                batch.before_layer(layer)
+            self._device.step_failed = True
+        self._device.play(fault, proceed, torn=_never)
+        if fault is not None and fault.kind == "nan":
+            assert isinstance(batch, PagedBatch), "toy models run only on a PagedBatch"
+            given[0].fill_(torch.nan)
+            for last in logit_rows.tolist():  # only rows with logits: no result of other rows is read
+                row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
+                slots = batch.slot_mapping[batch.cu_seqlens_q[row] : last + 1]
+                batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
+        return given[0]
+
+
+class ScriptedTier:
+    """The real disk tier, whose reads and writes fail as the workload says."""
+
+    def __init__(
+        self,
+        inner: DiskTier,
+        device: ScriptedDevice,
+        used: Callable[[str], None],
+        others: Callable[[str], Sequence[str]] = lambda path: (),
+    ) -> None:
+        """`used` receives the path of each entry that is written or read. `others` returns the paths of other used
+        entries of the same directory, the last used entry first.
+        """
+        self._inner = inner
+        self._device = device
+        self._used = used
+        self._others = others
+
+    @property
+    def index(self) -> TierIndex:
+        """The real tier's index."""
+        return self._inner.index
+
+    def write(self, grant: WriteGrant, payload: Block) -> None:
+        for entry in (grant.entry, grant.victim):
+            self._require(entry, write=True)
+        path = _path(self._inner, grant.entry)
+        self._used(path)
+        fault = self._device.script.next("write")
+        self._device.play(fault, lambda: self._inner.write(grant, payload), torn=_never)
+        self._damage(path, fault)
+
+    def read(self, entry: Entry, out: Block) -> None:
+        def torn() -> None:
+            self._inner.read(entry, out)
+            data = np.frombuffer(out, np.uint8)
+            data[: len(data) // 2] ^= 0xA5
+
+        self._require(entry, write=False)
+        path = _path(self._inner, entry)
+        self._used(path)
+        fault = self._device.script.next("read")
+        self._damage(path, fault)
+        self._device.play(fault, lambda: self._inner.read(entry, out), torn=torn)
+
+    def _damage(self, path: str, fault: Fault | None) -> None:
+        if fault is not None and fault.kind in DAMAGE:
+            _damage((path, *self._others(path)), fault)
+
+    def _require(self, entry: Entry | None, *, write: bool) -> None:
+        """Verify that the running work has declared its access to the entry's file."""
+        guard, index = self._device.guard, self._inner.index
+        if entry is not None and guard is not None and index.traced:
+            guard.require(self._device.turns.current.name, index.access(entry, write=write))
+
+    def peek(self, entry: Entry) -> bytes | None:
+        """The bytes of a published entry, read without injected faults. None if the tier rejects the file."""
+        out = bytearray(self._inner._block_bytes)
+        try:
+            self._inner.read(entry, memoryview(out))
+        except TierError:
+            return None
+        return bytes(out)
+
+    def strays(self) -> tuple[set[str], set[str]]:
+        """Names of files without a findable entry, and names of findable entries without a file."""
+        subdirectories = [each for each in os.scandir(self._inner.directory) if each.is_dir()]
+        files = {entry.name for each in subdirectories for entry in os.scandir(each)}
+        entries = {Path(_path(self._inner, entry)).name for entry in self.index.entries}
+        return files - entries, entries - files
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def crash(self) -> None:
+        """Release the lock and leave the files as they are, as the kernel does for a killed process."""
+        self._inner.index.take_doomed()  # a dead process deletes nothing
+        self._inner.close()
+
+
+class Scratch:
+    """Directories for the disk tier. They are kept until the process ends, because creating one takes longer than a
+    schedule.
+    """
+
+    def __init__(self) -> None:
+        self._root = tempfile.TemporaryDirectory(prefix="sidestream-torture-")
+        self._used: dict[str, int] = {}  # path -> serial number of its last use
+        self._process = os.getpid()
+
+    def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int, rank: int = 0) -> ScriptedTier:
+        """Open the disk tier of a model on a rank. It has the entries that were written since the last `clean`."""
+        tier = DiskTier.open(
+            Path(self._root.name) / f"{model.fingerprint}-{rank}",
+            layout=model.layout,
+            fingerprint=model.fingerprint,
+            capacity_bytes=num_blocks * entry_bytes(model.layout),
+            tracer=None if rank else device.tracer,  # rank 0's index keeps the leases of all ranks
+        )
+        return ScriptedTier(tier, device, self._use, self._others)
+
+    def settle(self) -> None:
+        """Set the files' times to their order of use, because a restart reads these times, and the clock's times differ
+        between runs.
+        """
+        for path, when in self._used.items():
+            if Path(path).exists():
+                os.utime(path, ns=(when, when))
+
+    def clean(self) -> None:
+        """Delete all entries; no tier may be open."""
+        for path in self._used:
+            Path(path).unlink(missing_ok=True)
+        self._used.clear()
+
+    def _use(self, path: str) -> None:
+        self._used.pop(path, None)
+        self._used[path] = len(self._used) if not self._used else next(reversed(self._used.values())) + 1
+
+    def _others(self, path: str) -> list[str]:
+        directory = Path(path).parents[1]
+        return [other for other in reversed(self._used) if other != path and Path(other).parents[1] == directory]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process created the directories. A forked child must not use them."""
+        return self._process == os.getpid()
+
+
+def _path(tier: DiskTier, entry: Entry) -> str:
+    """The path of an entry's file."""
+    name = entry.key.hex()
+    return f"{tier.directory}/{name[:2]}/{name}-{entry.serial:016x}"
+
+
+def _damage(paths: Sequence[str], fault: Fault | None) -> None:
+    """Damage files behind the tier's back. `paths` are the files of used entries, the last used first."""
+    if fault is None or fault.kind not in DAMAGE:
+        return
+    files = [path for path in map(Path, paths) if path.exists()]
+    if fault.kind == "swapped":
+        for one, other in itertools.pairwise(files[: fault.entries + 1]):
+            aside = one.with_name("aside")
+            one.rename(aside)
+            other.rename(one)
+            aside.rename(other)
+        return
+    for file in files[: fault.entries]:
+        status = file.stat()
+        at = int(fault.place * (status.st_size - 1))
+        if fault.kind == "truncated":
+            os.truncate(file, at)
+        else:
+            with file.open("r+b") as opened:
+                opened.seek(at)
+                (byte,) = opened.read(1)
+                opened.seek(at)
+                opened.write(bytes([byte ^ 0x10]))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _never() -> None:
+    raise InvariantError("the workload tears a disk write, but a tier renames complete files into place")

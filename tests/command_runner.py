@@ -1,0 +1,40 @@
+"""Runs commands in the test's process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+Run = Callable[..., Any]
+
+
+def runner(app: typer.Typer, program: str) -> Callable[..., Run]:
+    """The fixture `run`: `run("generate", model, stdin="...")` runs a command of `app`."""
+
+    @pytest.fixture
+    def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+        monkeypatch.delenv("SIDESTREAM_DEBUG", raising=False)
+        monkeypatch.delenv("SIDESTREAM_API_KEY", raising=False)
+        monkeypatch.setenv("COLUMNS", "200")  # no message is wrapped
+
+        def invoke(*arguments: object, stdin: str | bytes | None = None) -> Any:
+            return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, prog_name=program)
+
+        return invoke
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def interrupts_reach_children() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the
+    background.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

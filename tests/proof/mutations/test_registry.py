@@ -1,0 +1,143 @@
+"""The tables themselves: each row fits the code, is named once, and asks for what workloads have."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from proof.miniatures import MINIATURES
+from proof.mutations import (
+    ELSEWHERE,
+    EQUIVALENT,
+    HAZARDS,
+    MUTATIONS,
+    Change,
+    Equivalent,
+    Feature,
+    Mutation,
+    applied,
+    changed_functions,
+    changed_trees,
+    check_marks,
+    find,
+    product_marks,
+)
+from proof.mutations.operators import Always, Delete
+from proof.torture import FEATURES, draw_workload
+from sidestream.errors import ConfigError
+
+TESTS = Path(__file__).resolve().parents[2]
+ALL = (*MUTATIONS, *(equivalent.mutation for equivalent in EQUIVALENT))
+by_name = pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
+
+
+@by_name
+def test_a_mutation_changes_its_functions_and_leaves_them_as_they_were(mutation: Mutation) -> None:
+    functions = [function for function, _ in changed_functions(mutation)]
+    before = [function.__code__ for function in functions]
+    with applied(mutation):
+        assert all(function.__code__ != code for function, code in zip(functions, before, strict=True))
+    assert all(function.__code__ is code for function, code in zip(functions, before, strict=True))
+
+
+@by_name
+def test_a_mutation_keeps_the_file_and_the_first_line_of_the_original(mutation: Mutation) -> None:
+    for function, code in changed_functions(mutation):
+        assert (code.co_filename, code.co_name) == (function.__code__.co_filename, function.__code__.co_name)
+        lines = {line for _, _, line in code.co_lines() if line is not None}
+        assert lines <= {line for _, _, line in function.__code__.co_lines() if line is not None} | set(
+            range(min(lines), max(lines) + 1)
+        )
+
+
+def test_names_are_unique_and_are_no_miniatures() -> None:
+    names = [mutation.name for mutation in ALL] + [miniature.name for miniature in MINIATURES]
+    assert len(set(names)) == len(names)
+
+
+def test_no_two_mutations_do_the_same() -> None:
+    done: dict[str, str] = {}
+    for mutation in ALL:
+        trees = "\n".join(ast.dump(tree) for _, tree in changed_trees(mutation))
+        assert trees not in done, f"{mutation.name} and {done[trees]} make the same code"
+        done[trees] = mutation.name
+
+
+def test_every_mark_has_a_mutation_and_every_mutation_its_marks() -> None:
+    check_marks(ALL, product_marks())
+
+
+@by_name
+def test_a_mutation_has_a_hazard_and_a_consequence(mutation: Mutation) -> None:
+    assert mutation.hazard in HAZARDS
+    assert mutation.consequence
+    assert not mutation.consequence.endswith(".")
+
+
+def test_hazards_have_their_stable_numbers() -> None:
+    of_one_process, between_processes = range(1, 27), (32, 34, 35)
+    assert list(HAZARDS) == [f"H{number}" for number in (*of_one_process, *between_processes)]
+
+
+@pytest.mark.parametrize("hazard", HAZARDS)
+def test_a_hazard_has_a_mutation_or_a_reason_why_not(hazard: str) -> None:
+    mutated = any(mutation.hazard == hazard for mutation in MUTATIONS)
+    assert mutated != (hazard in ELSEWHERE), f"{hazard} needs a mutation, or a row in ELSEWHERE that is not stale"
+
+
+def test_a_hazard_without_a_mutation_has_a_miniature() -> None:
+    assert set(ELSEWHERE) <= {miniature.hazard for miniature in MINIATURES}
+
+
+def test_every_feature_that_a_mutation_may_need_is_known_to_workloads() -> None:
+    assert set(get_args(Feature)) == set(FEATURES)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    sorted({mutation.needs for mutation in MUTATIONS}, key=sorted),
+    ids=lambda needs: "+".join(sorted(needs)) or "none",
+)
+def test_what_a_mutation_needs_is_drawn_soon(needs: frozenset[Feature]) -> None:
+    assert any(needs <= draw_workload(seed).features for seed in range(400))
+
+
+def test_every_feature_is_needed_by_a_mutation() -> None:
+    assert set(FEATURES) == set().union(*(mutation.needs for mutation in ALL))
+
+
+@pytest.mark.parametrize("equivalent", EQUIVALENT, ids=lambda equivalent: equivalent.mutation.name)
+def test_an_equivalent_has_a_reason_and_the_test_that_it_names_exists(equivalent: Equivalent) -> None:
+    assert equivalent.reason
+    if equivalent.noticed_by:
+        file, name = equivalent.noticed_by.split("::")
+        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+        assert name in {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        } | _assigned(tree)
+
+
+def test_a_known_name_is_found_and_an_unknown_one_is_an_error_with_the_nearest_name() -> None:
+    assert all(find(mutation.name) is mutation for mutation in ALL)
+    with pytest.raises(ConfigError, match="did you mean store-waits-for-step"):
+        find("store-wait-for-step")
+
+
+def test_changes_of_one_mutation_come_in_their_order() -> None:
+    first, second = Change("a", Always()), Change("b", Delete())
+    assert Mutation(name="a", hazard="H1", change=Always(), consequence="i", also=(second,)).changes == (first, second)
+    assert Mutation(name="n", hazard="H1", at="a", change=Always(), consequence="i").changes == (first,)
+
+
+def _assigned(tree: ast.Module) -> set[str]:
+    """Names that a module gives to something, as state machines do to their test case."""
+    return {
+        name.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }

@@ -1,0 +1,227 @@
+"""Scripted faults: the operation that is named suffers what is named, as often as is said, and the engine serves on."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from proof.torture import Asked, Event, Fault, Outcome, Workload, draw_workload, run_schedule
+from proof.torture.script import Script, ScriptedDevice, _damage
+from proof.torture.workload import DAMAGE, FAULTS_OF, EventKind, Operation
+from sidestream.engine.failures import Failures
+from sidestream.engine.loop import StepLoop
+from sidestream.errors import InvariantError
+from sidestream_order.sim import make_policy
+
+FIRST, SECOND, THIRD = (tuple(range(start, start + 16)) for start in (1, 21, 41))
+# A prompt comes back after others have taken its room on the device and in host memory.
+VISITS = tuple(
+    Asked(at=20 * number, prompt=prompt, max_tokens=2)
+    for number, prompt in enumerate((FIRST, SECOND, THIRD, FIRST, SECOND, THIRD))
+)
+
+
+def workload(*faults: Fault, slots: int = 5) -> Workload:
+    return Workload(0, VISITS, faults=faults, blocks=5, slots=slots, disk_blocks=40, max_running=1)
+
+
+def run(given: Workload) -> Outcome:
+    return run_schedule(given, make_policy("random", random.Random(0)), trace=True)
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"), [(operation, kind) for operation, kinds in FAULTS_OF.items() for kind in kinds]
+)
+def test_every_fault_befalls_its_operation_and_no_oracle_objects(
+    operation: Operation, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suffered: Counter[tuple[str, str]] = Counter()
+    following = Script.next
+
+    def counted(self: Script, asked: Operation) -> Fault | None:
+        fault = following(self, asked)
+        if fault is not None:
+            suffered[asked, fault.kind] += 1
+        return fault
+
+    monkeypatch.setattr(Script, "next", counted)
+    fault = Fault(operation, kind, first=1, seconds=4e-3 if kind in ("slow", "late") else 0.0)  # type: ignore[arg-type]
+    # With little host memory blocks come back from the disk, with much from there.
+    assert run(workload(fault, slots=24 if operation == "load" else 5)).findings == ()
+    assert suffered == {(operation, kind): 1}
+
+
+def test_a_fault_comes_back_as_often_as_it_says() -> None:
+    script = Script(workload(Fault("read", "lost", first=2, every=3), Fault("write", "full", first=1)))
+    assert [script.next("read") is not None for _ in range(9)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert [script.next("write") is not None for _ in range(4)] == [False, True, False, False]
+    assert script.next("store") is None
+
+
+def test_slowness_is_virtual_time_only() -> None:
+    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(workload()), tracer=None)
+    times: list[float] = []
+
+    def done() -> None:
+        times.append(device.now())
+
+    stream = device.stream("compute")
+    stream.submit(lambda: device.play(Fault("forward", "slow", 0, seconds=3600.0), done, torn=done))
+    stream.submit(lambda: device.play(Fault("forward", "late", 0, seconds=3600.0), done, torn=done))
+    device.close()
+    slow, late = times
+    assert slow >= 3600.0  # begins late
+    assert late < slow + 1.0  # its bytes move at once …
+    assert device.now() >= 7200.0  # … and nobody learns of it
+
+
+def test_a_crash_keeps_the_disk_and_unanswered_clients_ask_again() -> None:
+    for kind in ("crash", "restart"):
+        given = Workload(0, VISITS, (Event(47, kind),), blocks=5, slots=5, disk_blocks=40, max_running=1)  # type: ignore[arg-type]
+        outcome = run(given)
+        assert outcome.findings == ()
+        texts = [line.text for line in outcome.lines]
+        begun = next(at for at, text in enumerate(texts) if "begins again" in text)
+        assert any("found on disk" in text for text in texts[begun:])
+        assert sum(text.startswith("submits request 0") for text in texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "changed"),
+    [
+        (Fault("read", "flipped", 0), [(0, 99)]),
+        (Fault("read", "flipped", 0, place=0.0), [(0, 0)]),
+        (Fault("read", "flipped", 0, place=0.5, entries=2), [(0, 49), (1, 49)]),
+        (Fault("read", "truncated", 0, place=0.5), [(0, 49)]),
+    ],
+)
+def test_damage_is_done_at_its_place_and_to_as_many_files_as_it_says(
+    fault: Fault, changed: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * 100)
+    _damage([str(tmp_path / "gone"), *map(str, files)], fault)
+    found = []
+    for number, file in enumerate(files):
+        before, after = bytes([number]) * 100, file.read_bytes()
+        if fault.kind == "truncated" and len(after) < 100:
+            found.append((number, len(after)))
+        found += [(number, at) for at, byte in enumerate(after) if byte != before[at]]
+    assert found == changed
+
+
+def test_swapped_files_exchange_their_contents_with_the_last_used_ones(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_text(file.name)
+    _damage([str(file) for file in files], Fault("read", "swapped", 0))
+    assert [file.read_text() for file in files] == ["b", "a", "c"]
+    _damage([str(file) for file in files[:1]], Fault("read", "swapped", 0))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_workloads_damage_headers_blocks_and_several_files() -> None:
+    faults = [fault for seed in range(200) for fault in draw_workload(seed).faults if fault.kind in DAMAGE]
+    assert {fault.kind for fault in faults} == set(DAMAGE)
+    assert any(fault.place < 52 / 4288 for fault in faults)
+    assert any(1.0 > fault.place > 1 - 192 / 4288 for fault in faults)
+    assert any(fault.entries > 1 for fault in faults)
+
+
+@pytest.mark.parametrize("front_ends", [0, 2])
+@pytest.mark.parametrize("kind", ["device_lost", "copies_lost"])
+def test_an_engine_whose_device_is_lost_ends_its_requests_and_the_next_one_answers_them(
+    kind: EventKind, front_ends: int
+) -> None:
+    lost = dataclasses.replace(workload(), front_ends=front_ends, waiting=64, events=(Event(14, kind),))
+    assert "device_loss" in lost.features
+    outcome = run(lost)
+    assert outcome.findings == ()
+    ends = [line.text for line in outcome.lines if " ends: " in line.text]
+    assert ends.count("request 1 ends: error") == 1
+    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(ends)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_engine_that_loses_a_rank_ends_its_requests_and_the_next_one_answers_them(ranks: int) -> None:
+    lost = dataclasses.replace(workload(), ranks=ranks, events=(Event(20, "rank_lost"),))
+    assert "rank_loss" in lost.features
+    outcome = run(lost)
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    assert texts.count("loses a rank") == 1
+    assert texts.count("request 1 ends: error") == 1
+    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(texts)
+
+
+@pytest.mark.parametrize("front_ends", [0, 2])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "end"), [(1, "device_lost", "abort"), (2, "device_lost", "abort"), (2, "rank_lost", "error")]
+)
+def test_a_close_right_after_a_loss_ends_the_running_request(
+    front_ends: int, ranks: int, kind: EventKind, end: str
+) -> None:
+    lost = dataclasses.replace(
+        workload(), front_ends=front_ends, ranks=ranks, waiting=64, events=(Event(23, kind),), closes_at=23
+    )
+    outcome = run(lost)
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    assert [text for text in texts if text.startswith("request 1 ends: ")] == [f"request 1 ends: {end}"]
+
+
+@pytest.mark.parametrize("first", [12, 13])
+def test_a_close_ends_though_the_step_in_flight_fails_on_one_rank(first: int) -> None:
+    failing = dataclasses.replace(workload(Fault("forward", "lost", first, 0)), ranks=2, closes_at=23)
+    outcome = run(failing)
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    assert "it failed" in "".join(texts)
+    assert [text for text in texts if text.startswith("request 1 ends: ")] == ["request 1 ends: error"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_the_last_commit_of_a_close_is_noticed(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = StepLoop.drain
+
+    def broken(self: StepLoop) -> None:
+        drain(self)
+        raise InvariantError("injected: a bug")
+
+    monkeypatch.setattr(StepLoop, "drain", broken)
+    outcome = run(dataclasses.replace(workload(), ranks=ranks, closes_at=23))
+    assert any(finding.oracle == "error" and "injected: a bug" in finding.text for finding in outcome.findings)
+
+
+@pytest.mark.parametrize("at", [14, 102, 104])
+def test_after_a_loss_clients_repeat_every_request_also_if_the_last_one_was_running(at: int) -> None:
+    outcome = run(dataclasses.replace(workload(), events=(Event(at, "device_lost"),)))
+    assert outcome.findings == ()
+    texts = [line.text for line in outcome.lines]
+    repeated = texts[texts.index("loses its device") :]
+    assert {f"request {number} ends: length" for number in range(len(VISITS))} <= set(repeated)
+
+
+def test_a_request_that_does_not_end_with_its_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = dataclasses.replace(workload(), events=(Event(22, "device_lost"),))
+    monkeypatch.setattr(Failures, "end_engine", lambda self, error: None)
+    outcome = run(lost)
+    assert any(
+        finding.oracle == "answered" and "requests [1] did not end (H22)" in finding.text
+        for finding in outcome.findings
+    )
