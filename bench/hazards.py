@@ -32,8 +32,8 @@ def _tests_by_miniature() -> dict[str, list[str]]:
         for test in ast.parse(path.read_text(encoding="utf-8")).body:
             for node in ast.walk(test):
                 match node:
-                    case ast.Call(func=ast.Name(id="assert_caught"), args=[ast.Constant(value=name), *_]) if isinstance(
-                        test, ast.FunctionDef
+                    case ast.Call(func=ast.Name(id="assert_caught"), args=[ast.Constant(value=str(name)), *_]) if (
+                        isinstance(test, ast.FunctionDef)
                     ):
                         found[name].append(test.name)
     return found

@@ -170,7 +170,7 @@ class FilesRun:
     def end(self) -> list[str]:
         """Take the profile function off, and return the files, as in `sources`."""
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         return sorted(
             Path(name).relative_to(package.parent).as_posix()
             for name in self._seen

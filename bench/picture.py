@@ -9,6 +9,7 @@ import html
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 _WIDTH, _LEFT, _ROW, _TOP = 1180, 110, 34, 40
 _TRACKS = ("engine", "compute", "store", "load", "disk-write", "disk-read-0", "disk-read-1")
@@ -23,14 +24,14 @@ _COLOURS = {
 }
 
 
-def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: float) -> str:
+def draw(trace: dict[str, list[dict[str, Any]]], start_ms: float, stop_ms: float) -> str:
     """The picture of `[start_ms, stop_ms)` of a trace."""
-    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}  # type: ignore[index]
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     spans = [
         event
         for event in trace["traceEvents"]
         if event["ph"] == "X" and event["ts"] / 1e3 < stop_ms and (event["ts"] + event["dur"]) / 1e3 > start_ms
-    ]  # type: ignore[operator]
+    ]
     tracks = [track for track in _TRACKS if any(names[span["tid"]] == track for span in spans)]
     scale = (_WIDTH - _LEFT - 10) / (stop_ms - start_ms)
     height = _TOP + _ROW * len(tracks) + 20
@@ -55,8 +56,8 @@ def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: fl
         for span in spans:
             if names[span["tid"]] != track:
                 continue
-            left = max(start_ms, float(span["ts"]) / 1e3)  # type: ignore[arg-type]
-            right = min(stop_ms, (float(span["ts"]) + float(span["dur"])) / 1e3)  # type: ignore[arg-type]
+            left = max(start_ms, float(span["ts"]) / 1e3)
+            right = min(stop_ms, (float(span["ts"]) + float(span["dur"])) / 1e3)
             x, width = _LEFT + (left - start_ms) * scale, max((right - left) * scale, 0.8)
             name = html.escape(str(span["name"]))
             fill = "#d9d9d9" if name.startswith("wait") else _COLOURS[track]
