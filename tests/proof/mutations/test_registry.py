@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import CodeType
 from typing import get_args
 
 import pytest
@@ -15,7 +16,6 @@ from proof.mutations import (
     HAZARDS,
     MUTATIONS,
     Change,
-    Equivalent,
     Feature,
     Mutation,
     applied,
@@ -31,26 +31,24 @@ from sidestream.errors import ConfigError
 
 TESTS = Path(__file__).resolve().parents[2]
 ALL = (*MUTATIONS, *(equivalent.mutation for equivalent in EQUIVALENT))
-by_name = pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
 
 
-@by_name
-def test_a_mutation_changes_its_functions_and_leaves_them_as_they_were(mutation: Mutation) -> None:
-    functions = [function for function, _ in changed_functions(mutation)]
-    before = [function.__code__ for function in functions]
-    with applied(mutation):
-        assert all(function.__code__ != code for function, code in zip(functions, before, strict=True))
-    assert all(function.__code__ is code for function, code in zip(functions, before, strict=True))
+def test_each_mutation_changes_its_functions_in_place_and_puts_them_back() -> None:
+    for mutation in ALL:
+        changed = changed_functions(mutation)
+        functions = [function for function, _ in changed]
+        before = [function.__code__ for function in functions]
+        with applied(mutation):
+            assert all(new.__code__ != old for new, old in zip(functions, before, strict=True)), mutation.name
+        assert all(new.__code__ is old for new, old in zip(functions, before, strict=True)), mutation.name
+        for function, code in changed:
+            assert (code.co_filename, code.co_name) == (function.__code__.co_filename, function.__code__.co_name)
+            lines, own = lines_of(code), lines_of(function.__code__)
+            assert lines <= own | set(range(min(lines), max(lines) + 1)), mutation.name
 
 
-@by_name
-def test_a_mutation_keeps_the_file_and_the_first_line_of_the_original(mutation: Mutation) -> None:
-    for function, code in changed_functions(mutation):
-        assert (code.co_filename, code.co_name) == (function.__code__.co_filename, function.__code__.co_name)
-        lines = {line for _, _, line in code.co_lines() if line is not None}
-        assert lines <= {line for _, _, line in function.__code__.co_lines() if line is not None} | set(
-            range(min(lines), max(lines) + 1)
-        )
+def lines_of(code: CodeType) -> set[int]:
+    return {line for _, _, line in code.co_lines() if line is not None}
 
 
 def test_names_are_unique_and_are_no_miniatures() -> None:
@@ -70,11 +68,9 @@ def test_every_mark_has_a_mutation_and_every_mutation_its_marks() -> None:
     check_marks(ALL, product_marks())
 
 
-@by_name
-def test_a_mutation_has_a_hazard_and_a_consequence(mutation: Mutation) -> None:
-    assert mutation.hazard in HAZARDS
-    assert mutation.consequence
-    assert not mutation.consequence.endswith(".")
+def test_each_mutation_has_a_hazard_and_a_consequence() -> None:
+    assert not [found.name for found in ALL if found.hazard not in HAZARDS]
+    assert not [found.name for found in ALL if not found.consequence or found.consequence.endswith(".")]
 
 
 def test_hazards_have_their_stable_numbers() -> None:
@@ -82,10 +78,10 @@ def test_hazards_have_their_stable_numbers() -> None:
     assert list(HAZARDS) == [f"H{number}" for number in (*of_one_process, *between_processes)]
 
 
-@pytest.mark.parametrize("hazard", HAZARDS)
-def test_a_hazard_has_a_mutation_or_a_reason_why_not(hazard: str) -> None:
-    mutated = any(mutation.hazard == hazard for mutation in MUTATIONS)
-    assert mutated != (hazard in ELSEWHERE), f"{hazard} needs a mutation, or a row in ELSEWHERE that is not stale"
+def test_each_hazard_has_a_mutation_or_a_reason_why_not() -> None:
+    mutated = {mutation.hazard for mutation in MUTATIONS}
+    assert mutated | set(ELSEWHERE) == set(HAZARDS)
+    assert not mutated & set(ELSEWHERE), "a stale row in ELSEWHERE"
 
 
 def test_a_hazard_without_a_mutation_has_a_miniature() -> None:
@@ -96,28 +92,26 @@ def test_every_feature_that_a_mutation_may_need_is_known_to_workloads() -> None:
     assert set(get_args(Feature)) == set(FEATURES)
 
 
-@pytest.mark.parametrize(
-    "needs",
-    sorted({mutation.needs for mutation in MUTATIONS}, key=sorted),
-    ids=lambda needs: "+".join(sorted(needs)) or "none",
-)
-def test_what_a_mutation_needs_is_drawn_soon(needs: frozenset[Feature]) -> None:
-    assert any(needs <= draw_workload(seed).features for seed in range(400))
+def test_the_features_that_a_mutation_needs_are_drawn_together_soon() -> None:
+    drawn = [draw_workload(seed).features for seed in range(400)]
+    assert not [found.name for found in MUTATIONS if not any(found.needs <= features for features in drawn)]
 
 
 def test_every_feature_is_needed_by_a_mutation() -> None:
     assert set(FEATURES) == set().union(*(mutation.needs for mutation in ALL))
 
 
-@pytest.mark.parametrize("equivalent", EQUIVALENT, ids=lambda equivalent: equivalent.mutation.name)
-def test_an_equivalent_has_a_reason_and_the_test_that_it_names_exists(equivalent: Equivalent) -> None:
-    assert equivalent.reason
-    if equivalent.noticed_by:
-        file, name = equivalent.noticed_by.split("::")
-        tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-        assert name in {
-            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        } | _assigned(tree)
+def test_each_equivalent_has_a_reason_and_the_test_that_it_names_exists() -> None:
+    names: dict[str, set[str]] = {}
+    for equivalent in EQUIVALENT:
+        assert equivalent.reason, equivalent.mutation.name
+        if equivalent.noticed_by:
+            file, name = equivalent.noticed_by.split("::")
+            if file not in names:
+                tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+                kinds = ast.FunctionDef | ast.ClassDef
+                names[file] = _assigned(tree) | {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+            assert name in names[file], equivalent.noticed_by
 
 
 def test_a_known_name_is_found_and_an_unknown_one_is_an_error_with_the_nearest_name() -> None:
