@@ -13,7 +13,7 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 RAY := .venv-ray
 
-.PHONY: demo dev quick test test-lowest test-newest test-ray test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
+.PHONY: demo dev quick test test-all slow test-lowest test-newest test-ray test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
@@ -30,10 +30,16 @@ quick: $(VENV)/.dev
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --exitfirst --numprocesses $(JOBS) --dist worksteal $(QUICK) $(CHANGED)
 
-# Both installations side by side, with the static checks and the site; then the tests, which take both cores.
+# In eight minutes on two slow cores: the static checks, the site, and every test that is not marked `slow`. The cheap checks come first.
 test:
-	$(MAKE) --jobs 2 lint types imports docs $(LOWEST)/.installed
+	$(MAKE) lint imports
+	$(MAKE) --jobs 2 types docs
 	$(MAKE) unit
+
+# All of it: `make test`, then the slow tests and those with the lowest versions, which are installed while the slow tests run.
+test-all:
+	$(MAKE) test
+	$(MAKE) --jobs 2 slow $(LOWEST)/.installed
 	$(MAKE) test-lowest
 
 lint: $(VENV)/.dev
@@ -52,7 +58,10 @@ docs: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+slow: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m slow
 
 # The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows. Left out is what takes long and
 # meets no package in a way that the rest does not: half of these rooms' time.

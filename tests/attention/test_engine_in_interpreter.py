@@ -27,9 +27,12 @@ pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
 )
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU runs the engine itself: tests/engine/test_cuda_engine.py"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="a GPU runs the engine itself: tests/engine/test_cuda_engine.py"
+    ),
+]
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -47,6 +47,8 @@ triton = pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
 )
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = DEVICE == "cuda"
 
 # decode, verification of 3, decode of a first token; then a whole prompt, a continued chunk, a chunk of one token, a

@@ -49,6 +49,8 @@ from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta
 from sidestream_kv.metrics import Metrics
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 MS = 1_000_000
 

@@ -17,6 +17,8 @@ import httpx
 import pytest
 from command_runner import Run
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 150.0
 
 

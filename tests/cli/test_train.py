@@ -27,6 +27,8 @@ from sidestream.models.distil import Distillation, load_teacher
 from sidestream.models.loader import weights_digest
 from sidestream.models.mtp import load_head
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCHES = 8, 3
 """What the lesson below takes: steps, and batches of tasks until so many tokens are written."""
 LESSON = ("--steps", STEPS, "--batch", 2, "--length", 32, "--drafts", 2, "--answers", 1400, "--device", "cpu")

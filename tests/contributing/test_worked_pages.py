@@ -9,6 +9,8 @@ from worked_page import WorkedPage
 
 from proof.tiny_models import tiny_model_dir
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_sampling_option_touches_three_files_and_is_generated_with(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the page's program compares the kernel with the torch code")

@@ -15,7 +15,7 @@ from sidestream.models.catalog import prepared
 from sidestream.text import sample_text
 from sidestream.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.demo_model
+pytestmark = [pytest.mark.slow, pytest.mark.demo_model]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

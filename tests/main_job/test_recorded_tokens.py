@@ -19,7 +19,7 @@ from sidestream.models.catalog import prepared
 from sidestream.text import sample_text
 from sidestream.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.demo_model
+pytestmark = [pytest.mark.slow, pytest.mark.demo_model]
 
 RECORDED = Path(__file__).with_name("recorded_tokens.json")
 MODEL = "smollm2-135m-instruct"

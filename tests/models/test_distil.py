@@ -17,6 +17,8 @@ from sidestream.models.distil import Distillation, Divergence, Lesson, load_teac
 from sidestream.models.loader import load_model
 from sidestream.models.mtp import MtpHead, write_head
 
+pytestmark = pytest.mark.slow
+
 LESSON = Lesson(200, batch=4, drafts=3, learning_rate=3e-3, seed=1)
 
 

@@ -24,7 +24,7 @@ from sidestream.config import SAMPLING_OPTIONS, SamplingParams
 from sidestream.ops import triton_ops
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
+pytestmark = [pytest.mark.slow, *([pytest.mark.gpu] if HERE == "cuda" else [])]
 SEEDS = range(4 if HERE == "cuda" else 1)
 GREEDY = SamplingParams(temperature=0).spec(seed=0, eos_ids=())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

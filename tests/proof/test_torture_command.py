@@ -32,6 +32,8 @@ from proof.torture.replay import Replay
 from sidestream.engine import Engine
 from sidestream.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 600.0  # ends a test that hangs; no claim about speed
 RULE = "release-waits-for-the-transfers"
 RACE = "load-waits-for-the-last-use"

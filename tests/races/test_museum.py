@@ -13,6 +13,8 @@ from bench import races
 from sidestream_order.exhaust import exhaust
 from sidestream_order.explore import SCHEDULES, replay
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted((ROOT / "examples" / "races").glob("*.py"))
 EACH = pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)

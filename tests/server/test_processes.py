@@ -27,7 +27,7 @@ from sidestream.config import WATCHDOG_OPTION
 from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server import ServerOptions, Supervisor, bind, bind_shared
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
 WAIT_S = 240.0
 ENDLESS = 30_000

@@ -19,6 +19,8 @@ from sidestream.errors import ConfigError, ModelError
 from sidestream.models.loader import weights_digest
 from sidestream.models.mtp import MtpHead, load_head, write_head
 
+pytestmark = pytest.mark.slow
+
 DRAFTS = 3
 ALWAYS = SpeculativeConfig("mtp", DRAFTS, adaptive=False)
 

@@ -22,6 +22,8 @@ from sidestream_kv.device.base import Memory
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.kv.layout import KVLayout
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 BLOCKS = {"cpu": 5_000, "cuda": 60_000}

@@ -9,6 +9,8 @@ import pytest
 from proof.torture import POLICIES, Report, draw_workload, reference_of, run_one, torture
 from sidestream_order.sim.policies import Choice, Starve
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = 2000
 
 

@@ -25,6 +25,8 @@ from proof.torture import (
 )
 from sidestream_order.sim import make_policy
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = 2 * len(POLICIES)
 FORGETS = 47  # a schedule that forgets several blocks at once: their slots are freed in one order in every process
 
