@@ -58,7 +58,7 @@ LINES = {
     "sidestream": 33_250,
     "proof": 19_250,
     "bench": 8_500,
-    "tests": 51_750,
+    "tests": 51_900,
 }
 
 

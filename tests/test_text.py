@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.models.catalog import prepared
+from sidestream.server.fields import Served, parse_text
 from sidestream.text import StopStrings, sample_text
 from sidestream.tokenizer import Tokenizer
 
@@ -181,6 +183,21 @@ def test_the_space_of_a_continuation_is_kept_and_that_of_an_answer_is_not() -> N
         assert tokenizer.detokenizer(prompt).decode(output) == " a a"
         assert tokenizer.detokenizer().decode(output) == "a a"
         assert tokenizer.detokenizer([*tokenizer.eos_ids]).decode(output) == "a a"  # special tokens are no text
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("text", ["an", "an a", " an", "an ", "<s>an"])
+@every_tokenizer
+def test_an_echoed_prompt_and_its_continuation_are_the_text_of_both(name: str, text: str, as_ids: bool) -> None:
+    """A prompt that was sent as text is echoed as it was sent: some tokenizers add or drop spaces at its start."""
+    tokenizer = TOKENIZERS[name]
+    prompt, output = tokenizer.encode(text), tokenizer.encode("a a", add_special_tokens=False)[-1:] * 2
+    body = json.dumps({"model": "m", "prompt": prompt if as_ids else text, "echo": True}).encode()
+    call = parse_text(body, tokenizer=tokenizer, served=Served("m", max_choices=1, max_model_len=64))
+    assert call.continues and call.prompts == (tuple(prompt),)
+    answer = call.echo[0] + tokenizer.detokenizer(call.prompts[0]).decode(output)
+    both, decoded = tokenizer.decode([*prompt, *output]), tokenizer.decode(prompt)
+    assert answer == (both if as_ids else text + both.removeprefix(decoded))
 
 
 @pytest.mark.parametrize("name", ["llama_style", "gemma_style"])

@@ -62,32 +62,47 @@ def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, argum
     assert result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ("smollm2-135m-instuct", "did you mean smollm2-135m-instruct?"),
-        ("/no/such/dir", "there is no such directory"),
-        ("someone/tiny", "model someone/tiny: it is not complete in the cache"),
-    ],
-)
-def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str) -> None:
-    for command in ("generate", "serve", "chat"):
-        result = run(command, model, *(["--prompt", "x"] if command == "generate" else []))
-        assert result.exit_code == 2
-        assert said in result.output
+_WRONG_MODEL = """
+import socket, sys
+from sidestream.cli.app import app
+def getaddrinfo(*args):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+socket.getaddrinfo = getaddrinfo
+slow = {"asyncio", "httpx", "huggingface_hub.utils", "torch", "transformers"}
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, *sorted(slow & set(sys.modules)))
+"""
 
 
 @pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["serve"], ["chat"]])
-def test_a_wrong_model_is_refused_before_torch_is_imported(command: list[str]) -> None:
-    program = (
-        "import sys, typer\nfrom sidestream.cli.app import app\n"
-        f"try: app({[command[0], 'no-such-model', *command[1:]]}, standalone_mode=False)\n"
-        "except (typer.Exit, SystemExit): pass\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+@pytest.mark.parametrize(
+    ("model", "offline", "said"),
+    [
+        ("smollm2-135m-instuct", "0", "did you mean smollm2-135m-instruct?"),
+        ("/no/such", "0", "there is no such directory"),
+        ("no/such-model", "1", "the hub cannot be reached (HF_HUB_OFFLINE is set)"),
+        ("no/such-model", "0", "the hub cannot be reached (huggingface.co: Name or service not known)"),
+    ],
+)
+def test_a_wrong_model_is_refused_before_anything_slow_is_imported(
+    command: list[str], model: str, offline: str, said: str, tmp_path: Path
+) -> None:
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.lower().endswith("_proxy") and name not in ("HF_ENDPOINT", "TRANSFORMERS_OFFLINE")
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", _WRONG_MODEL, command[0], model, *command[1:]],
+        env={**environ, "HF_HUB_OFFLINE": offline, "HF_HUB_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "no model no-such-model" in ended.stderr
-    assert ended.returncode == 0
+    assert said in ended.stderr
+    assert ended.stdout == "2\n"
 
 
 @pytest.mark.parametrize(("command", "given"), [("serve", "--model=x"), ("generate", "--model"), ("chat", "--model")])

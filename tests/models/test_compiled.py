@@ -32,9 +32,10 @@ from sidestream.models.mtp import attach_head
 from sidestream.models.shard import ShardCheck
 from sidestream.runner.step_inputs import GraphKey
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
-)  # torch's own, of torch]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"),  # torch's
+]
 LENGTHS = (5, 40, 1, 17)
 _MOST = (
     7  # four parts of a layer and two around them; behind attention one more, for what torch's own leaves of one token

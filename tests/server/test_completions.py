@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from proof.fake_backend import FakeBackend, Script
+from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.config import SamplingParams
+from sidestream.server import fields
 from sidestream.types import CachedTokens
 
 from .serving import Served, serving
@@ -228,6 +230,50 @@ def test_tokens_are_named_by_id_where_that_is_asked(shared: Served) -> None:
     assert text["top_logprobs"] == [{"token_id:72": -0.5, "token_id:73": -1.5}]
     chat = shared.chat(**fields, logprobs=True, top_logprobs=1).json()["choices"][0]["logprobs"]["content"][0]
     assert (chat["token"], chat["bytes"], chat["top_logprobs"][0]["token"]) == ("token_id:72", [72], "token_id:72")
+
+
+# Prompts, and their texts.
+ECHOED = [
+    ("one ", ["one "]),
+    (["one", "two accents"], ["one", "two accents"]),
+    (list(b"one"), ["one"]),
+    ([list(b"one"), list(b"two accents")], ["one", "two accents"]),
+]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("prompt", "texts"), ECHOED, ids=str)
+def test_with_echo_each_answer_begins_with_its_prompt(shared: Served, prompt: Any, texts: list[str], n: int) -> None:
+    plain = shared.openai.completions.create(model="fake", prompt=prompt, n=n)
+    echoed = shared.openai.completions.create(model="fake", prompt=prompt, n=n, echo=True, stop="one")
+    begins = [texts[choice.index // n] for choice in plain.choices]
+    assert [choice.text for choice in echoed.choices] == [
+        begin + choice.text for begin, choice in zip(begins, plain.choices, strict=True)
+    ]
+    assert echoed.usage == plain.usage
+    asked: dict[str, Any] = {"model": "fake", "prompt": prompt, "n": n, "echo": True, "stream": True}
+    pieces: list[list[str]] = [[] for _ in begins]
+    for chunk in shared.openai.completions.create(**asked):
+        pieces[chunk.choices[0].index].append(chunk.choices[0].text)
+    assert [first for first, *_ in pieces] == begins
+    assert ["".join(texts) for texts in pieces] == [choice.text for choice in echoed.choices]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_echo_and_max_tokens_0_the_answer_is_the_prompt(shared: Served, stream: bool) -> None:
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    reply = shared.text(prompt="one", echo=True, max_tokens=0, stream=stream, **usage)
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    parts = events if stream else [reply.json()]
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert ("".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]) == ("one", "length")
+    assert (parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == (3, 0)
+
+
+def test_echo_leaves_token_ids_that_the_tokenizer_lacks_to_the_engine() -> None:
+    body = b'{"model": "fake", "prompt": [97, 256, 2147483647], "echo": true}'
+    call = fields.parse_text(body, tokenizer=FakeTokenizer(), served=fields.Served("fake", 1, 64))
+    assert (call.prompts, call.echo) == (((97, 256, 2147483647),), ("a",))
 
 
 def test_an_answer_continues_a_prompt_or_a_final_message_and_begins_a_turn() -> None:

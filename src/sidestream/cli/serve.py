@@ -4,7 +4,6 @@ process.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import logging
@@ -128,6 +127,8 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
 
 
 def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConfig, watch: Watching) -> None:
+    import asyncio
+
     from sidestream.server import bind, serve
 
     _allow_open_files()

@@ -8,9 +8,13 @@ by the caller, which puts the model's name in front.
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sidestream.checkpoint_files import ADAPTER_CONFIG, CONFIG, INDEX, check_files_of, read_json
 from sidestream.errors import ModelError
@@ -21,6 +25,7 @@ WEIGHTS = "model.safetensors"
 # Weights as safetensors only: other formats execute code while they are read.
 _CONFIGS = ("*.json", "*.jinja", "*.model", "*.txt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_OFFLINE = "HF_HUB_OFFLINE is set"
 
 
 def is_hub_id(model: str) -> bool:
@@ -44,13 +49,17 @@ def local_directory(path_or_hub_id: str, *, weights: bool = True) -> Path:
         return path
     if not is_hub_id(path_or_hub_id):
         raise ModelError(f"there is no directory {path}: check the path")
-    from huggingface_hub import constants, errors, snapshot_download
+    if cause := _certain_miss(path_or_hub_id):
+        raise _not_cached(cause)
+    from huggingface_hub import constants, errors, snapshot_download  # takes half a second to import
 
     patterns = [*_CONFIGS, *(["*.safetensors"] if weights else [])]
     try:
         return Path(
             snapshot_download(path_or_hub_id, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
         )
+    except errors.HFValidationError as error:
+        raise ModelError(f"it is not a hub id ({error}): check the name, or give a directory") from error
     except errors.GatedRepoError as error:
         raise ModelError(
             "the hub gives it only to accounts that accepted its terms: accept them on its page, and set HF_TOKEN"
@@ -60,11 +69,44 @@ def local_directory(path_or_hub_id: str, *, weights: bool = True) -> Path:
             "the hub has no such model, or it is private: check the name, or set HF_TOKEN to a token that may read it"
         ) from error
     except (OSError, errors.HfHubHTTPError) as error:
-        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else next(iter(str(error).splitlines()), "")
-        raise ModelError(
-            f"it is not complete in the cache {constants.HF_HUB_CACHE}, and the hub cannot be reached ({cause}): "
-            "check the network and HF_ENDPOINT, fetch the model beforehand, or give a directory"
-        ) from error
+        cause = _OFFLINE if constants.HF_HUB_OFFLINE else next(iter(str(error).splitlines()), "")
+        raise _not_cached(cause) from error
+
+
+def _certain_miss(hub_id: str) -> str | None:
+    """Why the hub cannot be reached, if the cache has no snapshot of `hub_id`. None: it may be there, or the hub may be
+    reached; then the hub's own client decides.
+
+    Imports only a small module of the hub's client, so that a wrong name is an error at once.
+    """
+    if "huggingface_hub.utils" in sys.modules:  # nothing to save; and the program may have changed how it connects
+        return None
+    from huggingface_hub import constants
+
+    snapshots = f"{constants.HF_HUB_CACHE}/models--{hub_id.replace('/', '--')}/snapshots"
+    if os.path.isdir(snapshots):  # noqa: PTH112 - Path.is_dir raises if a parent cannot be read
+        return None
+    if constants.HF_HUB_OFFLINE:
+        return _OFFLINE
+    host = urlsplit(constants.ENDPOINT).hostname
+    if not host or any(name.lower().endswith("_proxy") for name in os.environ):  # a proxy may find the host
+        return None
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        return f"{host}: {error.strerror}"
+    except UnicodeError:  # not the form of a host name
+        pass
+    return None
+
+
+def _not_cached(cause: str) -> ModelError:
+    from huggingface_hub import constants
+
+    return ModelError(
+        f"it is not complete in the cache {constants.HF_HUB_CACHE}, and the hub cannot be reached ({cause}): "
+        "check the network and HF_ENDPOINT, fetch the model beforehand, or give a directory"
+    )
 
 
 def check_directory(directory: Path) -> None:

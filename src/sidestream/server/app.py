@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -246,10 +247,10 @@ class _Reply:
 
     async def complete(self) -> Json:
         """Generate all samples; return the JSON object."""
-        samples = [_Sample() for _ in range(self._call.num_choices)]
+        samples = [_Sample(self._echo(index)) for index in range(self._call.num_choices)]
 
         async def emit(index: int, delta: Delta) -> None:
-            self._count(index, delta)
+            delta = self._count(index, delta)
             samples[index].add(delta, self._spelled(index, delta))
 
         await generate_all(self._backend, self._call, self._record.request_id, emit)
@@ -266,11 +267,11 @@ class _Reply:
         started: set[int] = set()
 
         async def emit(index: int, delta: Delta) -> None:
-            self._count(index, delta)
+            delta = self._count(index, delta)
             chunks = []
             if index not in started:
                 started.add(index)
-                chunks.append(self._format.first_chunk(index))
+                chunks.append(self._format.first_chunk(index, self._echo(index)))
             chunks.append(self._delta_chunk(index, delta))
             await events.write([self._chunk([chunk]) for chunk in chunks if chunk is not None])
 
@@ -279,7 +280,14 @@ class _Reply:
             await events.write([{**self._chunk([]), "usage": self._record.usage.json()}])
         await events.done()
 
-    def _count(self, index: int, delta: Delta) -> None:
+    def _echo(self, index: int) -> str:
+        """The text with which the choice begins, before the model's text."""
+        return self._call.echo[index // self._call.params.n] if self._call.echo else ""
+
+    def _count(self, index: int, delta: Delta) -> Delta:
+        """Count a sample's delta. Returns the part of it that the client gets."""
+        if self._call.only_echo:
+            delta = dataclasses.replace(delta, text="", token_ids=(), finish_reason=delta.finish_reason and "length")
         prompt = index // self._call.params.n
         if prompt not in self._counted:
             self._counted.add(prompt)
@@ -287,6 +295,7 @@ class _Reply:
         self._record.usage.output_tokens += len(delta.token_ids)
         if delta.token_ids:
             self._record.on_token()
+        return delta
 
     def _delta_chunk(self, index: int, delta: Delta) -> Json | None:
         """The delta's choice. None if the delta has no text yet, because a character or a stop string may be
@@ -318,10 +327,13 @@ class _Reply:
 
 
 class _Sample:
-    """One sample of a complete reply."""
+    """One sample of a complete reply.
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
+    echo   the text with which it begins
+    """
+
+    def __init__(self, echo: str) -> None:
+        self.texts = [echo]
         self.tokens: list[SpelledToken] = []
         self.finish_reason = ""
 

@@ -7,6 +7,7 @@ the model is refused before its items are checked, and a text before it is token
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import reprlib
@@ -73,7 +74,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("best_of", ("text",), (1,)),
     Extra("cache_prompt", _BOTH, (True,)),
     Extra("early_stopping", _BOTH, (False,)),
-    Extra("echo", _BOTH, (False,)),
+    Extra("echo", ("chat",), (False,)),
     Extra("include_reasoning", ("chat",), (True,)),
     Extra("length_penalty", _BOTH, (1, 1.0)),
     Extra("modalities", ("chat",), (["text"],)),
@@ -205,6 +206,8 @@ class Call:
     request_id        the id that the client gave
     continues         the answers continue the prompts' texts; False: they begin a text
     tokens_as_ids     log-probabilities name a token `token_id:7` in place of its text
+    echo              the prompts' texts, with which their answers begin; empty: answers begin with the model's text
+    only_echo         answers are the prompts' texts; the token that the engine computes is left out
     """
 
     api: Api
@@ -218,6 +221,8 @@ class Call:
     cache_salt: str = ""
     continues: bool = True
     tokens_as_ids: bool = False
+    echo: tuple[str, ...] = ()
+    only_echo: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -281,6 +286,7 @@ class _Chat(_Fields, _Conversation):
 
 class _Text(_Fields):
     prompt: Any
+    echo: bool = False
     logprobs: int | None = None
 
 
@@ -392,8 +398,18 @@ def _lay_out(
 def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Call:
     """A plain completion request. Raises ApiError or RequestError, naming the field at fault."""
     asked = _validate(_TEXT, "text", parse_object(body), served)
-    params = _sampling(asked, _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens, asked.logprobs, {})
-    return _call("text", asked, params, _prompts(asked.prompt, tokenizer, served), "prompt", served)
+    if asked.echo and asked.logprobs is not None:
+        message = (
+            "echo is true with logprobs: log-probabilities of prompts are not computed here; leave one of them out"
+        )
+        raise bad_request(message, "echo")
+    max_tokens = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+    only_echo = asked.echo and max_tokens == 0
+    params = _sampling(asked, 1 if only_echo else max_tokens, asked.logprobs, {})
+    call = _call("text", asked, params, _prompts(asked.prompt, tokenizer, served), "prompt", served)
+    if not asked.echo:
+        return call
+    return dataclasses.replace(call, echo=_texts(asked.prompt, tokenizer), only_echo=only_echo)
 
 
 def parse_tokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Tokenized:
@@ -688,6 +704,15 @@ def _prompts(prompt: Any, tokenizer: TokenizerLike, served: Served) -> list[Call
     if isinstance(prompt[0], str):
         return [encoder(_string(item, f"prompt[{number}]")) for number, item in enumerate(prompt)]
     return [_ids(item, f"prompt[{number}]", served) for number, item in enumerate(prompt)]
+
+
+def _texts(prompt: Any, tokenizer: TokenizerLike) -> tuple[str, ...]:
+    """The texts of the valid `prompt`. Token ids that the tokenizer lacks have none; the model may lack them, too."""
+    prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+    return tuple(
+        one if isinstance(one, str) else tokenizer.decode([index for index in one if index < tokenizer.vocab_size])
+        for one in prompts
+    )
 
 
 def _string(item: Any, where: str) -> str:

@@ -37,8 +37,8 @@ class ResponseFormat(Protocol):
     response_object: str
     chunk_object: str
 
-    def first_chunk(self, index: int) -> Json | None:
-        """A sample's first chunk, before its text; None if the API has no such chunk."""
+    def first_chunk(self, index: int, echo: str) -> Json | None:
+        """A sample's first chunk, before the model's text; None if it would be empty. `echo`: the text that it has."""
         ...
 
     def chunk(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
@@ -125,9 +125,9 @@ class ChatFormat:
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def first_chunk(self, index: int) -> Json | None:
+    def first_chunk(self, index: int, echo: str) -> Json | None:
         """A choice whose delta has the role."""
-        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
+        return self._delta(index, {"role": "assistant", "content": echo}, None, None)
 
     def chunk(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         """A choice with a delta."""
@@ -159,9 +159,9 @@ class CompletionFormat:
     response_object = "text_completion"
     chunk_object = "text_completion"
 
-    def first_chunk(self, index: int) -> Json | None:
-        """None: a text has no role."""
-        return None
+    def first_chunk(self, index: int, echo: str) -> Json | None:
+        """A choice with the text `echo`, if there is any: a text has no role."""
+        return self.chunk(index, echo, None, None) if echo else None
 
     def chunk(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
         """A choice with some text."""
