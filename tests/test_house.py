@@ -55,10 +55,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 10_550,
     "sidestream_order": 5_950,
-    "sidestream": 33_250,
+    "sidestream": 33_350,
     "proof": 19_250,
     "bench": 8_500,
-    "tests": 51_900,
+    "tests": 51_950,
 }
 
 

@@ -95,7 +95,10 @@ class FailingSchedules:
             say(self._console, f"\n{title}: shrunk in {shrunk.runs} runs")
             show_outcome(self._console, shrunk.outcome, oracle)
         if path in self._kept:
-            say(self._console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
+            say(
+                self._console,
+                f"run it again: {shlex.join(['python', '-m', 'proof', 'torture', '--replay', str(path)])}",
+            )
 
     def _write(self, path: Path, workload: Workload, turns: dict[int, str], finding: Finding) -> bool:
         """Write a schedule to a file. Returns whether it is there; prints an error once."""

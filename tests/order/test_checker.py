@@ -244,9 +244,7 @@ def test_the_call_site_is_the_line_that_asked_the_device() -> None:
         made.device.close()
         (finding,) = made.checker.findings
     line = test_the_call_site_is_the_line_that_asked_the_device.__code__.co_firstlineno + 2
-    assert (
-        finding.first == f"testing/test_checker.py:{line} test_the_call_site_is_the_line_that_asked_the_device, `here`"
-    )
+    assert finding.first == f"order/test_checker.py:{line} test_the_call_site_is_the_line_that_asked_the_device, `here`"
 
 
 def test_it_is_a_tracer() -> None:
