@@ -355,7 +355,7 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(llm
 
 def test_more_token_ids_than_embeddings_are_warned_of_at_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     few = tiny_model_dir("llama", tmp_path / "few", seed=1, vocab_size=258)
-    with caplog.at_level("WARNING", logger="sidestream.loading"), LLM(few, kv_memory="8MiB", compute_threads=1):
+    with caplog.at_level("WARNING", logger="sidestream.engine.loading"), LLM(few, kv_memory="8MiB", compute_threads=1):
         assert "the tokenizer has 259 token ids, the model 258 embeddings" in caplog.text
         assert (
             "('<|im_end|>') is refused; the chat template writes one of them, so every chat is refused" in caplog.text
@@ -454,7 +454,7 @@ def test_a_closed_model_holds_no_weights(tmp_path: Path) -> None:
 def test_close_of_a_hung_engine_ends_after_a_bound_and_ends_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sidestream.loading.CLOSE_S", 0.2)
+    monkeypatch.setattr("sidestream.engine.loading.CLOSE_S", 0.2)
     before = set(threading.enumerate())
     llm = LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1)
     with ThreadPoolExecutor(2) as pool, Hold(llm.engine.parts.device._streams["compute"]):  # type: ignore[attr-defined]
@@ -525,7 +525,7 @@ def with_sampling_defaults(directory: Path, **fields: Any) -> Path:
 def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "sidestream.loading")
+    caplog.set_level(logging.INFO, "sidestream.engine.loading")
     directory = with_sampling_defaults(tmp_path, temperature=20.0, top_k=1)
     eight = SamplingParams(n=8, seed=1, max_tokens=8, ignore_eos=True)
     with LLM(directory, kv_memory="8MiB", compute_threads=1) as llm:

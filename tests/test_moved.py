@@ -17,10 +17,12 @@ import sidestream_kv
         ("sidestream.device.sim.device", "sidestream_order.sim.device"),
         ("sidestream.testing.explore", "sidestream_order.explore"),
         ("sidestream.kv.accesses", "sidestream.runner.accesses"),
+        ("sidestream.progress", "sidestream.processes.progress"),
+        ("sidestream.text_bound", "sidestream.text.length_bound"),
     ],
 )
 def test_a_module_under_its_old_name_is_the_same_module(old: str, new: str) -> None:
-    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload", "sidestream.testing.explore")
+    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload", "sidestream.testing.explore", old)
     try:
         with pytest.warns(DeprecationWarning) as caught:
             found = importlib.import_module(old)

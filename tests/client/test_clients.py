@@ -17,9 +17,9 @@ from border_rig import KINDS, ask, border, check_nothing_left, read_all, run, to
 from engine_rig import PATIENCE_S, prompts
 
 from sidestream.client import base
+from sidestream.client.front_end import FrontEnd
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError, RequestRejected
-from sidestream.front_end import FrontEnd
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.toy import ToyModel
 from sidestream.types import CachedTokens, Delta

@@ -471,7 +471,7 @@ async def main():
         deltas = llm.generate([5 + at % 240 for at in range(200)], params)
         print("tokens", *[token async for delta in deltas for token in delta.token_ids])
         with open(f"/proc/{llm.engine_pid}/cmdline") as line:
-            print("process", "sidestream.engine_process" in line.read())
+            print("process", "sidestream.client.engine_main" in line.read())
 
 asyncio.run(main())
 print("cuda here", torch.cuda.is_initialized())

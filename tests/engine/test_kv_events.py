@@ -12,7 +12,6 @@ import pytest
 import zmq
 from engine_rig import PATIENCE_S, Rig
 
-from sidestream.client.process import config_of, plain
 from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.engine.kv_events import (
     AllBlocksCleared,
@@ -26,6 +25,7 @@ from sidestream.engine.kv_events import (
 )
 from sidestream.engine.kv_sockets import KVEventSockets, check_endpoints, warn_if_open
 from sidestream.errors import ConfigError
+from sidestream.processes.child import config_of, plain
 from sidestream.testing.torture.events import EventReplay
 from sidestream_kv.kv.key_log import KeyLog, KeysCleared, KeysRemoved, KeysStored
 from sidestream_kv.metrics import Metrics

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from sidestream.errors import DeviceLost, EngineStopped
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.ranks.fences import Progress
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import Ranks

@@ -12,7 +12,7 @@ from sidestream.client.messages import Failure as Said
 from sidestream.client.messages import Rejected, decoder_of_outputs
 from sidestream.engine import Engine, Handle
 from sidestream.errors import InvariantError
-from sidestream.frames import FrameEncoder
+from sidestream.processes.frames import FrameEncoder
 from sidestream.schedule.validation import CheckedRequest
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.torture import POLICIES, Workload, draw_workload, run_one

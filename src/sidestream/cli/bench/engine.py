@@ -28,8 +28,8 @@ from sidestream.cli.bench.steps import StepClock
 from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
-from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
+from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.ranks.leader import local_device, local_executor
 from sidestream.testing.random_models import random_model, random_module
 from sidestream_kv.config import OffloadConfig, unknown_name

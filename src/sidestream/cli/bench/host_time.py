@@ -14,7 +14,7 @@ from sidestream.cli.bench.report import Figure, at_most
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.garbage import freeze_gc_heap
+from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.runner.executor import LaunchedStep
 from sidestream.testing.random_models import random_model
 from sidestream.types import BatchPlan, Delta

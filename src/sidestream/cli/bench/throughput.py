@@ -20,8 +20,8 @@ from sidestream.cli.bench.requests import ask, ask_at_once
 from sidestream.config import EngineConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
+from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.testing.random_models import random_model
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.choice import torch_device

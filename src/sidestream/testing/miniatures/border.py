@@ -11,7 +11,7 @@ from typing import Any
 
 from sidestream.client.messages import Outputs, decoder_of_outputs
 from sidestream.errors import EngineStopped
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.testing.miniatures.stage import Miniature, Outcome, finish
 from sidestream_order.sim import SimDevice
 

@@ -15,7 +15,7 @@ from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, DeviceLost
 from sidestream.models import load_model
 from sidestream.models.loader import cache_parts
-from sidestream.rank_processes import RankProcesses, check_ranks
+from sidestream.ranks.worker_pool import RankProcesses, check_ranks
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.testing.torture.conversations import LENGTH
 from sidestream.testing.torture.hardware import DEVICES, open_device
