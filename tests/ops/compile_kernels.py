@@ -41,22 +41,39 @@ def compiled(
 compiled(step_kernels.update_block_tables, LONG, LONG, INT, "i32")
 compiled(step_kernels.draft_rows, *[LONG] * 6, INT, BF16, *[LONG] * 3, "*u8", INT, BF16, *["i32"] * 4)
 for drafts in (True, False):
-    compiled(step_kernels.resolve_inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 6, DRAFTS=drafts)
+    compiled(step_kernels.resolve_inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 6, HAS_DRAFTS=drafts)
 compiled(step_kernels.draft_slots, INT, LONG, LONG, "*u8", LONG, LONG, "i32", "i32")
-for keeps, hidden in ((True, True), (True, False), (False, False)):
-    for counted in (True, False):
+for history, hidden in ((True, True), (True, False), (False, False)):
+    for outputs in (True, False):
         compiled(
             step_kernels.advance, *[LONG] * 7, BF16, LONG, LONG, INT, BF16, LONG, "*fp64", INT, *["i32"] * 5,
-            KEEPS=keeps, HIDDEN=hidden, COUNTED=counted,
+            TRACKS_HISTORY=history, TRACKS_HIDDEN=hidden, COUNTS_OUTPUTS=outputs,
         )  # fmt: skip
-for logits, spare in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
-    asked = (LONG, "*u8", LONG, "*fp64", LONG)
+for logits, unused in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
+    inputs = (LONG, "*u8", LONG, "*fp64", LONG)
     for which in (True, False):
-        compiled(step_kernels.search, logits, *asked, *[LONG] * 3, *["i32"] * 6, warps=8, COUNTED=which, SPARE=spare)
         compiled(
-            step_kernels.weigh, logits, *asked, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, FINAL=which, SPARE=spare
+            step_kernels.search_threshold,
+            logits,
+            *inputs,
+            *[LONG] * 3,
+            *["i32"] * 6,
+            warps=8,
+            IS_TOP_K=which,
+            UNUSED_BITS=unused,
         )
-    compiled(step_kernels.pick, logits, LONG, LONG, *asked[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
+        compiled(
+            step_kernels.sum_weights,
+            logits,
+            *inputs,
+            *[LONG] * 6,
+            FLOAT,
+            *["i32"] * 5,
+            warps=8,
+            ALL_FILTERS=which,
+            UNUSED_BITS=unused,
+        )
+    compiled(step_kernels.sample_token, logits, LONG, LONG, *inputs[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
     compiled(step_kernels.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
 compiled(step_kernels.previous_hidden, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
 compiled(step_kernels.keep_hidden, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
