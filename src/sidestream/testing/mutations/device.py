@@ -59,7 +59,7 @@ EQUIVALENT = (
         "test_host_threads.py::test_turn_that_raises_is_the_last_one",
     ),
     _of_device(
-        "done-fence-ends-the-rest",
+        "done-fence-wakes-the-thread",
         "H26",
         "a thread sleeps on although the fence that it waits for is done",
         "test_host_threads.py::test_fence_that_comes_soon_is_looked_at_until_it_is_done",
