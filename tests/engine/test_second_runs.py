@@ -91,7 +91,7 @@ def test_the_two_runs_of_every_step_are_equal_and_so_are_the_tokens_without_the_
 
 
 def test_without_the_check_no_step_runs_twice_and_nothing_more_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SecondRun, "of", lambda *_: pytest.fail("a step ran twice"))
+    monkeypatch.setattr(SecondRun, "compare", lambda *_: pytest.fail("a step ran twice"))
     with serving(slots=64) as rig:
         forwards = counted_calls(rig.model, "forward")
         delivered: list[int] = []

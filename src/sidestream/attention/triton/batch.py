@@ -115,11 +115,11 @@ class DeviceBatch:
         """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index] if isinstance(self.kv, torch.Tensor) else self.kv[index]
 
-    def over(self, shape: KVShape) -> DeviceBatch:
-        """See `AttentionBatch.over`. The pool must be one tensor."""
+    def with_kv_shape(self, shape: KVShape) -> DeviceBatch:
+        """See `AttentionBatch.with_kv_shape`. The pool must be one tensor."""
         if not isinstance(self.kv, torch.Tensor):
             raise InvariantError("a draft model needs a pool that is one tensor: this pool has a tensor for each layer")
-        workspace = None if self.workspace is None else self.workspace.over(shape)
+        workspace = None if self.workspace is None else self.workspace.with_kv_shape(shape)
         return replace(
             self,
             kv=shape.at_the_end_of(self.kv),

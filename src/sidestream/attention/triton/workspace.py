@@ -122,7 +122,7 @@ class SplitKVWorkspace:
         """Largest number of KV tokens of a row."""
         return self.tops.shape[1] * self.tokens
 
-    def over(self, shape: KVShape) -> SplitKVWorkspace:
+    def with_kv_shape(self, shape: KVShape) -> SplitKVWorkspace:
         """The same memory, divided for a draft model's heads, with the same numbers of tokens and splits. Raises
         InvariantError if the memory is too small.
         """
