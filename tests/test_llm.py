@@ -105,10 +105,12 @@ def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
     assert EngineConfig(max_running=64, kv_memory="2GiB").sizes("cuda") == EngineSizes(
         2 << 30, 64, 8192, 8256, False, 0.25
     )
-    assert EngineConfig(tail_apart=True).sizes("cuda") == EngineSizes(None, 256, 8192, 8448, True, None)
+    assert EngineConfig(separate_tail_chunk=True).sizes("cuda") == EngineSizes(None, 256, 8192, 8448, True, None)
     assert EngineConfig(target_gap_ms=60).sizes("cpu") == EngineSizes(1 << 30, 16, 256, 528, False, 0.06)
-    with pytest.raises(ConfigError, match="target_gap_ms is 60 and tail_apart is on, with which no chunk is cut"):
-        EngineConfig(target_gap_ms=60, tail_apart=True)
+    with pytest.raises(
+        ConfigError, match="target_gap_ms is 60 and separate_tail_chunk is on, with which no chunk is cut"
+    ):
+        EngineConfig(target_gap_ms=60, separate_tail_chunk=True)
     with pytest.raises(ConfigError, match="target_gap_ms is 0: give milliseconds above 0"):
         EngineConfig(target_gap_ms=0)
     assert EngineConfig(block_tokens=48).sizes("cpu") == EngineSizes(1 << 30, 16, 240, 496)
@@ -492,6 +494,18 @@ def test_a_closed_model_says_so(tmp_path: Path) -> None:
         with pytest.raises(EngineStopped, match=r"^this LLM is closed: make a new one$"):
             call()
     closed.close()  # still idempotent
+
+
+@pytest.mark.parametrize(
+    ("config", "old", "new"),
+    [
+        (EngineConfig, "tail_apart", "separate_tail_chunk"),
+        (SpeculativeConfig, "max_slowdown", "max_draft_slowdown"),
+    ],
+)
+def test_the_old_name_of_an_option_gives_its_new_name(config: type, old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=f"^no option {old}: it is {new} now$"):
+        config(**{old: 1})
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_a_run_that_differs_is_counted_and_logged_and_the_second_one_is_served(
     model: ToyModel, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = list(range(1, 11))
-    with serving(model=model, self_check=1.0, tail_apart=False) as rig, caplog.at_level(logging.ERROR):
+    with serving(model=model, self_check=1.0, separate_tail_chunk=False) as rig, caplog.at_level(logging.ERROR):
         assert rig.submit(prompt, 4).wait().token_ids() == ToyModel().expected(prompt, 4)
         rig.turn()
         assert rig.counted("self_check_disagreements_total") == 1
