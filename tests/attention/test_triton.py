@@ -78,7 +78,7 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
     there[:, 0] = alone[:, LAYER]
     assert there.data_ptr() != pool.data_ptr()
     workspace = SplitKVWorkspace.allocate(
-        query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, also=other
+        query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, draft=other
     )
     whole = pool_for(rows, inner, Options())
     expected = make_batch(whole, rows, inner, IN_SPLITS)

@@ -78,28 +78,10 @@ def update_block_tables(indices, block_ids, block_tables, count):
     do_not_specialize_on_alignment=_STEP_INPUTS,
 )
 def resolve_inputs(
-    tokens,
-    positions,
-    token_slots,
-    kv_lens,
-    slots,
-    last_tokens,
-    lengths,
-    block_tables,
-    drafts,
-    out_tokens,
-    out_positions,
-    out_kv_lens,
-    out_slot_mapping,
-    out_block_tables,
-    num_tokens,
-    padding_slot,
-    table_width,
-    width,
-    num_drafts,
-    block_tokens,
-    HAS_DRAFTS: tl.constexpr,
-):
+    tokens, positions, token_slots, kv_lens, slots, last_tokens, lengths, block_tables, drafts, out_tokens,
+    out_positions, out_kv_lens, out_slot_mapping, out_block_tables, num_tokens, padding_slot, table_width, width,
+    num_drafts, block_tokens, HAS_DRAFTS: tl.constexpr,
+):  # fmt: skip
     """See `Ops.resolve_inputs`. The first programs handle one tile of tokens each, the other programs one row each.
     Grid (tiles + rows,).
     """
@@ -142,25 +124,9 @@ def resolve_inputs(
     do_not_specialize_on_alignment=_STEP_INPUTS,
 )
 def draft_rows(
-    positions,
-    first_tokens,
-    kv_lens,
-    slots,
-    last_tokens,
-    lengths,
-    block_tables,
-    hidden,
-    out_tokens,
-    out_lengths,
-    out_bounds,
-    out_padding,
-    out_block_tables,
-    out_hidden,
-    padding_slot,
-    table_width,
-    width,
-    hidden_size,
-):
+    positions, first_tokens, kv_lens, slots, last_tokens, lengths, block_tables, hidden, out_tokens, out_lengths,
+    out_bounds, out_padding, out_block_tables, out_hidden, padding_slot, table_width, width, hidden_size,
+):  # fmt: skip
     """The state of one decode row before drafting, see `Ops.draft_rows`. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
@@ -455,30 +421,10 @@ def sample_token(
     do_not_specialize_on_alignment=_STEP_INPUTS,
 )
 def advance(
-    sampling_rows,
-    first_logits,
-    slots,
-    cu_seqlens_q,
-    tokens,
-    positions,
-    drafts,
-    hidden,
-    last_tokens,
-    lengths,
-    history,
-    out_hidden,
-    accept_lengths,
-    params_f64,
-    output_counts,
-    num_decodes,
-    max_drafts,
-    width,
-    hidden_size,
-    vocab_size,
-    TRACKS_HISTORY: tl.constexpr,
-    TRACKS_HIDDEN: tl.constexpr,
-    COUNTS_OUTPUTS: tl.constexpr,
-):
+    sampling_rows, first_logits, slots, cu_seqlens_q, tokens, positions, drafts, hidden, last_tokens, lengths, history,
+    out_hidden, accept_lengths, params_f64, output_counts, num_decodes, max_drafts, width, hidden_size, vocab_size,
+    TRACKS_HISTORY: tl.constexpr, TRACKS_HIDDEN: tl.constexpr, COUNTS_OUTPUTS: tl.constexpr,
+):  # fmt: skip
     """Verify the drafts of one row that samples, and update the state of its request slot. Does nothing for padding.
     Grid (rows,).
     """
@@ -552,19 +498,9 @@ def previous_hidden(
     do_not_specialize_on_alignment=_STEP_INPUTS,
 )
 def keep_hidden(
-    hidden,
-    positions,
-    slot_mapping,
-    cu_seqlens_q,
-    slots,
-    by_slot,
-    by_block,
-    num_tokens,
-    stride,
-    block_stride,
-    hidden_size,
-    block_tokens,
-):
+    hidden, positions, slot_mapping, cu_seqlens_q, slots, by_slot, by_block, num_tokens, stride, block_stride,
+    hidden_size, block_tokens,
+):  # fmt: skip
     """Write the hidden state of one token that completes a block to this block. The programs after the tokens write the
     last hidden state of one row to its request slot. Grid (tokens + rows,).
     """

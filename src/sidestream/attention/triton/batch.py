@@ -94,11 +94,11 @@ class DeviceBatch:
             if self.workspace is None:
                 raise InvariantError(f"{self.rows_in_splits} rows in splits need buffers: give workspace")
             tokens = self.tokens_in_splits
-            held, most = self.workspace.tops.shape[0], self.workspace.kv_tokens
-            if tokens > held or kv_tokens > most:
+            max_tokens, max_kv_tokens = self.workspace.max_scores.shape[0], self.workspace.kv_tokens
+            if tokens > max_tokens or kv_tokens > max_kv_tokens:
                 raise InvariantError(
                     f"{tokens} query tokens over rows of up to {kv_tokens} tokens: "
-                    f"the workspace has room for {held} over {most}"
+                    f"the workspace has room for {max_tokens} over {max_kv_tokens}"
                 )
 
     @property
