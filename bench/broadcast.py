@@ -37,9 +37,9 @@ from bench.broadcast_rank import (
     send_by_group,
 )
 from proof.report import percentile
-from sidestream.client.process import child_command, child_environment, plain
 from sidestream.config import EngineConfig
-from sidestream.frames import FrameEncoder
+from sidestream.processes.child import child_command, child_environment, plain
+from sidestream.processes.frames import FrameEncoder
 from sidestream.ranks.leader import joint_executor
 from sidestream.ranks.link import SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Begin, End, StepEncoder

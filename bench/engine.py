@@ -29,8 +29,8 @@ from proof.report import Figure, at_least, at_most
 from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
-from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
+from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.ranks.leader import local_device, local_executor
 from sidestream_kv.config import OffloadConfig, unknown_name
 from sidestream_kv.device.choice import torch_device

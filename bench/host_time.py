@@ -15,7 +15,7 @@ from proof.report import Figure, at_most
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.garbage import freeze_gc_heap
+from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.runner.executor import LaunchedStep
 from sidestream.types import BatchPlan, Delta
 from sidestream_kv.config import OffloadConfig

@@ -22,8 +22,8 @@ from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.build import build_follower
 from sidestream.errors import SidestreamError
-from sidestream.frames import FrameEncoder
 from sidestream.models import load_model
+from sidestream.processes.frames import FrameEncoder
 from sidestream.ranks.link import RankConnection, SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Begin, Serving
 from sidestream.types import Delta

@@ -21,8 +21,8 @@ from proof.report import Figure, at_least
 from sidestream.config import EngineConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
+from sidestream.processes.garbage import freeze_gc_heap
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.kinds import CUDA

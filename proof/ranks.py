@@ -27,7 +27,7 @@ from sidestream.ranks.messages import ToLeader, ToRank
 from sidestream.runner.executor import Executor
 from sidestream.runner.forward import Left
 from sidestream.speculate import Context, Proposer
-from sidestream_kv.device.base import Device, HostThread, Memory, Rest
+from sidestream_kv.device.base import Device, HostThread, Memory, WakeUp
 from sidestream_kv.device.channel import Channel
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
@@ -50,7 +50,7 @@ class RankView:
     def worker(self, name: str) -> SimStream:
         return self._device.worker(self._prefix + name)
 
-    def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
+    def thread(self, name: str, turn: Callable[[], WakeUp]) -> HostThread:
         return self._device.thread(self._prefix + name, turn)
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
@@ -303,7 +303,7 @@ class SimRanks:
             self._reader = self._device.thread("reports", self._read)
         self.executors.append(follower.executor)
         self._followers.append(follower)
-        thread = view.thread("host", lambda: follower.turn() if self._running[rank] else Rest())
+        thread = view.thread("host", lambda: follower.turn() if self._running[rank] else WakeUp())
         self._threads.append(thread)
         thread.wake()
 
@@ -362,14 +362,14 @@ class SimRanks:
         assert self._reader is not None
         self._reader.wake()
 
-    def _read(self) -> Rest:
+    def _read(self) -> WakeUp:
         for rank, reports in enumerate(self._reports, start=1):
             while (report := reports.take()) is not None:
                 self.ranks.take_in(rank, report)
         if self._killed is not None:
             killed, self._killed = self._killed, None
             self.ranks.lose(DeviceLost(f"injected: rank {killed} of {self.size} is lost"))
-        return Rest()
+        return WakeUp()
 
     def _observed(self, rank: int, stream: str, tick: int) -> None:
         """Tell the tracer that the calling thread learned from a report that a rank's work is done."""

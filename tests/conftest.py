@@ -80,8 +80,8 @@ def garbage_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     waits for a collection.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if "sidestream.loading" in sys.modules and request.node.get_closest_marker("freezes_gc_heap") is None:
-            patch.setattr(sys.modules["sidestream.loading"], "freeze_gc_heap", lambda: lambda: None)
+        if "sidestream.engine.loading" in sys.modules and request.node.get_closest_marker("freezes_gc_heap") is None:
+            patch.setattr(sys.modules["sidestream.engine.loading"], "freeze_gc_heap", lambda: lambda: None)
         yield
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sidestream import rank_process
+from sidestream.engine import worker_main
 from sidestream.errors import OutOfDeviceMemory
-from sidestream.rank_processes import RankProcesses, RankProgram
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived
+from sidestream.ranks.worker_pool import RankProcesses, RankProgram
 from sidestream_kv.device.base import Device
 
 _EARLY = "RANK_LEAVES_EARLY"
@@ -28,7 +28,7 @@ def program(*, early: bool = False) -> RankProgram:
 
 
 def start_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidestream.loading.RankProcesses", functools.partial(RankProcesses, program=program()))
+    monkeypatch.setattr("sidestream.engine.loading.RankProcesses", functools.partial(RankProcesses, program=program()))
 
 
 def run_out(rank: int, device: Device) -> None:
@@ -41,4 +41,4 @@ def main(descriptor: int) -> None:
         link.wait_for_begin()
         link.report(Arrived())
         os._exit(3)
-    rank_process.main(descriptor, on_device=run_out)
+    worker_main.main(descriptor, on_device=run_out)

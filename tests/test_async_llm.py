@@ -41,6 +41,7 @@ from sidestream import (
 from sidestream.client import process as process_module
 from sidestream.config import NEUTRAL
 from sidestream.errors import ProcessFailed
+from sidestream.processes import child as child_module
 from sidestream.types import Delta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -262,15 +263,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
         made.append(start(*values, **options))
         return made[-1]
 
-    monkeypatch.setattr(process_module.subprocess, "Popen", watched)
+    monkeypatch.setattr(child_module.subprocess, "Popen", watched)
     return made
 
 
 def run_first(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
     """Have an engine's process run these lines before it begins."""
-    command = process_module.child_command
+    command = child_module.child_command
     monkeypatch.setattr(
-        process_module,
+        child_module,
         "child_command",
         lambda *values, **options: [*command(*values, **options)[:-1], lines + command(*values, **options)[-1]],
     )
@@ -278,7 +279,7 @@ def run_first(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
 
 # What a download would tell: a directory needs none.
 DOWNLOAD = """
-from sidestream import loading
+from sidestream.engine import loading
 resolve = loading.resolve
 def fetch(model, *, progress):
     progress.begin("fetching", 10)
@@ -432,7 +433,7 @@ import _thread, sys, threading
 def refuse(*arguments):
     raise RuntimeError("can't start new thread")
 def import_engine(name, *rest):
-    if name == "sidestream.loading":
+    if name == "sidestream.engine.loading":
         threading._start_new_thread = refuse
 sys.meta_path.insert(0, type("Finder", (), {"find_spec": staticmethod(import_engine)}))
 """
@@ -451,7 +452,7 @@ def test_a_thread_that_the_system_refuses_is_an_error_with_its_limits(
     def fork(*values: Any, **options: Any) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(process_module.subprocess, "Popen", fork)
+    monkeypatch.setattr(child_module.subprocess, "Popen", fork)
     with pytest.raises(ConfigError, match=limits):
         AsyncLLM(directory, **SIZES)
 

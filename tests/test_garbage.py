@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.garbage import freeze_gc_heap
+from sidestream.processes.garbage import freeze_gc_heap
 
 
 @pytest.fixture(autouse=True)

@@ -105,10 +105,12 @@ def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
     assert EngineConfig(max_running=64, kv_memory="2GiB").sizes("cuda") == EngineSizes(
         2 << 30, 64, 8192, 8256, False, 0.25
     )
-    assert EngineConfig(tail_apart=True).sizes("cuda") == EngineSizes(None, 256, 8192, 8448, True, None)
+    assert EngineConfig(separate_tail_chunk=True).sizes("cuda") == EngineSizes(None, 256, 8192, 8448, True, None)
     assert EngineConfig(target_gap_ms=60).sizes("cpu") == EngineSizes(1 << 30, 16, 256, 528, False, 0.06)
-    with pytest.raises(ConfigError, match="target_gap_ms is 60 and tail_apart is on, with which no chunk is cut"):
-        EngineConfig(target_gap_ms=60, tail_apart=True)
+    with pytest.raises(
+        ConfigError, match="target_gap_ms is 60 and separate_tail_chunk is on, with which no chunk is cut"
+    ):
+        EngineConfig(target_gap_ms=60, separate_tail_chunk=True)
     with pytest.raises(ConfigError, match="target_gap_ms is 0: give milliseconds above 0"):
         EngineConfig(target_gap_ms=0)
     assert EngineConfig(block_tokens=48).sizes("cpu") == EngineSizes(1 << 30, 16, 240, 496)
@@ -355,7 +357,7 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(llm
 
 def test_more_token_ids_than_embeddings_are_warned_of_at_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     few = tiny_model_dir("llama", tmp_path / "few", seed=1, vocab_size=258)
-    with caplog.at_level("WARNING", logger="sidestream.loading"), LLM(few, kv_memory="8MiB", compute_threads=1):
+    with caplog.at_level("WARNING", logger="sidestream.engine.loading"), LLM(few, kv_memory="8MiB", compute_threads=1):
         assert "the tokenizer has 259 token ids, the model 258 embeddings" in caplog.text
         assert (
             "('<|im_end|>') is refused; the chat template writes one of them, so every chat is refused" in caplog.text
@@ -454,7 +456,7 @@ def test_a_closed_model_holds_no_weights(tmp_path: Path) -> None:
 def test_close_of_a_hung_engine_ends_after_a_bound_and_ends_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sidestream.loading.CLOSE_S", 0.2)
+    monkeypatch.setattr("sidestream.engine.loading.CLOSE_S", 0.2)
     before = set(threading.enumerate())
     llm = LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1)
     with ThreadPoolExecutor(2) as pool, Hold(llm.engine.parts.device._streams["compute"]):  # type: ignore[attr-defined]
@@ -495,6 +497,18 @@ def test_a_closed_model_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "old", "new"),
+    [
+        (EngineConfig, "tail_apart", "separate_tail_chunk"),
+        (SpeculativeConfig, "max_slowdown", "max_draft_slowdown"),
+    ],
+)
+def test_the_old_name_of_an_option_gives_its_new_name(config: type, old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=f"^no option {old}: it is {new} now$"):
+        config(**{old: 1})
+
+
+@pytest.mark.parametrize(
     ("kind", "wrong", "near", "error"),
     [
         (SamplingParams, "temprature", "temperature", RequestRejected),
@@ -525,7 +539,7 @@ def with_sampling_defaults(directory: Path, **fields: Any) -> Path:
 def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "sidestream.loading")
+    caplog.set_level(logging.INFO, "sidestream.engine.loading")
     directory = with_sampling_defaults(tmp_path, temperature=20.0, top_k=1)
     eight = SamplingParams(n=8, seed=1, max_tokens=8, ignore_eos=True)
     with LLM(directory, kv_memory="8MiB", compute_threads=1) as llm:

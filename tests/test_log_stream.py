@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 
-from sidestream.log_stream import LogStream
+from sidestream.processes.log_stream import LogStream
 
 TOLD = re.compile(rb"(\d+) lines of the log were lost here: standard error was not read\n")
 
@@ -37,7 +37,10 @@ def test_a_log_that_is_not_read_loses_lines_counts_them_and_says_so_when_it_is_r
 
 
 def test_lines_are_written_before_the_process_exits() -> None:
-    code = "import logging; from sidestream import log_stream; log_stream.start_logging('INFO'); logging.info('last')"
+    code = (
+        "import logging; from sidestream.processes import log_stream; "
+        "log_stream.start_logging('INFO'); logging.info('last')"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stderr == "INFO:root:last\n"
 

@@ -18,10 +18,12 @@ import sidestream_kv
         ("sidestream.testing.explore", "sidestream_order.explore"),
         ("sidestream.testing.fake_backend", "proof.fake_backend"),
         ("sidestream.kv.accesses", "sidestream.runner.accesses"),
+        ("sidestream.progress", "sidestream.processes.progress"),
+        ("sidestream.text_bound", "sidestream.text.length_bound"),
     ],
 )
 def test_a_module_under_its_old_name_is_the_same_module(old: str, new: str) -> None:
-    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload", "sidestream.testing")
+    rooms = ("sidestream.device", "sidestream.kv", "sidestream.offload", "sidestream.testing", old)
     try:
         with pytest.warns(DeprecationWarning) as caught:
             found = importlib.import_module(old)

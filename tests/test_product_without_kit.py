@@ -11,8 +11,7 @@ from proof.tiny_models import tiny_model_dir
 
 SERVES = """
 import sys
-import tomllib
-import sidestream.async_llm, sidestream.cli.app, sidestream.engine, sidestream.engine_process
+import sidestream.async_llm, sidestream.cli.app, sidestream.engine, sidestream.client.engine_main
 import sidestream.server.supervisor
 from sidestream.llm import LLM
 from sidestream.config import SamplingParams

@@ -18,7 +18,7 @@ from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.config import EngineConfig
 from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError
-from sidestream.rank_processes import RankProcesses
+from sidestream.ranks.worker_pool import RankProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -78,7 +78,7 @@ def children() -> list[str]:
 
 def is_rank(pid: str) -> bool:
     try:
-        return "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()
+        return "worker_main" in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False
 
@@ -156,7 +156,7 @@ def test_rank_0_leaves_its_collectives_when_a_rank_ends_during_the_start(
             pass
 
     group = Group()
-    monkeypatch.setattr("sidestream.rank_processes.open_group", lambda *given, **how: group)
+    monkeypatch.setattr("sidestream.ranks.worker_pool.open_group", lambda *given, **how: group)
     config = EngineConfig(device="cpu", tensor_parallel=2)
     processes = RankProcesses(str(model), config, program=rank_that_ends.program(early=True))
     try:

@@ -192,6 +192,6 @@ def test_no_rank_outlives_the_engine_process(model: Path, tmp_path: Path) -> Non
 def runs(pid: int) -> bool:
     """Whether the rank process runs. A process that has ended and is not reaped yet has no command line."""
     try:
-        return "rank_process" in Path(f"/proc/{pid}/cmdline").read_text()
+        return "worker_main" in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False

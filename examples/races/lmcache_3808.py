@@ -8,7 +8,7 @@ Fix (ours): the flush waits until the server has taken every store that was hand
 
 from functools import partial
 
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.channel import Channel
 from sidestream_order.explore import explore
 from sidestream_order.sim import SimDevice, SimFence
@@ -23,12 +23,12 @@ def program(device: SimDevice, *, fixed: bool) -> None:
     stores: Channel[SimFence] = Channel("stores", tracer=device.tracer)
     gathers: list[SimFence] = []
 
-    def serve() -> Rest:
+    def serve() -> WakeUp:
         computed = stores.take()
         if computed is not None:
             copies.wait(computed)
             gathers.append(copies.submit(partial(host.copy_, block), reads=[block], writes=[host], label="gather"))
-        return Rest()
+        return WakeUp()
 
     server = device.thread("server", serve)
     stores.put(compute.submit(partial(block.fill_, OLD), writes=[block], label="step of the old owner"))

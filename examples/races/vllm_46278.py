@@ -8,7 +8,7 @@ Fix: the host records an event on the compute stream, and the store's stream wai
 
 from functools import partial
 
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.channel import Channel
 from sidestream_order.explore import explore
 from sidestream_order.sim import SimDevice, SimFence
@@ -21,13 +21,13 @@ def program(device: SimDevice, *, fixed: bool) -> None:
     jobs: Channel[SimFence] = Channel("jobs", tracer=device.tracer)
     stored: list[SimFence] = []
 
-    def copy() -> Rest:
+    def copy() -> WakeUp:
         computed = jobs.take()
         if computed is not None:
             if fixed:
                 store.wait(computed)
             stored.append(store.submit(partial(host.copy_, block), reads=[block], writes=[host], label="store"))
-        return Rest()
+        return WakeUp()
 
     copier = device.thread("copier", copy)
     jobs.put(compute.submit(partial(block.fill_, 7), writes=[block], label="step"))

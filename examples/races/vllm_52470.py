@@ -9,7 +9,7 @@ Fix: before the next forward pass, the host waits for the jobs of preempted requ
 
 from functools import partial
 
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.channel import Channel
 from sidestream_order.explore import explore
 from sidestream_order.sim import SimDevice, SimFence
@@ -24,12 +24,12 @@ def program(device: SimDevice, *, fixed: bool) -> None:
     jobs: Channel[SimFence] = Channel("jobs", tracer=device.tracer)
     puts: list[SimFence] = []
 
-    def send() -> Rest:
+    def send() -> WakeUp:
         computed = jobs.take()
         if computed is not None:
             put.wait(computed)
             puts.append(put.submit(partial(stored.copy_, block), reads=[block], writes=[stored], label="put"))
-        return Rest()
+        return WakeUp()
 
     sender = device.thread("sender", send)
     jobs.put(compute.submit(partial(block.fill_, OLD), writes=[block], label="step of the old owner"))

@@ -12,7 +12,7 @@ from typing import Any
 from proof.miniatures.stage import Miniature, Outcome, finish
 from sidestream.client.messages import Outputs, decoder_of_outputs
 from sidestream.errors import EngineStopped
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream_order.sim import SimDevice
 
 _TOKENS = (3, 1, 4, 1)

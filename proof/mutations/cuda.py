@@ -120,7 +120,6 @@ EXEMPT = (
     Exempt("CudaDevice.wait_host", ("poll",), _ANSWER),
     Exempt("CudaDevice.warm_up", ("failure",), "an error at the start of the engine, before any request"),
     Exempt("CudaDevice._claim", ("add",), "it refuses two streams of one name"),
-    Exempt("FenceQueue._update", ("done",), "it tells the checker"),
     Exempt("CudaStream._submit", ("begin",), "without it there is no fence to return"),
     Exempt("FenceWaiter.is_done", ("ended",), "a forecast, which only decides how long a wait sleeps"),
     Exempt("FenceWaiter.wait", ("launched", "ended"), "a forecast, which only decides how long a wait sleeps"),

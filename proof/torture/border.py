@@ -21,7 +21,7 @@ from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.errors import SidestreamError
-from sidestream.frames import FrameEncoder
+from sidestream.processes.frames import FrameEncoder
 from sidestream.schedule.validation import CheckedRequest
 from sidestream.types import Delta
 

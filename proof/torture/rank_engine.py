@@ -19,7 +19,7 @@ from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, DeviceLost
 from sidestream.models import load_model
 from sidestream.models.loader import cache_parts
-from sidestream.rank_processes import RankProcesses, check_ranks
+from sidestream.ranks.worker_pool import RankProcesses, check_ranks
 from sidestream_kv.config import OffloadConfig, unknown_name
 from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.kinds import CPU, CUDA

@@ -1,5 +1,5 @@
 """Delays and failing copies on the devices of all ranks, and the program of the ranks other than 0, for the torture
-test of ranks. The program runs `sidestream.rank_process` with such a device and, if asked, without some rules.
+test of ranks. The program runs `sidestream.engine.worker_main` with such a device and, if asked, without some rules.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 from proof.mutations import applied, find
 from proof.rig import busy
 from proof.torture.traffic import Habits, Meddler, draw_delay
-from sidestream import rank_process
-from sidestream.rank_processes import RankProgram
+from sidestream.engine import worker_main
 from sidestream.ranks.leader import COMPUTE
+from sidestream.ranks.worker_pool import RankProgram
 from sidestream_kv.device.base import Device, Stream, no_accesses
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.cuda import CudaDevice
@@ -97,7 +97,7 @@ def _hold_up(
 
 
 def main(descriptor: int) -> None:
-    """Run a rank. See `rank_process.main`."""
+    """Run a rank. See `worker_main.main`."""
     meddling = msgspec.json.decode(os.environ[_VARIABLE], type=Meddling)
 
     def on_device(rank: int, device: Device) -> None:
@@ -106,4 +106,4 @@ def main(descriptor: int) -> None:
     with ExitStack() as undo:
         for name in meddling.without:
             undo.enter_context(applied(find(name)))
-        rank_process.main(descriptor, on_device=on_device)
+        worker_main.main(descriptor, on_device=on_device)

@@ -34,7 +34,7 @@ from sidestream.errors import (
     TierLost,
     TierTimeout,
 )
-from sidestream.progress import start_lines
+from sidestream.processes.progress import start_lines
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.config import OffloadConfig

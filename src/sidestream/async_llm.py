@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.client.in_process import InProcessClient
 from sidestream.client.process import EngineProcess
 from sidestream.client.remote import RemoteClient
 from sidestream.config import EngineConfig
+from sidestream.engine.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.errors import EngineStopped
-from sidestream.front_end import FrontEnd
-from sidestream.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.models.catalog import Progress
 from sidestream.models.directory import name_of
 from sidestream.tokenizer import Tokenizer

@@ -27,12 +27,14 @@ def _at_least(option: str, value: int, bound: int) -> None:
         raise ConfigError(f"{option} is {value!r}: it must be a whole number of {bound} or more")
 
 
+RENAMED = {"max_slowdown": "max_draft_slowdown", "tail_apart": "separate_tail_chunk"}
+"""Options that got another name: an error for the old name gives the new one."""
 PROPOSERS = ("ngram", "mtp", "draft")
 MOST_DRAFTS = 16
 """Maximum number of drafts of one request that a step verifies."""
 
 
-@options_checked(ConfigError)
+@options_checked(ConfigError, renamed=RENAMED)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Speculative decoding: a proposer drafts tokens, and the model verifies several drafts in one step. Drafts change
@@ -47,10 +49,10 @@ class SpeculativeConfig:
     max_drafts   maximum number of tokens to draft for a request in one step
     adaptive     draft as many tokens as pay off at the measured accept rate and cost, possibly none; False: always
                  `max_drafts`
-    max_slowdown with `adaptive`: largest fraction by which drafts may lengthen a request's run time (0.005: half a
-                 percent). The request's own drafts count, and so do other requests' drafts in the same steps. Measuring
-                 the cost of drafts may add up to 0.01 to this fraction. `math.inf`: no bound, for the highest total
-                 throughput
+    max_draft_slowdown  with `adaptive`: largest fraction by which drafts may lengthen a request's run time (0.005: half
+                 a percent). The request's own drafts count, and so do other requests' drafts in the same steps.
+                 Measuring the cost of drafts may add up to 0.01 to this fraction. `math.inf`: no bound, for the highest
+                 total throughput
     """
 
     proposer: str = "ngram"
@@ -58,7 +60,7 @@ class SpeculativeConfig:
     adaptive: bool = True
     head: str | Path | None = None
     model: str | Path | None = None
-    max_slowdown: float = 0.005
+    max_draft_slowdown: float = 0.005
 
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
@@ -78,9 +80,10 @@ class SpeculativeConfig:
         if self.proposer not in PROPOSERS:
             raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
         _at_least("max_drafts", self.max_drafts, 1)
-        if not (isinstance(self.max_slowdown, int | float) and self.max_slowdown >= 0):
+        if not (isinstance(self.max_draft_slowdown, int | float) and self.max_draft_slowdown >= 0):
             raise ConfigError(
-                f"max_slowdown is {self.max_slowdown}: give a share of 0 or more, such as 0.01, or inf for no bound"
+                f"max_draft_slowdown is {self.max_draft_slowdown}: give a share of 0 or more, such as 0.01, or inf for "
+                "no bound"
             )
         if self.max_drafts > MOST_DRAFTS:
             raise ConfigError(
@@ -173,23 +176,23 @@ MOST_RUNNING = 1 << 16
 class EngineSizes:
     """The sizes of an EngineConfig on one kind of device; defaults are filled in.
 
-    kv_bytes      bytes of the device's block pool; None (on a GPU only): as many as fit beside the weights
-    max_running   maximum number of requests that run at once
-    chunk_tokens  tokens of a prefill chunk
-    token_budget  maximum number of tokens that one step computes
-    tail_apart    see EngineConfig
-    target_gap_s  EngineConfig's target_gap_ms, in seconds; None: no bound
+    kv_bytes             bytes of the device's block pool; None (on a GPU only): as many as fit beside the weights
+    max_running          maximum number of requests that run at once
+    chunk_tokens         tokens of a prefill chunk
+    token_budget         maximum number of tokens that one step computes
+    separate_tail_chunk  see EngineConfig
+    target_gap_s         EngineConfig's target_gap_ms, in seconds; None: no bound
     """
 
     kv_bytes: int | None
     max_running: int
     chunk_tokens: int
     token_budget: int
-    tail_apart: bool = True
+    separate_tail_chunk: bool = True
     target_gap_s: float | None = None
 
 
-@options_checked(ConfigError)
+@options_checked(ConfigError, renamed=RENAMED)
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine runs one model.
@@ -203,13 +206,13 @@ class EngineConfig:
                     checkpoints only at the ends of prompts and answers, and where earlier prompts diverged
     block_tokens    number of tokens in a block; KV is stored, loaded and shared in whole blocks. None: 16, but 64 on a
                     GPU for models with recurrent states (`default_block_tokens`)
-    chunk_tokens    chunked prefill: the largest number of tokens of one prompt in a step. With `tail_apart`, every
-                    chunk ends at a multiple of this number or at the prompt's end, so that equal prompts are computed
-                    in equal shapes. None: about 256 on a CPU, 8,192 on a GPU
+    chunk_tokens    chunked prefill: the largest number of tokens of one prompt in a step. With `separate_tail_chunk`,
+                    every chunk ends at a multiple of this number or at the prompt's end, so that equal prompts are
+                    computed in equal shapes. None: about 256 on a CPU, 8,192 on a GPU
     target_gap_ms   largest time in ms between two tokens of a request that prompts computed in the same steps should
                     cause: while requests decode, a step takes as many prompt tokens as the measured prefill rate
-                    computes in this time. Cuts chunks, so it excludes `tail_apart`. None: no bound on a CPU or with
-                    `tail_apart`, else 250 ms
+                    computes in this time. Cuts chunks, so it excludes `separate_tail_chunk`. None: no bound on a CPU or
+                    with `separate_tail_chunk`, else 250 ms
     token_budget    maximum number of tokens that one step computes, prefill and decode together; None: two chunks on a
                     CPU or one chunk on a GPU, plus one token for each running request in either case
     max_running     maximum number of running requests (request slots); None: 16 on a CPU, 256 on a GPU
@@ -218,7 +221,7 @@ class EngineConfig:
     compute_threads threads of the forward pass on a CPU; None: all cores
     salt            part of every block hash: engines with different salts never share KV
     asynchronous    launch step N+1 before the host has read the tokens of step N; False: for measuring and debugging
-    tail_apart      compute the tokens after a prompt's last block border in a separate chunk: then the output is
+    separate_tail_chunk  compute the tokens after a prompt's last block border in a separate chunk: then the output is
                     bitwise equal, whichever tier the prompt's KV comes from. None: True on a CPU without
                     `target_gap_ms`; False on a GPU, where the separate chunk costs one more pass over all weights
     speculative     speculative decoding; None: off
@@ -248,7 +251,7 @@ class EngineConfig:
     salt: str = ""
     prefix_cache: bool = True
     asynchronous: bool = True
-    tail_apart: bool | None = None
+    separate_tail_chunk: bool | None = None
     target_gap_ms: float | None = None
     eager: bool = False
     offload: OffloadConfig | None = None
@@ -286,10 +289,10 @@ class EngineConfig:
         gap = self.target_gap_ms
         if gap is not None and not (isinstance(gap, int | float) and not isinstance(gap, bool) and 0 < gap < math.inf):
             raise ConfigError(f"target_gap_ms is {gap!r}: give milliseconds above 0, such as 100")
-        if gap is not None and self.tail_apart:
+        if gap is not None and self.separate_tail_chunk:
             raise ConfigError(
-                f"target_gap_ms is {gap:g} and tail_apart is on, with which no chunk is cut, so no gap has a bound: "
-                "leave one of the two out"
+                f"target_gap_ms is {gap:g} and separate_tail_chunk is on, with which no chunk is cut, so no gap has a "
+                "bound: leave one of the two out"
             )
         share = self.self_check
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -335,12 +338,12 @@ class EngineConfig:
             )
         given = None if self.kv_memory is None else parse_bytes(self.kv_memory, option="kv_memory")
         kv_bytes = _CPU_KV_BYTES if given is None and not on_gpu else given
-        tail_apart, gap_ms = self.tail_apart, self.target_gap_ms
-        if tail_apart is None:
-            tail_apart = not on_gpu and gap_ms is None
-        if gap_ms is None and not tail_apart and on_gpu:
+        separate_tail, gap_ms = self.separate_tail_chunk, self.target_gap_ms
+        if separate_tail is None:
+            separate_tail = not on_gpu and gap_ms is None
+        if gap_ms is None and not separate_tail and on_gpu:
             gap_ms = _TARGET_GAP_MS
-        return EngineSizes(kv_bytes, running, chunk, budget, tail_apart, None if gap_ms is None else gap_ms / 1e3)
+        return EngineSizes(kv_bytes, running, chunk, budget, separate_tail, None if gap_ms is None else gap_ms / 1e3)
 
     @property
     def _block_tokens(self) -> int:

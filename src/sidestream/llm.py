@@ -13,14 +13,14 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from sidestream.client.output import OutputProcessor, tokens_with_text
+from sidestream.client.prompts import Prompt, as_list, checked_params, ids_of, params_of_each, with_special_stops
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.engine.kv_events import OnBatch
+from sidestream.engine.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.errors import EngineStopped, QueueFull, RequestError
-from sidestream.loading import LoadedEngine, OnStage, chosen_config, shown_start
 from sidestream.models.catalog import Progress
 from sidestream.models.directory import name_of
-from sidestream.prompts import Prompt, as_list, checked_params, ids_of, params_of_each, with_special_stops
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 from sidestream_kv.metrics import Metrics

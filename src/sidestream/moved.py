@@ -1,5 +1,6 @@
-"""Lets imports of modules that moved to the packages `sidestream_kv` and `sidestream_order` work for one more release,
-with a warning. Those that moved to `proof`, which is not installed, work in a checkout of the repository.
+"""Lets imports of modules that moved work for one more release, with a warning. They moved to the packages
+`sidestream_kv` and `sidestream_order`, or to other rooms; those that moved to `proof`, which is not installed, work in
+a checkout of the repository.
 """
 
 from __future__ import annotations
@@ -29,9 +30,18 @@ _CHECKER = {
     "trace",
 }
 _ELSEWHERE = {
+    "sidestream.chat_template": "sidestream.text.chat_template",
     "sidestream.device.sim": "sidestream_order.sim",
+    "sidestream.frames": "sidestream.processes.frames",
+    "sidestream.front_end": "sidestream.client.front_end",
+    "sidestream.garbage": "sidestream.processes.garbage",
     "sidestream.kv.accesses": "sidestream.runner.accesses",
-    "sidestream.metrics.progress": "sidestream.progress",
+    "sidestream.loading": "sidestream.engine.loading",
+    "sidestream.log_stream": "sidestream.processes.log_stream",
+    "sidestream.metrics.progress": "sidestream.processes.progress",
+    "sidestream.progress": "sidestream.processes.progress",
+    "sidestream.prompts": "sidestream.client.prompts",
+    "sidestream.text_bound": "sidestream.text.length_bound",
 }
 
 

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pre
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import cached_file
 
-from sidestream.chat_template import ChatTemplate
 from sidestream.checkpoint_files import GENERATION_CONFIG, read_json
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.text import Detokenizer
-from sidestream.text_bound import check_length, text_bound
+from sidestream.text.chat_template import ChatTemplate
+from sidestream.text.length_bound import check_length, text_bound
 
 
 class Tokenizer:

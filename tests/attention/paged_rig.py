@@ -144,9 +144,9 @@ def make_batch(
             head_dim=shape.head_dim,
             device=DEVICE,
             tokens=launch.split_tokens,
-            narrow=launch.narrow,
+            narrow_splits=launch.narrow,
         )
-        for part in (workspace.sums, workspace.tops, workspace.totals):
+        for part in (workspace.value_sums, workspace.max_scores, workspace.weight_sums):
             part.fill_(math.nan)
     return DeviceBatch(
         pool,

@@ -188,8 +188,8 @@ def test_keys_and_values_are_gathered_by_blocks_and_not_by_tokens() -> None:
     (row,) = make_rows([(4, 5 * BLOCK_TOKENS)], 6, 2)
     batch = make_batch(pool_for([row]), [row], 0)
 
-    assert len(batch._addresses.seen(None, torch.float32, heads_per_kv_head=3).index) == 2 * 5
-    assert len(batch._addresses.seen(BLOCK_TOKENS, torch.float32, heads_per_kv_head=3).index) == 2 * 2
+    assert len(batch._addresses.visible(None, torch.float32, heads_per_kv_head=3).block_starts) == 2 * 5
+    assert len(batch._addresses.visible(BLOCK_TOKENS, torch.float32, heads_per_kv_head=3).block_starts) == 2 * 2
 
 
 def test_a_step_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> None:

@@ -80,11 +80,11 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
     there[:, 0] = alone[:, LAYER]
     assert there.data_ptr() != pool.data_ptr()
     workspace = SplitKVWorkspace.allocate(
-        query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, also=other
+        query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, draft=other
     )
     whole = pool_for(rows, inner, Options())
     expected = make_batch(whole, rows, inner, IN_SPLITS)
-    batch = replace(expected, kv=pool, workspace=workspace, tiles=None).over(other)
+    batch = replace(expected, kv=pool, workspace=workspace, tiles=None).with_kv_shape(other)
     query, key, value = packed(rows, 0, inner)
     got = batch.attend(query, key, value, 0, scale=0.25)
     wanted = paged_attention(query, key, value, LAYER, replace(expected, tiles=None), scale=0.25)
@@ -92,7 +92,7 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
     assert torch.equal(there[:, 0].nan_to_num(), whole[:, LAYER].nan_to_num())
     assert pool.view(len(pool), -1)[:, : -other.values(16)].isnan().all()
     with pytest.raises(InvariantError, match=r"8 heads with head_dim 32: .* made for 3 heads with head_dim 32"):
-        workspace.over(KVShape(1, 1, 32, 8))
+        workspace.with_kv_shape(KVShape(1, 1, 32, 8))
 
 
 @pytest.mark.parametrize(("kv_heads", "block_tokens"), [(2, 16), (1, 48), (2, 128)])

@@ -35,6 +35,19 @@ def test_an_unknown_option_or_command_names_the_nearest_known(run: Run, argument
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--tail-apart", "--separate-tail-chunk"),
+        ("--no-tail-apart", "--no-separate-tail-chunk"),
+        ("--max-slowdown", "--max-draft-slowdown"),
+    ],
+)
+def test_the_old_name_of_an_option_gives_its_new_name(run: Run, old: str, new: str) -> None:
+    result = run("serve", "no-such-model", old, "1")
+    assert (result.exit_code, result.output) == (2, f"error: no option {old}: it is {new} now\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--dtype", "bfloat"], "no dtype bfloat; did you mean bfloat16?"),

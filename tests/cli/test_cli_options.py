@@ -97,11 +97,15 @@ def test_drafting_is_on_when_its_way_is_given() -> None:
         match="--draft-model is small, but --speculative is ngram: leave it out, or choose --speculative draft",
     ):
         engine_config(speculative="ngram", draft_model="small")
-    assert engine_config(speculative="ngram", max_slowdown=0.1).speculative == SpeculativeConfig(max_slowdown=0.1)
-    with pytest.raises(ConfigError, match=r"--max-slowdown is 0\.1, but nothing is drafted: give --speculative too"):
-        engine_config(max_slowdown=0.1)
-    with pytest.raises(ConfigError, match=r"max_slowdown is -1\.0: give a share of 0 or more"):
-        engine_config(speculative="ngram", max_slowdown=-1.0)
+    assert engine_config(speculative="ngram", max_draft_slowdown=0.1).speculative == SpeculativeConfig(
+        max_draft_slowdown=0.1
+    )
+    with pytest.raises(
+        ConfigError, match=r"--max-draft-slowdown is 0\.1, but nothing is drafted: give --speculative too"
+    ):
+        engine_config(max_draft_slowdown=0.1)
+    with pytest.raises(ConfigError, match=r"max_draft_slowdown is -1\.0: give a share of 0 or more"):
+        engine_config(speculative="ngram", max_draft_slowdown=-1.0)
     with pytest.raises(ConfigError, match="--max-drafts is 0: give 1 to 16, or leave out --speculative"):
         engine_config(speculative="ngram", max_drafts=0)
 

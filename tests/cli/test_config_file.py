@@ -77,13 +77,14 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     run: Run, write: Write, seen: _Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(
-        "model: filed\nport: 1\nhead_timeout: 2\ntail-apart: true\ncors-origin: ['http://filed']\napi-key: filed\n"
+        "model: filed\nport: 1\nhead_timeout: 2\nseparate-tail-chunk: true\n"
+        "cors-origin: ['http://filed']\napi-key: filed\n"
     )
     monkeypatch.setenv("SIDESTREAM_API_KEY", "environment")
-    given = ("given", "--port", 3, "--no-tail-apart", "--cors-origin", "http://given")
+    given = ("given", "--port", 3, "--no-separate-tail-chunk", "--cors-origin", "http://given")
     assert run("serve", *given, "--config", path).exit_code == 0
     assert (seen.values["model"], seen.values["port"], seen.values["head_timeout"]) == ("given", 3, 2.0)
-    assert (seen.values["tail_apart"], seen.values["cors_origin"]) == (False, ["http://given"])
+    assert (seen.values["separate_tail_chunk"], seen.values["cors_origin"]) == (False, ["http://given"])
     assert seen.values["api_key"] == "environment"
 
 
@@ -96,7 +97,11 @@ def test_an_empty_file_changes_nothing(run: Run, write: Write, seen: _Seen) -> N
     ("text", "said"),
     [
         ("kv-memry: 2GiB", "sets kv-memry to '2GiB': no option kv-memry; did you mean kv-memory?"),
-        ("no-tail-apart: true", "sets no-tail-apart to True: no option no-tail-apart; did you mean tail-apart?"),
+        ("tail-apart: true", "sets tail-apart to True: no option tail-apart: it is separate-tail-chunk now"),
+        (
+            "no-separate-tail-chunk: true",
+            "sets no-separate-tail-chunk to True: no option no-separate-tail-chunk; did you mean separate-tail-chunk?",
+        ),
         ("config: other.yaml", "sets config to 'other.yaml': no option config"),
         ("7: x", "sets 7 to 'x': no option 7"),
         ("port: 1\nport: 2", "sets port twice (1 and 2): remove one"),

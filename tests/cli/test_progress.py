@@ -9,10 +9,10 @@ import threading
 import pytest
 from rich.console import Console
 
-from sidestream import progress as progress_module
 from sidestream.cli.progress import Steps
 from sidestream.models.catalog import Progress
-from sidestream.progress import START_EVERY_S, Lines, start_lines
+from sidestream.processes import progress as progress_module
+from sidestream.processes.progress import START_EVERY_S, Lines, start_lines
 
 
 class Clock:

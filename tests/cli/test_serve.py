@@ -147,7 +147,7 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
     program = (
         "import functools, signal\n"
         "from sidestream.cli.serve import _quit_at_once\n"
-        "from sidestream.client.signals import on_stop_signal\n"
+        "from sidestream.processes.signals import on_stop_signal\n"
         "clean_up = lambda: print('cleaned up', flush=True)\n"
         "with on_stop_signal(functools.partial(_quit_at_once, clean_up)):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"

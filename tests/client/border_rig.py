@@ -19,7 +19,7 @@ from sidestream.client.in_process import InProcessClient
 from sidestream.client.messages import Attach, Close, Reply, decoder_of_outputs, decoder_of_requests
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
-from sidestream.frames import FrameEncoder
+from sidestream.processes.frames import FrameEncoder
 from sidestream.types import Delta
 
 T = TypeVar("T")

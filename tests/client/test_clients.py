@@ -19,9 +19,9 @@ from engine_rig import PATIENCE_S, prompts
 from proof.tokenizer import ToyTokenizer
 from proof.toy import ToyModel
 from sidestream.client import base
+from sidestream.client.front_end import FrontEnd
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError, RequestRejected
-from sidestream.front_end import FrontEnd
 from sidestream.types import CachedTokens, Delta
 
 PROMPT = prompts(51, 1, longest=12)[0]

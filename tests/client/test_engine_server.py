@@ -16,7 +16,6 @@ from border_rig import Remote, ask, border, check_nothing_left, run, tokens_of
 from engine_rig import PATIENCE_S, Rig, prompts
 
 from proof.toy import ToyModel
-from sidestream import frames
 from sidestream.client import engine_server, pulse, remote
 from sidestream.client.engine_server import Connection
 from sidestream.client.messages import (
@@ -39,7 +38,8 @@ from sidestream.client.messages import (
 from sidestream.client.remote import RemoteClient
 from sidestream.config import WATCHDOG_OPTION, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped, RaceError
-from sidestream.frames import FrameEncoder
+from sidestream.processes import frames
+from sidestream.processes.frames import FrameEncoder
 from sidestream.version import VERSION
 
 PROMPT = prompts(71, 1, longest=12)[0]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sidestream import errors, frames
+from sidestream import errors
 from sidestream.client.messages import (
     Abort,
     Attach,
@@ -38,7 +38,8 @@ from sidestream.client.messages import (
 )
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes import frames
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 
 # Every field differs from its default.
 PARAMS = SamplingParams(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sidestream.errors import DeviceError
-from sidestream_kv.device.cuda.driver import Rows, named
+from sidestream_kv.device.cuda.driver import PreparedTable, named
 
 PATIENCE_S = 10.0
 
@@ -164,11 +164,11 @@ class FakeGpu:
         self.calls.append(f"batch of {table.shape[1]}")
         self._move(table, stream)
 
-    def rows(self, table: Any, *, from_device: bool, to_device: bool, pieces: int = 1) -> Rows:
-        return Rows(table, 0, 0, 0, pieces)
+    def prepare(self, table: Any, *, from_device: bool, to_device: bool, pieces: int = 1) -> PreparedTable:
+        return PreparedTable(table, 0, 0, 0, pieces)
 
-    def copy_rows(self, rows: Rows, first: int, count: int, stream: int) -> None:
-        part = rows.table[:, first * rows.pieces : (first + count) * rows.pieces]
+    def copy_prepared(self, prepared: PreparedTable, first: int, count: int, stream: int) -> None:
+        part = prepared.table[:, first * prepared.pieces : (first + count) * prepared.pieces]
         if not self.has_batch:
             self.copy_each(part, stream)
             return

@@ -17,7 +17,7 @@ from cuda_rig import FakeGpu
 from sidestream.errors import InvariantError
 from sidestream_kv.device.base import CopyBatch, Memory
 from sidestream_kv.device.cuda import CudaDevice, copies
-from sidestream_kv.device.cuda.copies import GRID_BELOW, KERNEL_BELOW, Grid, Segments, locate, plan
+from sidestream_kv.device.cuda.copies import GRID_BELOW, KERNEL_BELOW, Grid, Segments, addresses_of, plan
 from sidestream_kv.device.cuda.stream import CudaFence, CudaStream
 
 KIB = 1 << 10
@@ -45,7 +45,7 @@ def batch(source: Memory, sources: list[int], target: Memory, targets: list[int]
 
 def planned(copy: CopyBatch, *, max_pitch: int = ANY_PITCH, borders: tuple[int, ...] = ()) -> Segments | Grid:
     """`borders` are those of the target."""
-    return plan(copy, locate(copy.source), locate(copy.target, borders), max_pitch=max_pitch)
+    return plan(copy, addresses_of(copy.source), addresses_of(copy.target, borders), max_pitch=max_pitch)
 
 
 def segments(copy: CopyBatch, **kwargs: Any) -> list[list[int]]:
@@ -196,8 +196,8 @@ def test_stripes_are_worked_out_by_segment_or_one_by_one_with_the_same_result(
     kv, host = memory("kv", 960, parts=5, stripe=64, apart=True), memory("host", 960)
     offsets = [size * index for index in range(len(starts))]
     copy = batch(host, offsets, kv, starts, size) if into_stripes else batch(kv, starts, host, offsets, size)
-    source, target = locate(copy.source), locate(copy.target)
-    assert (copies._rows(copy, source, target) is not None) == at_once
+    source, target = addresses_of(copy.source), addresses_of(copy.target)
+    assert (copies._whole_stripes(copy, source, target) is not None) == at_once
     calls = plan(copy, source, target, max_pitch=ANY_PITCH, merged=False)
     assert isinstance(calls, Segments)
     assert calls.table.tolist() == copies.segments(copy, source, target, merged=False).tolist()
@@ -210,10 +210,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     launched: list[str] = []
 
-    def copy_segments(table_address: int, count: int, *, wide: bool, programs: int = 1) -> None:
-        launched.append(f"{count} segments{' wide' if wide else ''}")
+    def copy_segments(table_address: int, count: int, *, aligned: bool, programs: int = 1) -> None:
+        launched.append(f"{count} segments{' aligned' if aligned else ''}")
         table = np.ctypeslib.as_array((ctypes.c_int64 * (3 * count)).from_address(table_address)).reshape(3, count)
-        assert not wide or not (table % 8).any()
+        assert not aligned or not (table % 8).any()
         for target, source, size in table.T.tolist():
             ctypes.memmove(target, source, size)
 
@@ -335,7 +335,7 @@ def test_tables_of_a_kernel_are_not_used_again_before_it_has_read_them(
     kv, slots, stream = memory("kv", 64), memory("host", 64), device.stream("store")
     free = len(device._tables)
     fence = stream.submit(lambda: stream.copy(batch(kv, [0, 16], slots, [16, 0], 8)))
-    assert (kernels, len(device._tables)) == (["2 segments wide"], free - 1)
+    assert (kernels, len(device._tables)) == (["2 segments aligned"], free - 1)
     assert not fence.poll()
     gpu.run()
     assert fence.poll()
@@ -391,5 +391,5 @@ def test_warming_up_launches_each_variant_and_gives_everything_back(
 ) -> None:
     free, pinned = len(device._tables), dict(gpu.pinned)
     device.warm_up()
-    assert kernels == ["8 bytes", "1 segments wide", "1 bytes", "1 segments"]
+    assert kernels == ["8 bytes", "1 segments aligned", "1 bytes", "1 segments"]
     assert (len(device._tables), gpu.pinned) == (free, pinned)

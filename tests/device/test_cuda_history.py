@@ -66,9 +66,9 @@ def test_a_submission_is_reported_at_once_and_the_rest_when_the_fence_is_done() 
     history = History(tracer)  # type: ignore[arg-type]
     first, second = enqueue(history, "a", 1), enqueue(history, "a", 2)
     assert tracer.events == ["submitted a1", "submitted a2"]
-    history.done(first)
+    history.report_until(first)
     assert tracer.events[2:] == ["started a1", "finished a1"]
-    history.done(second)
+    history.report_until(second)
     assert tracer.events[4:] == ["started a2", "finished a2"]
 
 
@@ -76,9 +76,9 @@ def test_a_done_fence_reports_everything_before_it_once() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     first, second = enqueue(history, "a", 1), enqueue(history, "a", 2)
-    history.done(second)
-    history.done(first)
-    history.done(second)
+    history.report_until(second)
+    history.report_until(first)
+    history.report_until(second)
     assert tracer.events[2:] == ["started a1", "finished a1", "started a2", "finished a2"]
 
 
@@ -89,7 +89,7 @@ def test_the_awaited_work_is_reported_before_the_wait() -> None:
     enqueue(history, "a", 2)
     history.waited("b", written)
     stored = enqueue(history, "b", 1)
-    history.done(stored)
+    history.report_until(stored)
     assert tracer.events[3:] == ["started a1", "finished a1", "b waited for a1", "started b1", "finished b1"]
 
 
@@ -100,9 +100,9 @@ def test_a_wait_after_a_done_fence_is_not_reported_with_it() -> None:
     history.waited("a", other)
     second = enqueue(history, "a", 2)
     for _ in range(2):
-        history.done(first)
+        history.report_until(first)
     assert tracer.events[3:] == ["started a1", "finished a1"]
-    history.done(second)
+    history.report_until(second)
     assert tracer.events[5:] == ["started b1", "finished b1", "a waited for b1", "started a2", "finished a2"]
 
 
@@ -117,7 +117,7 @@ def test_waits_and_accesses_inside_work_keep_their_order() -> None:
     history.waited("a", loaded)
     history.touched("a", lambda: [Access("kv", start, start + 1, False) for start in starts])
     history.enqueued(fence)
-    history.done(fence)
+    history.report_until(fence)
     assert tracer.events[2:] == [
         "started a1",
         "a touched [10]",
@@ -136,7 +136,7 @@ def test_streams_that_wait_for_each_other_in_turn_are_reported_in_order() -> Non
     for tick in range(1, 2000):
         last = enqueue(history, "b", tick, last)
         last = enqueue(history, "a", tick + 1, last)
-    history.done(last)
+    history.report_until(last)
     finished = [event for event in tracer.events if event.startswith("finished")]
     assert finished[:4] == ["finished a1", "finished b1", "finished a2", "finished b2"]
     assert len(finished) == 3999
@@ -146,7 +146,7 @@ def test_a_wait_for_work_of_the_host_needs_no_log_of_it() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     history.waited("load", Mark("disk", 7))
-    history.done(enqueue(history, "load", 1))
+    history.report_until(enqueue(history, "load", 1))
     assert tracer.events[1:] == ["load waited for disk7", "started load1", "finished load1"]
 
 

@@ -34,19 +34,19 @@ for count, shift in ((8, 0), (8, 3), (13, 0), (40_000, 0), (70_001, 1)):
     before[shift + 16:shift + 16 + count] = source[shift:shift + count]
     assert torch.equal(target, before), ("deliver behind", count, shift)
 
-for wide, count in ((True, 1), (True, 5), (False, 6), (False, 2)):
-    unit = 8 if wide else 1
+for by_words, count in ((True, 1), (True, 5), (False, 6), (False, 2)):
+    unit = 8 if by_words else 1
     source, target = aligned(600_000), aligned(600_000)
     before = target.clone()
     sizes = rng.integers(1, 5_000, count) * unit
-    sizes[0] = 40_000 if wide else 9_001
+    sizes[0] = 40_000 if by_words else 9_001
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1])) + unit * np.arange(count)
     rows = (target.data_ptr() + starts, source.data_ptr() + starts[::-1] * 0 + starts, sizes)
     table = np.ascontiguousarray(np.stack(rows).astype(np.int64))
-    kernels.copy_segments(table.ctypes.data, count, wide=wide)
+    kernels.copy_segments(table.ctypes.data, count, aligned=by_words)
     for start, size in zip(starts.tolist(), sizes.tolist()):
         before[start:start + size] = source[start:start + size]
-    assert torch.equal(target, before), ("copy", wide, count)
+    assert torch.equal(target, before), ("copy", by_words, count)
 print("right")
 """
 

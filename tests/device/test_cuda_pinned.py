@@ -305,7 +305,7 @@ def test_device_memory_fits_where_only_a_cache_holds_it(monkeypatch: pytest.Monk
 def test_copies_respect_the_borders_of_pinned_chunks(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_with(monkeypatch, lambda: None)
     host = device.allocate_host("host", 10 * PAGE, item_bytes=PAGE)
-    assert device.place(host).borders.tolist() == [2 * PAGE, 6 * PAGE]
+    assert device.addresses_of(host).borders.tolist() == [2 * PAGE, 6 * PAGE]
     device.close()
 
 

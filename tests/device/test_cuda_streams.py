@@ -15,7 +15,7 @@ import torch
 from cuda_rig import PATIENCE_S, FakeGpu, GpuStream, Wait
 
 from sidestream.errors import DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.cuda import CudaDevice
 from sidestream_kv.device.cuda.graphs import Capture, CudaGraph
 from sidestream_kv.device.cuda.stream import CudaStream
@@ -403,11 +403,11 @@ def test_a_thread_of_the_host_gets_a_turn_when_a_fence_is_done(gpu: FakeGpu, dev
     stream, seen = device.stream("store"), threading.Event()
     fence = stream.submit(nothing)
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         if fence.poll():
             seen.set()
-            return Rest()
-        return Rest(fences=(fence,))
+            return WakeUp()
+        return WakeUp(fences=(fence,))
 
     thread = device.thread("offload", turn)
     thread.wake()

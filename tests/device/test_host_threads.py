@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from sidestream.errors import DeviceLost
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.channel import Channel, Mark
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.host import TurnTaker
@@ -34,17 +34,17 @@ class HandFence:
 
 
 class Turns:
-    """Turns that rest for what the test says; `taken` counts them."""
+    """Turns that return the wake-up that the test sets; `taken` counts them."""
 
-    def __init__(self, rest: Rest | None = None) -> None:
-        self.rest = rest or Rest()
+    def __init__(self, wake_up: WakeUp | None = None) -> None:
+        self.wake_up = wake_up or WakeUp()
         self.taken = 0
         self.happened = threading.Semaphore(0)
 
-    def __call__(self) -> Rest:
+    def __call__(self) -> WakeUp:
         self.taken += 1
         self.happened.release()
-        return self.rest
+        return self.wake_up
 
     def expect(self) -> None:
         assert self.happened.acquire(timeout=PATIENCE_S), "no turn was taken"
@@ -71,11 +71,11 @@ def test_no_turn_is_taken_before_somebody_wakes_it(turns: Turns, taker: TurnTake
 def test_wake_during_a_turn_brings_another_one() -> None:
     entered, go_on, taken = threading.Event(), threading.Event(), threading.Semaphore(0)
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         entered.set()
         assert go_on.wait(PATIENCE_S)
         taken.release()
-        return Rest()
+        return WakeUp()
 
     thread = TurnTaker("t", turn, clock=time.monotonic)
     thread.wake()
@@ -98,21 +98,21 @@ def test_many_wakes_are_never_lost(turns: Turns, taker: TurnTaker) -> None:
 
 def test_a_done_fence_wakes_the_threads_that_rest_for_one_and_no_other() -> None:
     device = CpuDevice(compute_threads=1)
-    resting, idle = Turns(Rest((HandFence(),))), Turns()
-    threads = [device.thread("resting", resting), device.thread("idle", idle)]
-    for thread, turns in zip(threads, (resting, idle), strict=True):
+    waiting, idle = Turns(WakeUp((HandFence(),))), Turns()
+    threads = [device.thread("waiting", waiting), device.thread("idle", idle)]
+    for thread, turns in zip(threads, (waiting, idle), strict=True):
         thread.wake()
         turns.expect()
     stream = device.stream("s")
     for _ in range(2):
         device.wait_host(stream.submit(lambda: None), reason="test")
-        resting.expect()
+        waiting.expect()
     device.close()
     assert idle.taken == 1
 
 
 def test_thread_wakes_up_by_itself_at_the_time_that_it_named(turns: Turns) -> None:
-    turns.rest = Rest(until_s=time.monotonic() + 0.01)
+    turns.wake_up = WakeUp(until_s=time.monotonic() + 0.01)
     thread = TurnTaker("t", turns, clock=time.monotonic)
     thread.wake()
     turns.expect()
@@ -122,7 +122,7 @@ def test_thread_wakes_up_by_itself_at_the_time_that_it_named(turns: Turns) -> No
 
 def test_fence_that_comes_soon_is_looked_at_until_it_is_done() -> None:
     fence = HandFence()
-    turns = Turns(Rest((fence,)))
+    turns = Turns(WakeUp((fence,)))
     thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1e-4)
     thread.wake()
     turns.expect()
@@ -137,7 +137,7 @@ def test_fence_that_says_that_the_device_is_lost_leaves_it_to_the_turn_to_find_o
         def poll(self) -> bool:
             raise DeviceLost("gone")
 
-    turns = Turns(Rest((Lost(),)))
+    turns = Turns(WakeUp((Lost(),)))
     thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1e-4)
     thread.wake()
     turns.expect()
@@ -150,10 +150,10 @@ def test_rests_of_microseconds_all_end() -> None:
     """A queue's `get` with such a timeout blocks for ever once in some hundred times."""
     clock, turns = time.monotonic, Turns()
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         turns()
         thread._bell.ring()  # as somebody does who saw it asleep a moment ago
-        return Rest(until_s=clock() + 2e-6 * (turns.taken % 16)) if turns.taken % 2 else Rest()
+        return WakeUp(until_s=clock() + 2e-6 * (turns.taken % 16)) if turns.taken % 2 else WakeUp()
 
     thread = TurnTaker("t", turn, clock=clock)
     for _ in range(4000):
@@ -164,7 +164,7 @@ def test_rests_of_microseconds_all_end() -> None:
 
 
 def test_turn_that_raises_is_the_last_one() -> None:
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         raise OSError("injected")
 
     thread = TurnTaker("t", turn, clock=time.monotonic)
@@ -178,11 +178,11 @@ def test_turn_that_raises_is_the_last_one() -> None:
 def test_close_waits_for_the_turn() -> None:
     inside, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         inside.set()
         assert may_end.wait(PATIENCE_S)
         ended.set()
-        return Rest()
+        return WakeUp()
 
     thread = TurnTaker("t", turn, clock=time.monotonic)
     thread.wake()
@@ -220,9 +220,9 @@ def test_simulated_thread_takes_a_turn_for_a_wake_for_a_fence_and_for_a_time(pol
     stream, seen = device.stream("s"), list[str]()
     fence = stream.submit(lambda: device.sleep(1.0))
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         seen.append("done" if fence.done else "not done")
-        return Rest((fence,)) if not fence.done else Rest(until_s=5.0) if device.now() < 5.0 else Rest()
+        return WakeUp((fence,)) if not fence.done else WakeUp(until_s=5.0) if device.now() < 5.0 else WakeUp()
 
     thread = device.thread("t", turn)
     assert seen == []
@@ -238,7 +238,7 @@ def test_simulated_thread_takes_a_turn_for_a_wake_for_a_fence_and_for_a_time(pol
 def test_simulated_thread_whose_turn_raises_takes_no_other() -> None:
     device = SimDevice(make_policy("random", random.Random(0)))
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         raise OSError("injected")
 
     thread = device.thread("t", turn)
@@ -260,10 +260,10 @@ def race(*, tell: bool) -> list[str]:
     channel: Channel[str] = Channel("c", tracer=checker)
     checker.host_touched(lambda: [Access("m", 0, 8, True)], "write")
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         channel.take()
         stream.submit(lambda: None, lambda: [Access("m", 0, 8, False)], label="read")
-        return Rest()
+        return WakeUp()
 
     thread = device.thread("t", turn)
     checker.host_touched(lambda: [Access("m", 0, 8, True)], "write again")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sidestream.errors import ConfigError, DeviceLost, InvariantError, OutOfDeviceMemory
-from sidestream_kv.device.base import CopyBatch, Rest
+from sidestream_kv.device.base import CopyBatch, WakeUp
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.types import Accesses, Fence
 from sidestream_order.sim import Deadlock, SimDevice, SimFence, make_policy
@@ -657,7 +657,7 @@ def test_host_threads_that_wake_each_other_for_ever_are_an_error_and_not_a_hang(
 
     with simulated(Busiest()) as device:
         work = device.stream("a").submit(lambda: None)
-        threads = [device.thread(name, lambda: Rest((), device.now())) for name in ("one", "other")]
+        threads = [device.thread(name, lambda: WakeUp((), device.now())) for name in ("one", "other")]
         with pytest.raises(Deadlock, match=r"the last of them (one|other): a loop over polls must sleep"):
             for thread in threads:
                 thread.wake()

@@ -165,16 +165,16 @@ def test_an_engine_without_options_uses_the_gpu_and_a_share_of_its_free_memory(
 def test_half_precision_gives_equal_tokens_cold_and_from_every_tier(dtype: str, smollm: str, tmp_path: Path) -> None:
     prompt = Tokenizer.load(smollm).encode(sample_text())[:1000]
     offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
-    with engine(smollm, tail_apart=True, dtype=dtype) as llm:
+    with engine(smollm, separate_tail_chunk=True, dtype=dtype) as llm:
         (cold,) = llm.generate([prompt], GREEDY)
-    with engine(smollm, tail_apart=True, dtype=dtype, offload=offload, check_order=True) as llm:
+    with engine(smollm, separate_tail_chunk=True, dtype=dtype, offload=offload, check_order=True) as llm:
         always_load(llm)
         (stored,) = llm.generate([prompt], GREEDY)
         assert llm.flush()
         (on_device,) = llm.generate([prompt], GREEDY)
         forget_device(llm)
         (from_host,) = llm.generate([prompt], GREEDY)
-    with engine(smollm, tail_apart=True, dtype=dtype, offload=offload, check_order=True) as llm:
+    with engine(smollm, separate_tail_chunk=True, dtype=dtype, offload=offload, check_order=True) as llm:
         always_load(llm)
         (from_disk,) = llm.generate([prompt], GREEDY)
     assert (on_device.cached.device, from_host.cached.host, from_disk.cached.disk) == (992, 992, 992)
@@ -471,7 +471,7 @@ async def main():
         deltas = llm.generate([5 + at % 240 for at in range(200)], params)
         print("tokens", *[token async for delta in deltas for token in delta.token_ids])
         with open(f"/proc/{llm.engine_pid}/cmdline") as line:
-            print("process", "sidestream.engine_process" in line.read())
+            print("process", "sidestream.client.engine_main" in line.read())
 
 asyncio.run(main())
 print("cuda here", torch.cuda.is_initialized())

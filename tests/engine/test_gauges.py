@@ -60,11 +60,11 @@ def test_the_gauges_are_true_while_a_slow_disk_writes_and_after_it_has(tmp_path:
 
 def test_an_engine_at_rest_does_not_wake_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "_GAUGE_PERIOD_S", 0.001)
-    monkeypatch.setattr(loop, "_REST_AFTER_S", 0.01)
+    monkeypatch.setattr(loop, "_TRIM_AFTER_S", 0.01)
     with serving(slots=24, disk=tmp_path) as rig:
         reply = rig.ask(PROMPT)
         rig.settle()
-        rig.turn_until(lambda: rig.engine.loop._rested)
+        rig.turn_until(lambda: rig.engine.loop._trimmed)
         plan, plans = rig.engine.parts.scheduler.plan, list[None]()
         monkeypatch.setattr(rig.engine.parts.scheduler, "plan", lambda **how: plans.append(None) or plan(**how))
         reply.is_silent()  # a while in which it could wake up often

@@ -1,4 +1,4 @@
-"""An engine with nothing to do lets its device rest: once, and again only after it has worked."""
+"""An idle engine trims its device's memory once, and again only after it has worked."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from sidestream_kv.device.cpu import CpuDevice
 
 
 @pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows by one with every rest."""
+def trims(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one with every call of `trim_memory`."""
     taken: list[Any] = []
-    monkeypatch.setattr(loop, "_REST_AFTER_S", 0.01)
+    monkeypatch.setattr(loop, "_TRIM_AFTER_S", 0.01)
 
-    def rest(device: CpuDevice) -> None:
+    def trim(device: CpuDevice) -> None:
         taken.append(device)
 
-    monkeypatch.setattr(CpuDevice, "rest", rest)
+    monkeypatch.setattr(CpuDevice, "trim_memory", trim)
     return taken
 
 
-def test_an_idle_engine_rests_once_until_it_has_worked_again(rests: list[Any]) -> None:
+def test_an_idle_engine_trims_memory_once_until_it_has_worked_again(trims: list[Any]) -> None:
     with serving() as rig:
-        rig.turn_until(lambda: len(rests) == 1)
+        rig.turn_until(lambda: len(trims) == 1)
         rig.ask([1, 2, 3])
-        rig.turn_until(lambda: len(rests) == 2)
-        rig.submit([1, 2, 3]).wait().is_silent()  # a while in which it could rest often
-        assert len(rests) == 3
+        rig.turn_until(lambda: len(trims) == 2)
+        rig.submit([1, 2, 3]).wait().is_silent()  # a while in which it could trim often
+        assert len(trims) == 3
 
 
-def test_an_engine_does_not_rest_while_anything_is_on_its_way(rests: list[Any]) -> None:
+def test_an_engine_does_not_trim_memory_while_anything_is_on_its_way(trims: list[Any]) -> None:
     with serving(slots=24) as rig, rig.hold("store"):
         reply = rig.ask(list(range(1, 24)))
-        before = len(rests)
-        reply.is_silent()  # a while in which it could rest often
-        assert len(rests) == before
+        before = len(trims)
+        reply.is_silent()  # a while in which it could trim often
+        assert len(trims) == before
 
 
-def test_rest_gives_free_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_memory_gives_free_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
 
     class Library:
@@ -52,16 +52,16 @@ def test_rest_gives_free_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
     device = CpuDevice(compute_threads=1)
-    device.rest()
+    device.trim_memory()
     device.close()
     assert called == [0]
 
 
-def test_rest_does_nothing_where_the_system_has_no_such_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_memory_does_nothing_where_the_system_has_no_such_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     device = CpuDevice(compute_threads=1)
-    device.rest()
+    device.trim_memory()
     device.close()

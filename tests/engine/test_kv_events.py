@@ -13,7 +13,6 @@ import zmq
 from engine_rig import PATIENCE_S, Rig
 
 from proof.torture.events import EventReplay
-from sidestream.client.process import config_of, plain
 from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.engine.kv_events import (
     AllBlocksCleared,
@@ -27,6 +26,7 @@ from sidestream.engine.kv_events import (
 )
 from sidestream.engine.kv_sockets import KVEventSockets, check_endpoints, warn_if_open
 from sidestream.errors import ConfigError
+from sidestream.processes.child import config_of, plain
 from sidestream_kv.kv.key_log import KeyLog, KeysCleared, KeysRemoved, KeysStored
 from sidestream_kv.metrics import Metrics
 

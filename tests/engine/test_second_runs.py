@@ -91,7 +91,7 @@ def test_the_two_runs_of_every_step_are_equal_and_so_are_the_tokens_without_the_
 
 
 def test_without_the_check_no_step_runs_twice_and_nothing_more_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SecondRun, "of", lambda *_: pytest.fail("a step ran twice"))
+    monkeypatch.setattr(SecondRun, "compare", lambda *_: pytest.fail("a step ran twice"))
     with serving(slots=64) as rig:
         forwards = counted_calls(rig.model, "forward")
         delivered: list[int] = []
@@ -183,7 +183,7 @@ def test_a_run_that_differs_is_counted_and_logged_and_the_second_one_is_served(
     model: ToyModel, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = list(range(1, 11))
-    with serving(model=model, self_check=1.0, tail_apart=False) as rig, caplog.at_level(logging.ERROR):
+    with serving(model=model, self_check=1.0, separate_tail_chunk=False) as rig, caplog.at_level(logging.ERROR):
         assert rig.submit(prompt, 4).wait().token_ids() == ToyModel().expected(prompt, 4)
         rig.turn()
         assert rig.counted("self_check_disagreements_total") == 1

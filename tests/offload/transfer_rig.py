@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from proof.faults import FaultyTier, Hold
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.host import HostFence, HostStream
 from sidestream_kv.kv.layout import KVLayout
@@ -35,9 +35,9 @@ from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
 DEADLINE_S = 10.0
 _PATIENCE_S = 10.0
-# Far more than any test gives the offload worker to do: it must come to rest by itself.
+# Far more than any test gives the offload worker to do: it must become idle by itself.
 _MOST_TURNS = 1000
-# Who rests no longer than this has more to do.
+# A worker that sleeps no longer than this has more to do.
 _MOMENT_S = 0.001
 # Streams of a direction; a name stands for all of them.
 _STREAMS = {kind: tuple(f"{kind}-{number}" for number in range(2)) for kind in ("store", "load")}
@@ -71,7 +71,7 @@ class Clock:
 class HandThread:
     """A thread of the host whose turns are taken by whoever wakes it, until it has nothing to do. See `HostThread`."""
 
-    def __init__(self, turn: Callable[[], Rest], clock: Callable[[], float]) -> None:
+    def __init__(self, turn: Callable[[], WakeUp], clock: Callable[[], float]) -> None:
         self.failure: BaseException | None = None
         self._turn = turn
         self._clock = clock
@@ -85,15 +85,15 @@ class HandThread:
             return
         for _ in range(_MOST_TURNS):
             try:
-                rest = self._turn()
+                wake_up = self._turn()
             except Exception as error:
                 self.failure = error
                 raise
-            if not any(fence.poll() for fence in rest.fences) and (
-                rest.until_s is None or rest.until_s > self._clock() + _MOMENT_S
+            if not any(fence.poll() for fence in wake_up.fences) and (
+                wake_up.until_s is None or wake_up.until_s > self._clock() + _MOMENT_S
             ):
                 return
-        raise AssertionError("the offload worker does not come to rest")
+        raise AssertionError("the offload worker does not become idle")
 
     def close(self) -> None:
         pass
@@ -203,7 +203,7 @@ class Rig:
         time.sleep(0)  # let the streams' threads run
         self.settle()
 
-    def _start(self, name: str, turn: Callable[[], Rest]) -> HandThread:
+    def _start(self, name: str, turn: Callable[[], WakeUp]) -> HandThread:
         self._thread = HandThread(turn, self.clock)
         return self._thread
 

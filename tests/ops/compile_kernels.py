@@ -41,22 +41,26 @@ def compiled(
 compiled(step_kernels.update_block_tables, LONG, LONG, INT, "i32")
 compiled(step_kernels.draft_rows, *[LONG] * 6, INT, BF16, *[LONG] * 3, "*u8", INT, BF16, *["i32"] * 4)
 for drafts in (True, False):
-    compiled(step_kernels.resolve_inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 6, DRAFTS=drafts)
+    compiled(step_kernels.resolve_inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 6, HAS_DRAFTS=drafts)
 compiled(step_kernels.draft_slots, INT, LONG, LONG, "*u8", LONG, LONG, "i32", "i32")
-for keeps, hidden in ((True, True), (True, False), (False, False)):
-    for counted in (True, False):
+for history, hidden in ((True, True), (True, False), (False, False)):
+    for outputs in (True, False):
         compiled(
             step_kernels.advance, *[LONG] * 7, BF16, LONG, LONG, INT, BF16, LONG, "*fp64", INT, *["i32"] * 5,
-            KEEPS=keeps, HIDDEN=hidden, COUNTED=counted,
+            TRACKS_HISTORY=history, TRACKS_HIDDEN=hidden, COUNTS_OUTPUTS=outputs,
         )  # fmt: skip
-for logits, spare in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
-    asked = (LONG, "*u8", LONG, "*fp64", LONG)
+for logits, unused in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
+    inputs = (LONG, "*u8", LONG, "*fp64", LONG)
     for which in (True, False):
-        compiled(step_kernels.search, logits, *asked, *[LONG] * 3, *["i32"] * 6, warps=8, COUNTED=which, SPARE=spare)
         compiled(
-            step_kernels.weigh, logits, *asked, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, FINAL=which, SPARE=spare
-        )
-    compiled(step_kernels.pick, logits, LONG, LONG, *asked[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
+            step_kernels.search_threshold, logits, *inputs, *[LONG] * 3, *["i32"] * 6, warps=8, IS_TOP_K=which,
+            UNUSED_BITS=unused,
+        )  # fmt: skip
+        compiled(
+            step_kernels.sum_weights, logits, *inputs, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, ALL_FILTERS=which,
+            UNUSED_BITS=unused,
+        )  # fmt: skip
+    compiled(step_kernels.sample_token, logits, LONG, LONG, *inputs[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
     compiled(step_kernels.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
 compiled(step_kernels.previous_hidden, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
 compiled(step_kernels.keep_hidden, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
@@ -81,25 +85,19 @@ compiled(
 for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
         attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
-        warps=warps, overlap=True, SPLIT=split, NARROW=16, WIDE=wide, WINDOW=True, CAPPED=True, GROUP=4, PADDED_DIM=128,
-        BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+        warps=warps, overlap=True, SPLIT_TOKENS=split, NARROW_SPLITS=16, WIDE_TOKENS=wide, WINDOW=True, CAPPED=True,
+        GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
     )  # fmt: skip
 compiled(
     attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
-    SPLIT=256, NARROW=16, WIDE=512, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
+    SPLIT_TOKENS=256, NARROW_SPLITS=16, WIDE_TOKENS=512, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128,
+    OVERLAP=True,
 )  # fmt: skip
 for size in (16, 48):
     compiled(
-        attention.gather_contiguous,
-        *[BF16] * 3,
-        INT,
-        LONG,
-        LONG,
-        *["i32"] * 9,
-        HEAD_DIM=128,
-        BLOCK_TOKENS=size,
-        BLOCK_N=64,
-    )
+        attention.gather_contiguous, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9,
+        HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64,
+    )  # fmt: skip
 tile = "tensordesc<bf16[64, 128]>"
 compiled(
     attention.attend_contiguous,
@@ -124,7 +122,7 @@ compiled(
 )  # fmt: skip
 compiled(
     gated_delta.recur, *[BF16] * 12, FLOAT, *[LONG] * 7, *["i32"] * 6, "fp32",
-    KEY_HEADS=16, VALUE_HEADS=32, KEY_SIZE=128, VALUE_SIZE=128, VALUES=32, SHARE=64,
+    KEY_HEADS=16, VALUE_HEADS=32, KEY_SIZE=128, VALUE_SIZE=128, VALUES=32, CONV_CHANNELS=64,
 )  # fmt: skip
 compiled(gated_delta.norm, *[BF16] * 4, "i32", "fp32", HEADS=32, SIZE=128)
 sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_SIZE": 128, "VALUE_SIZE": 128}

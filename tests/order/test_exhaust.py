@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from sidestream.errors import ConfigError
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_order.exhaust import all_orders, exhaust
 from sidestream_order.explore import Rules, replay
 from sidestream_order.sim import SimDevice, SimFence
@@ -105,9 +105,9 @@ def test_threads_are_tried_in_both_orders() -> None:
     def program(device: SimDevice) -> None:
         order = list[str]()
 
-        def turn() -> Rest:
+        def turn() -> WakeUp:
             order.append("thread")
-            return Rest()
+            return WakeUp()
 
         thread = device.thread("worker", turn)
         thread.wake()

@@ -9,7 +9,7 @@ import pytest
 from proof.ranks import SimRanks
 from sidestream.errors import DeviceLost
 from sidestream.ranks.leader import KNOWN_S
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_order.sim import SimDevice, make_policy
 
 
@@ -26,10 +26,10 @@ def test_a_lost_rank_that_is_known_in_time_is_the_reason_of_a_failed_step() -> N
     device = SimDevice(make_policy("random", random.Random(0)))
     ranks = SimRanks(device, 2).ranks
 
-    def read() -> Rest:
+    def read() -> WakeUp:
         device.sleep(KNOWN_S / 5)
         ranks.lose(DeviceLost("rank 1 is gone"))
-        return Rest()
+        return WakeUp()
 
     reports = device.thread("reports", read)
     reports.wake()

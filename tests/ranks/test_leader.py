@@ -18,7 +18,7 @@ from sidestream.ranks.fences import JointFence, Progress
 from sidestream.ranks.leader import Ranks, joint_device
 from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready
 from sidestream.types import Delta
-from sidestream_kv.device.base import CopyBatch, Rest
+from sidestream_kv.device.base import CopyBatch, WakeUp
 from sidestream_kv.device.cpu import CpuDevice
 
 
@@ -181,26 +181,26 @@ def test_a_report_during_a_turn_causes_another_turn(device: CpuDevice) -> None:
     joint, ranks, _ = rank_0(device)
     fence = joint.stream("store-0").submit_copy(a_copy(joint), 0, 2)
     settle(fence, device)
-    rests: list[Rest] = []
-    turns: list[Callable[[], Rest]] = []
+    wake_ups: list[WakeUp] = []
+    turns: list[Callable[[], WakeUp]] = []
 
     class Device:
         """Keeps the turn instead of starting a thread."""
 
         now = staticmethod(device.now)
 
-        def thread(self, name: str, turn: Callable[[], Rest]) -> Any:
+        def thread(self, name: str, turn: Callable[[], WakeUp]) -> Any:
             turns.append(turn)
             return None
 
-    def turn() -> Rest:
+    def turn() -> WakeUp:
         assert not fence.poll()
         ranks.take_in(1, Passed((("store-0", 1),)))  # all ranks have passed, but this turn has polled before
-        return Rest((fence,))
+        return WakeUp((fence,))
 
     joint_device(Device(), ranks).thread("offload", turn)  # type: ignore[arg-type]
-    rests.append(turns[0]())
-    assert rests[0].until_s is not None
+    wake_ups.append(turns[0]())
+    assert wake_ups[0].until_s is not None
 
 
 def test_the_end_is_the_last_message(device: CpuDevice) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestream.errors import EngineStopped, InvariantError
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.ranks.messages import Step, StepDecoder, StepEncoder, ToRank
 from sidestream.types import BatchPlan, RowPlan, RowStart, SamplingSpec
 from sidestream_kv.types import LayerGates

@@ -182,7 +182,7 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
     numbers = torch.tensor(
         [row if length else SLOTS for row, length in zip(rng.sample(range(SLOTS), len(lengths)), lengths, strict=True)]
     )
-    origins = torch.tensor([rng.choice([FROM_SLOT, ZEROS, rng.randrange(blocks)]) for _ in lengths])
+    hidden_sources = torch.tensor([rng.choice([FROM_SLOT, ZEROS, rng.randrange(blocks)]) for _ in lengths])
     positions = torch.randint(40, (count,), generator=draws)
     slots = torch.tensor([*(rng.sample(range(blocks), min(blocks, count)) * 10)[:count]]) * size + positions % size
     slots[torch.rand(count, generator=draws) < 0.3] = -1
@@ -190,8 +190,8 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
     hidden = torch.randn(count, hidden_size, generator=draws)
     there_kv, there = kv.clone().to(HERE), over_there(state)
     rows, rows_there = (
-        PackedRows(bounds, numbers, origins),
-        PackedRows(bounds.to(HERE), numbers.to(HERE), origins.to(HERE)),
+        PackedRows(bounds, numbers, hidden_sources),
+        PackedRows(bounds.to(HERE), numbers.to(HERE), hidden_sources.to(HERE)),
     )
     ours, theirs = (
         HiddenStates(kv, layout, state, TorchOps()),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sidestream.config import SamplingParams
 from sidestream.errors import InvariantError
-from sidestream.ops.torch_sampling import probability_floor
+from sidestream.ops.torch_sampling import filter_threshold
 from sidestream.runner.sampler import SamplerOutput
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
@@ -142,13 +142,13 @@ def test_min_p_is_relative_to_the_likeliest():
 
 
 @pytest.mark.parametrize("count", [1, 2, 17, 999, 1000, 1001])
-def test_probability_floor_is_the_value_that_a_sort_finds(count):
+def test_filter_threshold_is_the_value_that_a_sort_finds(count):
     generator = torch.Generator().manual_seed(4)
     # far apart, close together (neighbouring floats), equal, zero, one, and smaller than float32's normal range
     spread = torch.rand(400, generator=generator) ** 9
     close = 0.25 + torch.arange(300) * 2.0**-25
     probs = torch.cat([spread, close, close[:150], torch.zeros(100), torch.ones(1), torch.tensor([1e-40] * 49)])[None]
-    floor = probability_floor(probs, torch.ones(1, 1000, dtype=torch.int64), torch.tensor([[count]]))
+    floor = filter_threshold(probs, torch.ones(1, 1000, dtype=torch.int64), torch.tensor([[count]]))
     want = probs.sort(descending=True).values[0, count - 1] if count <= 1000 else 0.0
     assert floor.item() == want
 
@@ -156,7 +156,7 @@ def test_probability_floor_is_the_value_that_a_sort_finds(count):
 def test_what_reaches_the_limit_exactly_leaves_out_the_next_value():
     probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]])
     floors = [
-        probability_floor(probs, (probs * 8).long(), torch.tensor([[limit]])).item()
+        filter_threshold(probs, (probs * 8).long(), torch.tensor([[limit]])).item()
         for limit in (3.9, 4.0, 4.1, 6.0, 6.1)
     ]
     assert floors == [0.5, 0.5, 0.25, 0.25, 0.125]

@@ -13,7 +13,7 @@ import torch
 from sidestream.config import SamplingParams
 from sidestream.ops import TorchOps
 from sidestream.ops.interface import FROM_SLOT, ResolvedInputs
-from sidestream.runner.hidden_states import origin_of
+from sidestream.runner.hidden_states import hidden_source_of
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import (
     BlockTableMirror,
@@ -166,7 +166,7 @@ def check_exact(host: Host, batch: BatchPlan, drafts: torch.Tensor | None = None
         (inputs.cu_seqlens_q, expected.starts),
         (inputs.logits_indices, expected.logits_indices),
         (inputs.slots, [row.slot for row in batch.rows]),
-        (inputs.origins, [origin_of(row, BLOCK_TOKENS) for row in batch.rows]),
+        (inputs.hidden_sources, [hidden_source_of(row, BLOCK_TOKENS) for row in batch.rows]),
         (inputs.mailbox_offset, [640]),
     ):
         assert (tensor.tolist(), tensor.dtype) == (numbers, torch.int64)
@@ -254,13 +254,13 @@ def test_a_captured_step_reads_its_batch_and_padding_is_of_no_request_h18(seed: 
         for at, (place, row) in enumerate(zip(places, batch.rows, strict=True)):
             assert starts[place : place + 2] == expected.starts[at : at + 2]
             assert kv_lens[place] == expected.kv_lens[at]
-            assert inputs.origins[place] == origin_of(row, BLOCK_TOKENS)
+            assert inputs.hidden_sources[place] == hidden_source_of(row, BLOCK_TOKENS)
             held = -(-expected.kv_lens[at] // BLOCK_TOKENS)
             assert tables[place, :held].tolist() == list(row.block_ids[:held])
         for place in set(range(sizes.rows)) - set(places):
             assert starts[place] == starts[place + 1]
             assert kv_lens[place] == 0
-            assert inputs.origins[place] == FROM_SLOT
+            assert inputs.hidden_sources[place] == FROM_SLOT
             assert inputs.slots[place] == state.padding_slot
         assert starts[-1] == count
         sampling = len(expected.logits_indices)
@@ -271,7 +271,7 @@ def test_a_captured_step_reads_its_batch_and_padding_is_of_no_request_h18(seed: 
         assert inputs.mailbox_offset.tolist() == [640]
 
         exact, without = host.pack(batch), inputs.without_padding()  # as attention by torch takes it
-        for name in ("tokens", "positions", "token_slots", "cu_seqlens_q", "kv_lens", "slots", "origins"):
+        for name in ("tokens", "positions", "token_slots", "cu_seqlens_q", "kv_lens", "slots", "hidden_sources"):
             assert getattr(without, name).tolist() == getattr(exact, name).tolist(), name
         assert without.logits_indices.tolist() == exact.logits_indices.tolist()
         assert (without.sizes.decodes, without.sizes.num_tokens) == (exact.sizes.decodes, exact.sizes.num_tokens)

@@ -16,7 +16,7 @@ import pytest
 from proof.tiny_models import tiny_model_dir
 from sidestream.client.messages import EngineInfo, Welcome
 from sidestream.config import NEUTRAL
-from sidestream.frames import FrameEncoder
+from sidestream.processes.frames import FrameEncoder
 from sidestream.server import ServerOptions, api_process, bind
 from sidestream.server.control import DRAINED, READY, STOP, ApiProcessConfig
 from sidestream.server.text_work import ProcessBounds

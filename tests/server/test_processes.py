@@ -54,7 +54,7 @@ def lives(pid: int) -> bool:
 
 
 def children(pid: int, kind: str) -> list[int]:
-    """Child processes of `pid` that run `kind`: "engine_process" or "api_process"."""
+    """Child processes of `pid` that run `kind`: "engine_main" or "api_process"."""
     found = []
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         with contextlib.suppress(OSError):
@@ -137,7 +137,7 @@ class Server:
 
     @property
     def engine(self) -> int:
-        (pid,) = children(self.process.pid, "engine_process")
+        (pid,) = children(self.process.pid, "engine_main")
         return pid
 
     @property
@@ -205,7 +205,7 @@ def serving(model: Path, *options: object, faults: Path | None = None) -> Iterat
             yield server
         finally:
             with contextlib.suppress(OSError):
-                before = [*children(process.pid, "engine_process"), *children(process.pid, "api_process")]
+                before = [*children(process.pid, "engine_main"), *children(process.pid, "api_process")]
             process.kill()
             until(lambda: not any(map(lives, before)))
             for reader in server.readers:
@@ -328,7 +328,7 @@ def test_when_the_engine_is_killed_clients_get_an_error_and_the_server_ends_with
 
 FAILING_ENGINE = """
 import os, sys
-if any("engine_process" in argument for argument in sys.orig_argv):
+if any("engine_main" in argument for argument in sys.orig_argv):
     from sidestream.engine.loop import StepLoop
     step = StepLoop.step
     def failing(loop):
@@ -384,8 +384,8 @@ def test_no_api_process_starts_while_the_engine_ends(tiny: Path, tmp_path: Path)
 
 HANGING_END = """
 import sys, threading
-if any("engine_process" in argument for argument in sys.orig_argv):
-    from sidestream.loading import LoadedEngine
+if any("engine_main" in argument for argument in sys.orig_argv):
+    from sidestream.engine.loading import LoadedEngine
     LoadedEngine.close = lambda engine, drain_s: threading.Event().wait()
 """
 
@@ -447,9 +447,9 @@ def test_a_stopped_engine_process_is_noticed_and_does_not_delay_the_end_for_long
 HANGING_END_IN_ONE_PROCESS = """
 import sys, threading
 if "--single-process" in sys.orig_argv:
-    from sidestream.client import process
     from sidestream.engine import Engine
-    process.CLOSE_S = 0.5
+    from sidestream.processes import child
+    child.CLOSE_S = 0.5
     Engine.close = lambda engine, drain_s: threading.Event().wait()
 """
 
@@ -474,7 +474,7 @@ def test_no_process_outlives_a_killed_supervisor(tiny: Path) -> None:
 
 def test_a_signal_during_the_start_ends_everything(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 2) as server:
-        until(lambda: children(server.process.pid, "engine_process"))
+        until(lambda: children(server.process.pid, "engine_main"))
         processes = [server.engine, *server.apis]
         server.process.send_signal(signal.SIGTERM)
         ended, log = server.end()
@@ -487,15 +487,15 @@ def test_a_signal_during_the_start_ends_everything(tiny: Path) -> None:
 ALL_API_PROCESSES_BUT_ONE_HANG = """
 import os, sys, threading
 if any("api_process" in argument for argument in sys.orig_argv):
-    from sidestream.client import process
-    end_with_owner = process.end_with_owner
+    from sidestream.processes import child
+    end_with_owner = child.end_with_owner
     def hanging(descriptor):
         end_with_owner(descriptor)
         try:
             os.close(os.open({flag!r}, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             threading.Event().wait()
-    process.end_with_owner = hanging
+    child.end_with_owner = hanging
 """
 
 
@@ -522,7 +522,7 @@ AsyncLLM({model!r}, kv_memory="32MiB", compute_threads=1)
 
 def test_no_engine_outlives_a_killed_owner_even_one_that_still_imports(tiny: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER.format(model=str(tiny))]) as owner:
-        (engine,) = until(lambda: owner.poll() or children(owner.pid, "engine_process"))
+        (engine,) = until(lambda: owner.poll() or children(owner.pid, "engine_main"))
         owner.kill()
         until(lambda: not lives(engine), within_s=20.0)
 

@@ -77,7 +77,7 @@ class Attended(Protocol):
 class AttentionBatch(Attended, Protocol):
     """A packed batch: the tokens of all rows, one row after another, without padding between rows."""
 
-    def over(self, shape: KVShape) -> AttentionBatch:
+    def with_kv_shape(self, shape: KVShape) -> AttentionBatch:
         """A batch of the same rows for a draft model. The draft model's KV lies at the end of the same blocks. The
         returned batch waits for no load.
         """

@@ -74,8 +74,8 @@ class PagedBatch:
     """Location of a packed batch's KV in the block pool. Immutable; made once per step.
 
     kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; index 0 of
-                   the third dimension is keys, index 1 values. The stride between blocks is a multiple of the size of
-                   one token's keys in one layer
+                   the third dimension is keys, index 1 values. The stride between blocks is a multiple of
+                   kv_heads * head_dim
     slot_mapping   int64 [T]: block_id * block_tokens + offset of each packed token, all different
     block_tables   int64 [B, max_blocks], padded with 0
     cu_seqlens_q   B + 1 offsets of the rows into the packed tokens
@@ -104,7 +104,7 @@ class PagedBatch:
         """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index]
 
-    def over(self, shape: KVShape) -> PagedBatch:
+    def with_kv_shape(self, shape: KVShape) -> PagedBatch:
         return replace(self, kv=shape.at_the_end_of(self.kv), before_layer=ungated)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
@@ -149,112 +149,113 @@ def paged_attention(
     """
     batch.write(key, value, layer)
     addresses = batch._addresses
-    seen = addresses.seen(sliding_window, query.dtype, heads_per_kv_head=query.shape[1] // key.shape[1])
-    gathered = addresses.halves_from(layer).index_select(0, seen.index).view(2, 1, -1, *key.shape[1:]).transpose(2, 3)
-    row_keys, row_values = ([half[:, :, start:stop] for start, stop in seen.spans] for half in gathered.unbind())
+    visible = addresses.visible(sliding_window, query.dtype, heads_per_kv_head=query.shape[1] // key.shape[1])
+    blocks = addresses.block_view_from(layer).index_select(0, visible.block_starts)
+    keys_and_values = blocks.view(2, 1, -1, *key.shape[1:]).transpose(2, 3).unbind()
+    row_keys, row_values = ([part[:, :, a:b] for a, b in visible.token_ranges] for part in keys_and_values)
     out = []
     if batch.num_decode:
         # The query heads that share a KV head become queries of one head, so no key is repeated. No mask is needed,
-        # because the only query of a decode row sees all tokens of the row's span.
+        # because the only query of a decode row sees all tokens of the row's range.
         grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
         decoded = [
             _attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)
         ]
         out.append(torch.cat(decoded).view(batch.num_decode, *query.shape[1:]))
-    for row, mask in enumerate(seen.masks, batch.num_decode):
+    for row, mask in enumerate(visible.masks, batch.num_decode):
         q = query[batch.cu_seqlens_q[row] : batch.cu_seqlens_q[row + 1]]
         by_head = q.transpose(0, 1)
         stacked = by_head.reshape(key.shape[1], -1, q.shape[-1]) if len(q) <= _FEW_QUERIES else by_head
-        seen_by_row = _attend(stacked[None], row_keys[row], row_values[row], mask, scale, softcap)
-        out.append(seen_by_row.reshape(by_head.shape).transpose(0, 1).contiguous())
+        row_output = _attend(stacked[None], row_keys[row], row_values[row], mask, scale, softcap)
+        out.append(row_output.reshape(by_head.shape).transpose(0, 1).contiguous())
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _VisibleKV:
     """The KV that a layer reads. One object serves all layers with the same sliding window.
 
-    index   for each block that a batch row sees, in the order of the batch rows: the pool row (see `_Addresses`) at
-            which the block's keys begin; then the same for the values
-    spans   for each batch row, the range of tokens that the row sees, among the tokens of all gathered blocks
-    masks   for each row after the decode rows, an additive mask `[queries, tokens seen]`. If the row has at most
-            `_FEW_QUERIES` queries, the mask is repeated for each query head of a KV head
+    block_starts   where the keys of each block begin that a row sees, in the order of the rows; then the same for the
+                   values. Indices into `_Addresses.block_view_from`
+    token_ranges   for each row, the range of tokens that the row sees, among the tokens of all gathered blocks
+    masks          for each row after the decode rows, an additive mask `[queries, visible tokens]`. If the row has at
+                   most `_FEW_QUERIES` queries, the mask is repeated for each query head of a KV head
     """
 
-    index: torch.Tensor
-    spans: list[tuple[int, int]]
+    block_starts: torch.Tensor
+    token_ranges: list[tuple[int, int]]
     masks: tuple[torch.Tensor, ...]
 
 
 class _Addresses:
     """Location of one batch's tokens in the pool, shared by all layers.
 
-    The pool is viewed as rows, each with one token's keys or values in one layer. Counted from a layer's first pool
-    row, a token has the same row number in every layer. So one index serves all layers.
+    The pool is viewed as a list of entries. An entry is one token's keys, or its values, in one layer. In every layer,
+    a token's entries have the same distance from the layer's first entry, so all layers use the same indices.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
         blocks, layers, _, self._block_tokens, kv_heads, head_dim = batch.kv.shape
         width = kv_heads * head_dim
-        self._block_rows, rest = divmod(batch.kv.stride(0), width)
-        if rest:
+        self._block_entries, remainder = divmod(batch.kv.stride(0), width)
+        if remainder:
             raise InvariantError(
                 f"the block stride is {batch.kv.stride(0)} elements: not a multiple of the {width} elements of a token"
             )
-        rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
-        self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
-        # `_halves` is a view with overlapping entries: entry i is the `block_tokens` pool rows that begin at row i. If
-        # row i is the first key of a block, then entry i is all keys of the block. The same is true of values.
-        halves = (rows - self._block_tokens + 1, self._block_tokens, kv_heads, head_dim)
-        self._halves = batch.kv.as_strided(halves, (width, width, head_dim, 1))
+        entries = (blocks - 1) * self._block_entries + layers * 2 * self._block_tokens
+        self._pool = batch.kv.as_strided((entries, kv_heads, head_dim), (width, head_dim, 1))
+        # A view whose items overlap: item i is the `block_tokens` pool entries from entry i on. If entry i is the first
+        # key of a block, item i is all keys of the block. The same is true of values.
+        view_shape = (entries - self._block_tokens + 1, self._block_tokens, kv_heads, head_dim)
+        self._blocks = batch.kv.as_strided(view_shape, (width, width, head_dim, 1))
         self._block_tables = batch.block_tables
         self._query_lens = tuple(
             stop - start for start, stop in zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False)
         )
         self._kv_lens = batch.kv_lens
         self._num_decode = batch.num_decode
-        self._by_window: dict[int | None, _Seen] = {}
+        self._by_window: dict[int | None, _VisibleKV] = {}
         self.written_keys = (
-            batch.slot_mapping // self._block_tokens * self._block_rows + batch.slot_mapping % self._block_tokens
+            batch.slot_mapping // self._block_tokens * self._block_entries + batch.slot_mapping % self._block_tokens
         )
         self.written_values = self.written_keys + self._block_tokens
 
     def pool_from(self, layer: int) -> torch.Tensor:
-        """The pool's rows from the layer's first row on: `[rows, kv_heads, head_dim]`."""
+        """The pool's entries from the layer's first entry on: `[entries, kv_heads, head_dim]`."""
         return self._pool[layer * 2 * self._block_tokens :]
 
-    def halves_from(self, layer: int) -> torch.Tensor:
-        """A view `[rows, block_tokens, kv_heads, head_dim]`. Entry i is the `block_tokens` pool rows that start i rows
-        after the layer's first row.
+    def block_view_from(self, layer: int) -> torch.Tensor:
+        """A view `[entries, block_tokens, kv_heads, head_dim]` of the pool from the layer's first entry on. Item i is
+        the `block_tokens` entries from entry i on.
         """
-        return self._halves[layer * 2 * self._block_tokens :]
+        return self._blocks[layer * 2 * self._block_tokens :]
 
-    def seen(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _Seen:
+    def visible(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _VisibleKV:
         """The KV that each row sees with the sliding window `window`. Results are cached by window alone, because all
         layers of a model have the same dtype and number of heads.
         """
         if window not in self._by_window:
-            self._by_window[window] = self._index(window, dtype, heads_per_kv_head)
+            self._by_window[window] = self._find_visible(window, dtype, heads_per_kv_head)
         return self._by_window[window]
 
-    def _index(self, window: int | None, dtype: torch.dtype, heads_per_kv_head: int) -> _Seen:
+    def _find_visible(self, window: int | None, dtype: torch.dtype, heads_per_kv_head: int) -> _VisibleKV:
         size, gathered = self._block_tokens, 0
-        indices, spans, masks = [], [], []
+        block_starts, token_ranges, masks = [], [], []
         for row, (query_len, kv_len) in enumerate(zip(self._query_lens, self._kv_lens, strict=True)):
             first_query = kv_len - query_len
-            first_seen = 0 if window is None else max(0, first_query + 1 - window)
+            first_visible = 0 if window is None else max(0, first_query + 1 - window)
             # Gather whole blocks, because a copy of few long segments is faster than a copy of many short segments.
-            blocks = self._block_tables[row, first_seen // size : -(-kv_len // size)]
-            start = gathered + first_seen % size
+            blocks = self._block_tables[row, first_visible // size : -(-kv_len // size)]
+            start = gathered + first_visible % size
             gathered += len(blocks) * size
-            indices.append(blocks * self._block_rows)
-            spans.append((start, start + kv_len - first_seen))
+            block_starts.append(blocks * self._block_entries)
+            token_ranges.append((start, start + kv_len - first_visible))
             if row >= self._num_decode:
-                positions = torch.arange(first_seen, kv_len, device=self._pool.device)
+                positions = torch.arange(first_visible, kv_len, device=self._pool.device)
                 mask = _causal_mask(positions, query_len, window, dtype)
                 masks.append(mask.repeat(heads_per_kv_head, 1) if query_len <= _FEW_QUERIES else mask)
-        keys = torch.cat(indices)
-        return _Seen(torch.cat((keys, keys + size)), spans, tuple(masks))
+        keys = torch.cat(block_starts)
+        return _VisibleKV(torch.cat((keys, keys + size)), token_ranges, tuple(masks))
 
 
 def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from sidestream.client.signals import on_stop_signal
+from sidestream.processes.signals import on_stop_signal
 
 
 def main() -> None:

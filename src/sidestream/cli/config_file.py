@@ -15,8 +15,9 @@ from typing import Annotated, Any, get_args
 import typer
 
 from sidestream.cli.declare import option
+from sidestream.config import RENAMED
 from sidestream.errors import ConfigError
-from sidestream_kv.config import unknown_name
+from sidestream_kv.config import renamed_option, unknown_name
 
 # Options whose values error messages never show.
 _SECRETS = ("api_key",)
@@ -89,7 +90,10 @@ def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict
     for key, value in pairs:
         name = key.replace("-", "_") if isinstance(key, str) else ""
         if name not in known:
-            wrong = unknown_name("option", str(key)[:64], [one.replace("_", "-") for one in known])
+            if name in RENAMED:
+                wrong = renamed_option(key, RENAMED[name].replace("_", "-"))
+            else:
+                wrong = unknown_name("option", str(key)[:64], [one.replace("_", "-") for one in known])
             raise ConfigError(f"{path} sets {str(key)[:64]} to {_shown(name, value)}: {wrong}")
         if name in found:
             raise ConfigError(

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from sidestream.config import RENAMED
 from sidestream.errors import ConfigError, SidestreamError
+from sidestream_kv.config import renamed_option
 
 Number = TypeVar("Number", int, float)
 
@@ -43,10 +45,10 @@ RARE = frozenset(
         "--block-tokens",
         "--chunk-tokens",
         "--token-budget",
-        "--tail-apart",
+        "--separate-tail-chunk",
         "--eager",
         "--max-drafts",
-        "--max-slowdown",
+        "--max-draft-slowdown",
         "--self-check",
         "--check-order",
         "--timeline",
@@ -167,6 +169,8 @@ class Command(_Help, TyperCommand):
                 if parameter.param_type_name == "argument" and wrong == f"--{parameter.name}":
                     metavar = parameter.metavar or str(parameter.name).upper()
                     raise ConfigError(f"give {metavar} without {wrong}: {ctx.command_path} {metavar}") from None
+            if wrong is not None and (new := _new_option(wrong)) is not None:
+                raise ConfigError(renamed_option(wrong, new)) from None
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -194,6 +198,13 @@ _FIELDS = {
     "cors_origins": "cors_origin",
     "drain_s": "drain_seconds",
 }
+
+
+def _new_option(old: str) -> str | None:
+    """The new name of a renamed option, `--no-` included; None: it was not renamed."""
+    negation = "no-" if old.startswith("--no-") else ""
+    new = RENAMED.get(old.removeprefix(f"--{negation}").replace("-", "_"))
+    return None if new is None else f"--{negation}{new.replace('_', '-')}"
 
 
 def with_option_names(message: str, options: Sequence[Any]) -> str:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from sidestream import log_stream
 from sidestream.cli.errors import show_error
 from sidestream.cli.options import LogLevel, Watching
 from sidestream.cli.progress import Steps
 from sidestream.config import EngineConfig
 from sidestream.errors import ProcessFailed
+from sidestream.processes import log_stream
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM

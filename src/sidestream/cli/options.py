@@ -143,10 +143,10 @@ _MaxModelLen = Annotated[
     int | None, _engine("--max-model-len", "Maximum tokens of prompt plus output.", "N", "the model's", parse=whole)
 ]
 _Threads = Annotated[int | None, _engine("--threads", "Threads of the forward pass.", "N", "all cores", parse=whole)]
-_TailApart = Annotated[
+_SeparateTailChunk = Annotated[
     bool | None,
     _engine(
-        "--tail-apart/--no-tail-apart",
+        "--separate-tail-chunk/--no-separate-tail-chunk",
         "Compute the tokens after a prompt's last full block separately: then outputs with KV from any tier are equal.",
         "",
         "on a CPU, not on a GPU",
@@ -156,7 +156,7 @@ _TargetGap = Annotated[
     float | None,
     _engine(
         "--target-gap-ms",
-        "While requests decode, a step takes only as many prompt tokens as take N ms (not with --tail-apart).",
+        "While requests decode, a step takes only as many prompt tokens as take N ms (not with --separate-tail-chunk).",
         "N",
         "250 on a GPU, no bound on a CPU",
         parse=number,
@@ -203,13 +203,13 @@ _MaxDrafts = Annotated[
         parse=whole,
     ),
 ]
-_MaxSlowdown = Annotated[
+_MaxDraftSlowdown = Annotated[
     float | None,
     _engine(
-        "--max-slowdown",
+        "--max-draft-slowdown",
         "Largest share by which drafts may slow a request down; 0.01 is 1 %.",
         "SHARE",
-        f"{_SPECULATIVE.max_slowdown} with --speculative",
+        f"{_SPECULATIVE.max_draft_slowdown} with --speculative",
         parse=number,
     ),
 ]
@@ -284,14 +284,14 @@ def engine_config(
     max_waiting: _MaxWaiting = _ENGINE.max_waiting,
     max_model_len: _MaxModelLen = _ENGINE.max_model_len,
     threads: _Threads = _ENGINE.compute_threads,
-    tail_apart: _TailApart = _ENGINE.tail_apart,
+    separate_tail_chunk: _SeparateTailChunk = _ENGINE.separate_tail_chunk,
     target_gap_ms: _TargetGap = _ENGINE.target_gap_ms,
     eager: _Eager = _ENGINE.eager,
     speculative: _Speculative = None,
     draft_head: _DraftHead = None,
     draft_model: _DraftModel = None,
     max_drafts: _MaxDrafts = None,
-    max_slowdown: _MaxSlowdown = None,
+    max_draft_slowdown: _MaxDraftSlowdown = None,
     generation_config: _GenerationConfig = _ENGINE.generation_config,
     salt: _Salt = _ENGINE.salt,
     self_check: _SelfCheck = _ENGINE.self_check,
@@ -316,24 +316,26 @@ def engine_config(
         max_waiting=max_waiting,
         max_model_len=max_model_len,
         compute_threads=threads,
-        tail_apart=tail_apart,
+        separate_tail_chunk=separate_tail_chunk,
         target_gap_ms=target_gap_ms,
         eager=eager,
         salt=salt,
         self_check=self_check,
         watchdog_timeout_s=watchdog_timeout,
-        speculative=_speculative_config(speculative, max_drafts, max_slowdown, draft_head, draft_model),
+        speculative=_speculative_config(speculative, max_drafts, max_draft_slowdown, draft_head, draft_model),
         generation_config=generation_config,
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
     )
 
 
 def _speculative_config(
-    proposer: str | None, max_drafts: int | None, max_slowdown: float | None, head: Path | None, model: str | None
+    proposer: str | None, max_drafts: int | None, max_draft_slowdown: float | None, head: Path | None, model: str | None
 ) -> SpeculativeConfig | None:
     if proposer is None:
-        if max_slowdown is not None:
-            raise ConfigError(f"--max-slowdown is {max_slowdown}, but nothing is drafted: give --speculative too")
+        if max_draft_slowdown is not None:
+            raise ConfigError(
+                f"--max-draft-slowdown is {max_draft_slowdown}, but nothing is drafted: give --speculative too"
+            )
         if head is not None:
             raise ConfigError(f"--draft-head is {head}, but nothing is drafted: give --speculative mtp too")
         if model is not None:
@@ -353,8 +355,8 @@ def _speculative_config(
     if max_drafts == 0:
         raise ConfigError(f"--max-drafts is 0: give 1 to {MOST_DRAFTS}, or leave out --speculative to draft nothing")
     most = _SPECULATIVE.max_drafts if max_drafts is None else max_drafts
-    slowdown = _SPECULATIVE.max_slowdown if max_slowdown is None else max_slowdown
-    return SpeculativeConfig(proposer=proposer, max_drafts=most, max_slowdown=slowdown, head=head, model=model)
+    slowdown = _SPECULATIVE.max_draft_slowdown if max_draft_slowdown is None else max_draft_slowdown
+    return SpeculativeConfig(proposer=proposer, max_drafts=most, max_draft_slowdown=slowdown, head=head, model=model)
 
 
 def _offload_config(

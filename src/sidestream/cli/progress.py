@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from sidestream.progress import START_EVERY_S, Lines, Reported
+from sidestream.processes.progress import START_EVERY_S, Lines, Reported
 
 
 class Steps(Reported):

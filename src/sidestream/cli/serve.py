@@ -20,9 +20,9 @@ from sidestream.cli.loading import LOG_FORMAT, exit_if_hung, prepare_model, star
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
 from sidestream.cli.progress import Steps
 from sidestream.cli.server_options import kv_events_config, server_options
-from sidestream.client.signals import on_stop_signal, print_stacks
 from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.errors import ConfigError
+from sidestream.processes.signals import on_stop_signal, print_stacks
 from sidestream.server.options import ServerOptions
 from sidestream_kv.device.machine import process_age_s
 

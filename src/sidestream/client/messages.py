@@ -1,4 +1,4 @@
-"""The messages between front ends and the engine's process, in the frames of `sidestream.frames`.
+"""The messages between front ends and the engine's process, in the frames of `sidestream.processes.frames`.
 
 A front end converts between text and token ids. A stream is the number of one sample within a front end's connection. A
 delta is new tokens of one sample. The owner is the process that started the engine's process.
@@ -13,7 +13,7 @@ import msgspec
 from sidestream import errors
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestError, SidestreamError
-from sidestream.frames import FrameDecoder
+from sidestream.processes.frames import FrameDecoder
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

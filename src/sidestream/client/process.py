@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib
-import importlib.util
 import logging
-import os
-import select
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,11 +25,10 @@ from sidestream.client.messages import (
     decoder_of_outputs,
 )
 from sidestream.client.pulse import PULSE_S, Pulse
-from sidestream.client.signals import ignore_stop_signals, print_stacks, stop_signals_blocked
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
-from sidestream.frames import FrameEncoder
-from sidestream_kv.device.thread_limits import thread_refused
+from sidestream.processes.child import CLOSE_S, how_it_ended, plain, start_child
+from sidestream.processes.frames import FrameEncoder
 
 OnStage = Callable[[str, int, int], None]
 
@@ -54,106 +46,10 @@ class Downloads(Protocol):
 
 
 _READ_BYTES = 1 << 16
-CLOSE_S = 60.0
-"""Maximum time for a process to store all complete blocks and exit, after its drain."""
 _SILENCE_S = 15.0
 """Maximum time without an answer of a process that closes; then it is killed."""
 _KILL_S = 10.0
 """Maximum time to wait for the exit of a killed process; a GPU driver may delay it."""
-
-
-def child_environment() -> dict[str, str]:
-    """The environment for a child process, so that it imports the same copies of Sidestream's packages."""
-    found = map(importlib.util.find_spec, ("sidestream", "sidestream_kv", "sidestream_order"))
-    homes = [str(Path(spec.origin).resolve().parents[1]) for spec in found if spec is not None and spec.origin]
-    paths = [*homes, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-
-
-def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[str]:
-    """The command that runs `module.main(descriptor)` in a fresh interpreter, without importing the caller's
-    `__main__`.
-
-    torch   False: hide torch from the child, as if it was not installed
-    """
-    return [
-        sys.executable,
-        "-P",
-        "-c",
-        f"from sidestream.client.process import run_child; run_child({module!r}, {descriptor}, torch={torch})",
-    ]
-
-
-def start_child(
-    module: str, *, torch: bool = True, environment: Mapping[str, str] | None = None
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process that runs `module.main(descriptor)`, see `child_command`. `descriptor` is its end of a socket
-    whose other end is returned. The process ends when that end is closed.
-
-    environment   further environment variables
-
-    Raises ConfigError if the system refuses a new process.
-    """
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs, stop_signals_blocked():  # until the child handles them
-            process = subprocess.Popen(
-                child_command(module, theirs.fileno(), torch=torch),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**child_environment(), **(environment or {})},
-                process_group=0,  # Ctrl-C at the terminal reaches the owner only
-            )
-    except BaseException as error:
-        ours.close()
-        if isinstance(error, BlockingIOError):
-            raise thread_refused() from error
-        raise
-    return process, ours
-
-
-def run_child(module: str, descriptor: int, *, torch: bool) -> None:
-    """In the child: ignore stop signals, import `module` (which may take seconds), and run its `main`.
-
-    torch   False: hide torch, as if it was not installed. Otherwise, transformers would import torch even for a
-            tokenizer, which takes 3 s and 0.3 GB
-
-    Signals are ignored, because a service manager sends them to all processes of a server, and the owner must drain
-    requests before it ends this process.
-    """
-    os.set_inheritable(descriptor, False)
-    end_with_owner(descriptor)
-    print_stacks()
-    ignore_stop_signals()
-    if not torch:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences "PyTorch was not found"
-    importlib.import_module(module).main(descriptor)
-
-
-def how_it_ended(status: int) -> str:
-    """A process's exit status, in words."""
-    if status >= 0:
-        return f"it exited with status {status}"
-    with contextlib.suppress(ValueError):
-        return f"it was killed by {signal.Signals(-status).name}"
-    return f"it was killed by signal {-status}"
-
-
-def end_with_owner(descriptor: int) -> None:
-    """Exit this process as soon as the owner's end of the socket is closed, however the owner ended.
-
-    KV on disk is always consistent, so the exit loses only blocks that were not stored yet.
-    """
-
-    def watch() -> None:
-        # macOS has no POLLRDHUP, but reports a closed peer as POLLHUP, which need not be requested.
-        poll = select.poll()
-        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
-        poll.poll()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="sidestream-owner", daemon=True).start()
 
 
 class EngineProcess:
@@ -183,7 +79,7 @@ class EngineProcess:
         self._reply: Reply | None = None
         self._failed: Status | None = None
         self._pulse = Pulse(lambda: self._send(Ping()))
-        self._process, self._control = start_child("sidestream.engine_process")
+        self._process, self._control = start_child("sidestream.client.engine_main")
         try:
             with contextlib.suppress(BrokenPipeError):  # it has ended, as the next line finds out
                 self._send(_start(model, config, timeline, check_order))
@@ -346,27 +242,6 @@ def _start(model: str, config: EngineConfig, timeline: str | Path | None, check_
     level, layout = _logging()
     return Start(
         model, plain(config), None if timeline is None else str(Path(timeline).absolute()), check_order, level, layout
-    )
-
-
-def plain(value: Any) -> Any:
-    """A configuration as values that msgpack can encode: mappings, strings and numbers."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return str(value) if isinstance(value, Path) else value
-
-
-def config_of(values: Mapping[str, Any]) -> EngineConfig:
-    """The EngineConfig that `values` describe: the inverse of `plain`."""
-    from sidestream.config import KVEventsConfig, SpeculativeConfig
-    from sidestream_kv.config import OffloadConfig
-
-    kinds = {"kv_events": KVEventsConfig, "offload": OffloadConfig, "speculative": SpeculativeConfig}
-    return EngineConfig(
-        **{
-            name: kinds[name](**value) if name in kinds and value is not None else value
-            for name, value in values.items()
-        }
     )
 
 

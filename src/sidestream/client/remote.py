@@ -40,7 +40,7 @@ from sidestream.client.messages import (
 from sidestream.client.pulse import PULSE_S, Pulse, silence
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.schedule.validation import Bounds, CheckedRequest, RequestChecker
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 from sidestream.version import VERSION

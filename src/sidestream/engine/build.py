@@ -216,7 +216,7 @@ def _build_scheduler(
             sizes.chunk_tokens,
             sizes.token_budget,
             prefix_cache=config.prefix_cache,
-            tail_apart=sizes.tail_apart,
+            tail_apart=sizes.separate_tail_chunk,
             target_gap_s=sizes.target_gap_s,
             state_interval=config.state_interval // model.layout.block_tokens,
             window=model.layout.window,
@@ -227,7 +227,7 @@ def _build_scheduler(
         tiers=transfers,
         policy=None
         if speculative is None
-        else SpecPolicy(plan.max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_slowdown),
+        else SpecPolicy(plan.max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_draft_slowdown),
         states=None if rank.states is None or plan.region is None else (rank.states, plan.region),
         key_log=key_log,
     )

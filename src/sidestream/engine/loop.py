@@ -24,8 +24,8 @@ from sidestream_kv.types import LayerGates
 
 logger = logging.getLogger(__name__)
 
-# Idle time after which the loop calls `Device.rest`.
-_REST_AFTER_S = 1.0
+# Idle time after which the loop calls `Device.trim_memory`.
+_TRIM_AFTER_S = 1.0
 
 
 class StepLoop:
@@ -72,7 +72,7 @@ class StepLoop:
         )
         self._gauges = Gauges(parts)
         self._stopping = False
-        self._rested = False
+        self._trimmed = False
 
     def run(self) -> None:
         """The main function of the engine thread: run steps until `stop`. An error ends the engine (`fail`)."""
@@ -211,7 +211,8 @@ class StepLoop:
         """Sleep until a message or an event of transfers comes.
 
         While requests or transfers are unfinished, sleep only until the next update of the gauges, because the end of a
-        disk write does not ring the bell. Otherwise update the gauges, sleep for `_REST_AFTER_S`, call `Device.rest`,
+        disk write does not ring the bell. Otherwise update the gauges, sleep for `_TRIM_AFTER_S`, call
+        `Device.trim_memory`,
         and then sleep until the bell rings.
         """
         parts = self._parts
@@ -220,10 +221,10 @@ class StepLoop:
             patience_s: float | None = self._gauges.due_in_s()
         else:
             self._gauges.update(force=True)
-            patience_s = None if self._rested else _REST_AFTER_S
+            patience_s = None if self._trimmed else _TRIM_AFTER_S
         self.watchdog.pause()
         rung = parts.inbox.bell.wait(patience_s)
         self.watchdog.watch()
-        self._rested = not busy and not rung
-        if self._rested:
-            parts.device.rest()
+        self._trimmed = not busy and not rung
+        if self._trimmed:
+            parts.device.trim_memory()

@@ -54,20 +54,20 @@ class DraftRows(NamedTuple):
 class PackedRows(NamedTuple):
     """The rows of a step, for operations on hidden states.
 
-    cu_seqlens_q   `[B + 1]`: offsets of the rows into the packed tokens
-    slots          `[B]`: request slot of each row
-    origins        `[B]`: where to read the hidden state of the token before each row's first token: a block id,
-                   `FROM_SLOT` or `ZEROS`
+    cu_seqlens_q     `[B + 1]`: offsets of the rows into the packed tokens
+    slots            `[B]`: request slot of each row
+    hidden_sources   `[B]`: where to read the hidden state of the token before each row's first token: a block id,
+                     `FROM_SLOT` or `ZEROS`
     """
 
     cu_seqlens_q: Tensor
     slots: Tensor
-    origins: Tensor
+    hidden_sources: Tensor
 
 
 FROM_SLOT, ZEROS = -1, -2
-"""Values of `PackedRows.origins`. `FROM_SLOT`: the hidden state is kept for the row's request slot. `ZEROS`: the row
-begins a sequence, so the hidden state is zeros.
+"""Values of `PackedRows.hidden_sources`. `FROM_SLOT`: the hidden state is kept for the row's request slot. `ZEROS`: the
+row begins a sequence, so the hidden state is zeros.
 """
 
 
@@ -147,7 +147,7 @@ class Ops(Protocol):
     def draft_rows(
         self,
         positions: Tensor,
-        starts: Tensor,
+        first_tokens: Tensor,
         kv_lens: Tensor,
         slots: Tensor,
         *,
@@ -157,8 +157,8 @@ class Ops(Protocol):
         hidden: Tensor,
         width: int,
     ) -> DraftRows:
-        """The state of R decode rows. positions `[T]` and kv_lens `[R]` are as in `resolve_inputs`; starts `[R]` is the
-        first packed token of each row; slots `[R]`.
+        """The state of R decode rows. positions `[T]` and kv_lens `[R]` are as in `resolve_inputs`. first_tokens `[R]`:
+        the rows' first packed tokens; slots `[R]`.
         """
         ...
 

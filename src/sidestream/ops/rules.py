@@ -21,7 +21,7 @@ COLUMNS: Mapping[str, int] = {
 
 _MASK = (1 << 64) - 1
 # The constants of splitmix64, a hash function.
-GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN, MULTIPLIER_1, MULTIPLIER_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,10 +85,10 @@ def uniforms(seeds: Tensor, output_indices: Tensor) -> Tensor:
     added, so neighbouring seeds do not share a sequence.
     """
     value = seeds + output_indices * _signed(GOLDEN) + _signed(GOLDEN)
-    value = (value ^ _shifted(value, 30)) * _signed(FIRST)
-    value = (value ^ _shifted(value, 27)) * _signed(SECOND)
-    value = value ^ _shifted(value, 31)
-    return _shifted(value, 11).to(torch.float64) * 2.0**-53
+    value = (value ^ _shifted_right(value, 30)) * _signed(MULTIPLIER_1)
+    value = (value ^ _shifted_right(value, 27)) * _signed(MULTIPLIER_2)
+    value = value ^ _shifted_right(value, 31)
+    return _shifted_right(value, 11).to(torch.float64) * 2.0**-53
 
 
 def _bits(value: float) -> int:
@@ -97,8 +97,8 @@ def _bits(value: float) -> int:
 
 def _mix(value: int) -> int:
     value = (value + GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * FIRST) & _MASK
-    value = ((value ^ (value >> 27)) * SECOND) & _MASK
+    value = ((value ^ (value >> 30)) * MULTIPLIER_1) & _MASK
+    value = ((value ^ (value >> 27)) * MULTIPLIER_2) & _MASK
     return value ^ (value >> 31)
 
 
@@ -107,6 +107,6 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shifted(value: Tensor, bits: int) -> Tensor:
+def _shifted_right(value: Tensor, bits: int) -> Tensor:
     """A logical shift to the right: zeros come in from the left."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

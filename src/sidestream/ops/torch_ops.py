@@ -72,7 +72,7 @@ class TorchOps:
     def draft_rows(
         self,
         positions: Tensor,
-        starts: Tensor,
+        first_tokens: Tensor,
         kv_lens: Tensor,
         slots: Tensor,
         *,
@@ -82,7 +82,7 @@ class TorchOps:
         hidden: Tensor,
         width: int,
     ) -> DraftRows:
-        known = positions[starts]
+        known = positions[first_tokens]
         length = torch.where(known < 0, lengths[slots], known)
         bounds = (torch.where(kv_lens < 0, length - kv_lens, kv_lens) - 1).clamp(min=0)  # padding rows have length 0
         padding = slots == len(last_tokens) - 1
@@ -145,10 +145,10 @@ class TorchOps:
         taken = number < accepted[:, None]
         # rule: sampled-token-stays-on-the-device, last-token-is-the-last-accepted-one
         state.last_tokens[slot] = drawn.gather(1, last).squeeze(1)
-        if thrown_away := max(0, state.history.shape[1] - 1):
+        if ignored_column := max(0, state.history.shape[1] - 1):
             start = torch.where(padding, 0, positions[logit[:, 0]])
             state.lengths[slot] = start + accepted  # rule: length-is-published-by-its-step
-            column = torch.where(taken, start[:, None] + 1 + number, thrown_away).clamp(max=thrown_away)
+            column = torch.where(taken, start[:, None] + 1 + number, ignored_column).clamp(max=ignored_column)
             # rule: accepted-run-is-published-before-the-next-step-reads-it
             state.history[slot[:, None], column] = drawn.to(torch.int32)
             if hidden is not None:
@@ -161,9 +161,9 @@ class TorchOps:
         return accepted
 
     def previous_hidden(self, hidden: Tensor, rows: PackedRows, by_slot: Tensor, by_block: Tensor) -> Tensor:
-        origins = rows.origins[:, None]
-        first = torch.where(origins == FROM_SLOT, by_slot[rows.slots], 0)
-        first = torch.where(origins >= 0, by_block[rows.origins.clamp(min=0)], first)
+        sources = rows.hidden_sources[:, None]
+        first = torch.where(sources == FROM_SLOT, by_slot[rows.slots], 0)
+        first = torch.where(sources >= 0, by_block[rows.hidden_sources.clamp(min=0)], first)
         starts, stops, nowhere = rows.cu_seqlens_q[:-1], rows.cu_seqlens_q[1:], len(hidden)
         shifted = torch.cat([hidden[-1:], hidden])  # one row more, which takes the writes of rows without tokens
         return shifted.index_copy(0, torch.where(stops > starts, starts, nowhere), first)[:nowhere]

@@ -5,8 +5,8 @@ logits, with the options of the row's request.
 the options of the other rows. Probabilities become whole numbers (weights), so their sums are exact in any order of
 summation. Each filter drops all tokens below some probability, and this bound is found without sorting.
 
-    power    probability of a token divided by that of the row's likeliest token
-    weight   the power times `UNIT`, as a whole number
+    ratio    probability of a token divided by that of the row's likeliest token
+    weight   the ratio times `UNIT`, as a whole number
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def draw(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> tuple[Tensor, Tensor]:
     """See `Ops.draw`."""
     tokens, finite = argmax(logits)
-    random = (finite & (rules["temperature"][slots] > 0)).nonzero().squeeze(1)
-    if len(random):
-        everything = len(random) == len(tokens)
-        drawn = _draw_random(logits if everything else logits[random], slots[random], output_indices[random], rules)
-        tokens = tokens.index_copy(0, random, drawn)
+    random_rows = (finite & (rules["temperature"][slots] > 0)).nonzero().squeeze(1)
+    if len(random_rows):
+        all_rows = len(random_rows) == len(tokens)
+        drawn = _draw_random(
+            logits if all_rows else logits[random_rows], slots[random_rows], output_indices[random_rows], rules
+        )
+        tokens = tokens.index_copy(0, random_rows, drawn)
     return tokens, finite
 
 
@@ -51,13 +53,13 @@ def penalise(
 ) -> Tensor:
     """See `Ops.penalise`."""
     logits = logits.float()
-    which = rules.penalised[slots].nonzero().squeeze(1)
-    if not len(which):
+    penalised_rows = rules.penalised[slots].nonzero().squeeze(1)
+    if not len(penalised_rows):
         return logits
-    penalised, slots = logits[which], slots[which]
+    penalised, slots = logits[penalised_rows], slots[penalised_rows]
     counts, in_prompt = output_counts[slots], in_prompt[slots]
     if drafted is not None:
-        before = drafted[which]
+        before = drafted[penalised_rows]
         counts.scatter_add_(1, before.clamp(min=0), (before >= 0).to(counts.dtype))
     output = counts > 0
     # Dividing by 1 and subtracting 0 are exact, so a penalty with its neutral value changes no bit.
@@ -66,42 +68,42 @@ def penalise(
     penalised = torch.where(in_prompt | output, repeated, penalised)
     penalised = penalised - counts * _column(rules["frequency_penalty"][slots])
     penalised = penalised - output * _column(rules["presence_penalty"][slots])
-    return logits.index_copy_(0, which, penalised)
+    return logits.index_copy_(0, penalised_rows, penalised)
 
 
-def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
-    """The floor of a filter for each row, float32 `[R, 1]`: the smallest power such that the larger powers of the row
-    have a total measure below `limit`; 0 if there is no such power.
+def filter_threshold(ratios: Tensor, amounts: Tensor, limit: Tensor) -> Tensor:
+    """A filter's threshold for each row, float32 `[R, 1]`: the lowest ratio kept. All larger ratios of the row together
+    have an amount below `limit`. 0: the filter keeps every token.
 
-    powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. This is a radix select: it makes
-    three histograms over the bits of the powers, each inside the bucket that the previous histogram found. It does not
+    ratios float32 in [0, 1] · amounts int64, not negative · limit `[R, 1]`, positive. This is a radix select: it makes
+    three histograms over the bits of the ratios, each inside the bucket that the previous histogram found. It does not
     sort, and its result does not depend on the order of summation.
     """
-    bits = powers.view(torch.int32)  # for floats that are not negative, the order of the bits is the order of values
+    bits = ratios.view(torch.int32)  # for floats that are not negative, the order of the bits is the order of values
     base = bits.new_zeros(bits.shape[0], 1)
     for shift in (20, 10, 0):
         # bucket 0           bits below base
         # buckets 1 to 1024  bits from base on, in 1024 ranges of 1 << shift values
         # bucket 1025        bits above these ranges
         bucket = (bits - base).bitwise_right_shift_(shift).clamp_(-1, 1024).add_(1)
-        held = measure.new_zeros(bits.shape[0], 1026).scatter_add_(1, bucket.to(torch.int64), measure)
-        above = held.sum(-1, keepdim=True) - held.cumsum(-1)
-        found = (above >= limit).sum(-1, keepdim=True).clamp_(min=1)  # 0: the total is below the limit
-        base += (found - 1).to(torch.int32) << shift
+        histogram = amounts.new_zeros(bits.shape[0], 1026).scatter_add_(1, bucket.to(torch.int64), amounts)
+        above = histogram.sum(-1, keepdim=True) - histogram.cumsum(-1)
+        bucket_found = (above >= limit).sum(-1, keepdim=True).clamp_(min=1)  # 0: the total is below the limit
+        base += (bucket_found - 1).to(torch.int32) << shift
     return base.view(torch.float32)
 
 
 def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> Tensor:
     """Ids `[R]`, sampled by inverse CDF, for finite rows whose temperature is not 0."""
-    # The maximum is subtracted first, so that powers do not overflow at any temperature.
-    powers = logits.float()
-    powers = (
-        (powers - powers.amax(-1, keepdim=True))
+    # The maximum is subtracted first, so that ratios do not overflow at any temperature.
+    ratios = logits.float()
+    ratios = (
+        (ratios - ratios.amax(-1, keepdim=True))
         .mul_(_column(1 / rules["temperature"][slots].clamp(SMALLEST, LARGEST)))
         .exp_()
     )
-    weights = (powers * UNIT).to(torch.int64)
-    _filter(weights, powers, rules["top_k"][slots], rules["top_p"][slots], rules["min_p"][slots])
+    weights = (ratios * UNIT).to(torch.int64)
+    _filter(weights, ratios, rules["top_k"][slots], rules["top_p"][slots], rules["min_p"][slots])
     # The result is the first id whose cumulative weight exceeds `target`. There is such an id, because `target` is
     # below the row's total weight. Its own weight is not 0, so no filter has dropped it.
     cumulative = weights.cumsum(-1)
@@ -110,27 +112,27 @@ def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: S
     return torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
 
 
-def _filter(weights: Tensor, powers: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+def _filter(weights: Tensor, ratios: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
     """Set the weights of tokens that top-k, top-p or min-p drops to 0, in place. Each filter works on the tokens that
     the previous filter has kept.
     """
-    candidates, measure = powers, weights
+    candidates, amounts = ratios, weights
     top_k = torch.where(top_k < weights.shape[-1], top_k, 0)
-    if (most := int(top_k.amax())) > 0:
-        highest = powers.topk(most).values
-        kth = highest.gather(-1, (top_k - 1).clamp(min=0).unsqueeze(-1))
-        _drop_below(torch.where(top_k.unsqueeze(-1) > 0, kth, 0), weights, powers)
+    if (max_top_k := int(top_k.amax())) > 0:
+        highest = ratios.topk(max_top_k).values
+        kth_ratio = highest.gather(-1, (top_k - 1).clamp(min=0).unsqueeze(-1))
+        _drop_below(torch.where(top_k.unsqueeze(-1) > 0, kth_ratio, 0), weights, ratios)
         if bool(((top_k > 0) | (top_p == 1)).all()):
-            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # the same floor of top-p, found faster
+            candidates, amounts = highest, (highest * UNIT).to(torch.int64)  # the same threshold of top-p, found faster
     if bool((top_p < 1).any()):
         limit = (weights.sum(-1) * top_p).unsqueeze(-1)
-        _drop_below(probability_floor(candidates, measure, limit), weights, powers)
+        _drop_below(filter_threshold(candidates, amounts, limit), weights, ratios)
     if bool((min_p > 0).any()):
-        _drop_below(_column(min_p), weights, powers)
+        _drop_below(_column(min_p), weights, ratios)
 
 
-def _drop_below(floor: Tensor, weights: Tensor, powers: Tensor) -> None:
-    weights.masked_fill_(powers < floor, 0)
+def _drop_below(threshold: Tensor, weights: Tensor, ratios: Tensor) -> None:
+    weights.masked_fill_(ratios < threshold, 0)
 
 
 def _column(values: Tensor) -> Tensor:

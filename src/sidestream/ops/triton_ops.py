@@ -16,7 +16,7 @@ from sidestream.ops.interface import DraftRows, PackedRows, ResolvedInputs, Slot
 # Number of Triton programs that should run at the same time when tokens are sampled at random.
 _PROGRAMS = 512
 # Number of low bits that are zero in every number of a dtype, after conversion to float32.
-_SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+_UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 class TritonOps:
@@ -65,7 +65,7 @@ class TritonOps:
         width: int,
     ) -> ResolvedInputs:
         num_tokens, num_rows = len(packed), len(slots)
-        to = ResolvedInputs(
+        out = ResolvedInputs(
             torch.empty_like(packed),
             torch.empty_like(packed),
             torch.empty_like(kv_lens),
@@ -76,16 +76,16 @@ class TritonOps:
         grid(
             packed, positions, token_slots, kv_lens, slots, last_tokens, lengths, block_tables,
             last_tokens if drafts is None else drafts,
-            to.tokens, to.positions, to.kv_lens, to.slot_mapping, to.block_tables,
+            out.tokens, out.positions, out.kv_lens, out.slot_mapping, out.block_tables,
             num_tokens, len(last_tokens) - 1, block_tables.shape[1], width, 0 if drafts is None else drafts.shape[1],
-            block_tokens, DRAFTS=drafts is not None, num_warps=4,
+            block_tokens, HAS_DRAFTS=drafts is not None, num_warps=4,
         )  # fmt: skip
-        return to
+        return out
 
     def draft_rows(
         self,
         positions: Tensor,
-        starts: Tensor,
+        first_tokens: Tensor,
         kv_lens: Tensor,
         slots: Tensor,
         *,
@@ -96,7 +96,7 @@ class TritonOps:
         width: int,
     ) -> DraftRows:
         count, hidden_size = len(slots), hidden.shape[1]
-        to = DraftRows(
+        out = DraftRows(
             torch.empty_like(slots),
             torch.empty_like(slots),
             torch.empty_like(slots),
@@ -106,11 +106,11 @@ class TritonOps:
         )
         grid: Any = step_kernels.draft_rows[(count,)]
         grid(
-            positions, starts, kv_lens, slots, last_tokens, lengths, block_tables, hidden,
-            to.tokens, to.lengths, to.bounds, to.padding.view(torch.uint8), to.block_tables, to.hidden,
+            positions, first_tokens, kv_lens, slots, last_tokens, lengths, block_tables, hidden,
+            out.tokens, out.lengths, out.bounds, out.padding.view(torch.uint8), out.block_tables, out.hidden,
             len(last_tokens) - 1, block_tables.shape[1], width, hidden_size, num_warps=4,
         )  # fmt: skip
-        return to
+        return out
 
     def draft_slots(
         self, block_tables: Tensor, positions: Tensor, bounds: Tensor, padding: Tensor, *, block_tokens: int
@@ -134,14 +134,14 @@ class TritonOps:
     ) -> Tensor:
         count, width = logits.shape
         dense = logits.dtype == torch.float32 and logits.is_contiguous()
-        to = logits if dense else torch.empty(count, width, dtype=torch.float32, device=logits.device)
-        grid: Any = step_kernels.penalise[(count, -(-width // step_kernels.WIDE.value))]
+        out = logits if dense else torch.empty(count, width, dtype=torch.float32, device=logits.device)
+        grid: Any = step_kernels.penalise[(count, -(-width // step_kernels.PENALTY_TILE.value))]
         grid(
             logits, slots, sampling.view(torch.float64), output_counts, in_prompt.view(torch.uint8),
-            slots if drafted is None else drafted, to,
+            slots if drafted is None else drafted, out,
             width, logits.stride(0), 0 if drafted is None else drafted.shape[1], num_warps=8,
         )  # fmt: skip
-        return to
+        return out
 
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
         tokens, finite = self.argmax(logits)
@@ -162,30 +162,30 @@ class TritonOps:
         cu_seqlens_q: Tensor,
         decodes: int,
     ) -> Tensor:
-        accepted = torch.empty_like(sampling_rows)
-        keeps = state.history.shape[1] > 0
-        hidden = hidden if keeps else None
-        counted = state.output_counts is not None
+        accept_lengths = torch.empty_like(sampling_rows)
+        tracks_history = state.history.shape[1] > 0
+        hidden = hidden if tracks_history else None
+        counts_outputs = state.output_counts is not None
         grid: Any = step_kernels.advance[(len(sampling_rows),)]
         grid(
             sampling_rows, first_logits, slots, cu_seqlens_q, tokens, positions, tokens if drafts is None else drafts,
             tokens if hidden is None else hidden,
-            state.last_tokens, state.lengths, state.history, state.hidden, accepted,
-            state.sampling.view(torch.float64), state.output_counts if counted else accepted, decodes,
+            state.last_tokens, state.lengths, state.history, state.hidden, accept_lengths,
+            state.sampling.view(torch.float64), state.output_counts if counts_outputs else accept_lengths, decodes,
             0 if drafts is None else drafts.shape[1], state.history.shape[1], state.hidden.shape[1],
             state.output_counts.shape[1] if state.output_counts is not None else 0,
-            KEEPS=keeps, HIDDEN=hidden is not None, COUNTED=counted, num_warps=1,
+            TRACKS_HISTORY=tracks_history, TRACKS_HIDDEN=hidden is not None, COUNTS_OUTPUTS=counts_outputs, num_warps=1,
         )  # fmt: skip
-        return accepted
+        return accept_lengths
 
     def previous_hidden(self, hidden: Tensor, rows: PackedRows, by_slot: Tensor, by_block: Tensor) -> Tensor:
-        to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         grid: Any = step_kernels.previous_hidden[(len(hidden),)]
         grid(
-            hidden, rows.cu_seqlens_q, rows.slots, rows.origins, by_slot, by_block, to,
+            hidden, rows.cu_seqlens_q, rows.slots, rows.hidden_sources, by_slot, by_block, out,
             len(rows.slots), hidden.stride(0), by_block.stride(0), hidden.shape[1], num_warps=4,
         )  # fmt: skip
-        return to
+        return out
 
     def keep_hidden(
         self,
@@ -209,44 +209,36 @@ def _draw(
     logits: Tensor, slots: Tensor, output_indices: Tensor, finite: Tensor, sampling: Tensor, tokens: Tensor
 ) -> None:
     """Replace the argmax in `tokens` by a random sample, in rows of logits whose request samples at random."""
-    (places, width), stride, spare = logits.shape, logits.stride(0), _SPARE_BITS[logits.dtype]
-    tiles, turns = -(-width // step_kernels.TILE.value), -(-(32 - spare) // step_kernels.BITS.value)
-    # Logits per program, so that about `_PROGRAMS` programs run, but at most `PARTS` programs for each row.
-    span = max(-(-tiles * places // _PROGRAMS), -(-tiles // step_kernels.PARTS.value)) * step_kernels.TILE.value
-    parts = -(-width // span)
+    (num_logit_rows, width), stride, unused_bits = logits.shape, logits.stride(0), _UNUSED_BITS[logits.dtype]
+    max_parts, tile = step_kernels.PARTS.value, step_kernels.TILE.value
+    tiles, num_digits = -(-width // tile), -(-(32 - unused_bits) // step_kernels.DIGIT_BITS.value)
+    # Logits per program, so that about `_PROGRAMS` programs run, but at most `max_parts` programs for each row.
+    part_size = max(-(-tiles * num_logit_rows // _PROGRAMS), -(-tiles // max_parts)) * tile
+    parts = -(-width // part_size)
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=logits.device)
 
-    kept, left = zeros(places, step_kernels.PARTS.value), zeros(places, step_kernels.PARTS.value)
-    floors = torch.empty(places, dtype=torch.float32, device=logits.device)
-    searched = [
-        (zeros(2, places, step_kernels.PARTS.value, step_kernels.DIGITS.value), zeros(turns, places)) for _ in range(2)
-    ]  # top-k, top-p
-    asked = (logits, slots, finite.view(torch.uint8), sampling, sampling.view(torch.float64), tokens)
-    search: Any = step_kernels.search[(places, parts)]
-    weigh: Any = step_kernels.weigh[(places, parts)]
-    pick: Any = step_kernels.pick[(places,)]
-    for counted, (masses, found) in zip((True, False), searched, strict=True):
-        for number in range(turns):
-            search(
-                *asked,
-                kept,
-                masses,
-                found,
-                width,
-                stride,
-                span,
-                places,
-                number,
-                turns,
-                COUNTED=counted,
-                SPARE=spare,
-                num_warps=8,
-            )
-        weigh(
-            *asked, kept, *searched[0], *searched[1], kept if counted else left, floors,
-            width, stride, span, places, turns,
-            FINAL=not counted, SPARE=spare, num_warps=8,
+    # Weights of the tokens that top-k keeps, and of those that all filters keep.
+    top_k_sums, final_sums = zeros(num_logit_rows, max_parts), zeros(num_logit_rows, max_parts)
+    min_ratios = torch.empty(num_logit_rows, dtype=torch.float32, device=logits.device)
+    totals_shape = 2, num_logit_rows, max_parts, step_kernels.DIGIT_VALUES.value
+    searches = [(zeros(*totals_shape), zeros(num_digits, num_logit_rows)) for _ in range(2)]  # top-k, top-p
+    inputs = (logits, slots, finite.view(torch.uint8), sampling, sampling.view(torch.float64), tokens)
+    search_threshold: Any = step_kernels.search_threshold[(num_logit_rows, parts)]
+    sum_weights: Any = step_kernels.sum_weights[(num_logit_rows, parts)]
+    sample_token: Any = step_kernels.sample_token[(num_logit_rows,)]
+    for is_top_k, search in zip((True, False), searches, strict=True):
+        for digit in range(num_digits):
+            search_threshold(
+                *inputs, top_k_sums, *search, width, stride, part_size, num_logit_rows, digit, num_digits,
+                IS_TOP_K=is_top_k, UNUSED_BITS=unused_bits, num_warps=8,
+            )  # fmt: skip
+        sum_weights(
+            *inputs, top_k_sums, *searches[0], *searches[1], top_k_sums if is_top_k else final_sums, min_ratios,
+            width, stride, part_size, num_logit_rows, num_digits,
+            ALL_FILTERS=not is_top_k, UNUSED_BITS=unused_bits, num_warps=8,
         )  # fmt: skip
-    pick(logits, slots, output_indices, *asked[2:], left, floors, width, stride, span, num_warps=8)
+    sample_token(
+        logits, slots, output_indices, *inputs[2:], final_sums, min_ratios, width, stride, part_size, num_warps=8
+    )

@@ -19,7 +19,7 @@ from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, Step, St
 from sidestream.ranks.messages import ToLeader as Report
 from sidestream.ranks.messages import ToRank as Message
 from sidestream.runner.executor import Executor
-from sidestream_kv.device.base import CopyBatch, Device, Memory, Rest, Stream
+from sidestream_kv.device.base import CopyBatch, Device, Memory, Stream, WakeUp
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.offload.tiers.host import HostTier
 from sidestream_kv.offload.tiers.index import Entry, WriteGrant
@@ -73,13 +73,13 @@ class Follower:
         if tiers is None:
             self._ready = Ready(0, final=True)
 
-    def turn(self) -> Rest:
+    def turn(self) -> WakeUp:
         """Take the messages that have come, and report what is done. Returns the fences that cause the next turn."""
         self._take_messages()  # Messages come first: the other ranks wait for this rank in the step's collectives.
         self._report_ready()
         self._report_passed()
         fences = tuple(track.fences[0][1] for track in self._tracks.values() if track.fences)
-        return Rest(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
+        return WakeUp(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
 
     @property
     def busy(self) -> bool:

@@ -21,7 +21,7 @@ from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, StepEnco
 from sidestream.ranks.messages import ToRank as Message
 from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.types import BatchPlan
-from sidestream_kv.device.base import CopyBatch, Device, HostThread, Memory, Rest, Stream, no_accesses
+from sidestream_kv.device.base import CopyBatch, Device, HostThread, Memory, Stream, WakeUp, no_accesses
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.offload.tier_io import TierWork
 from sidestream_kv.types import HOST, Accesses, Fence, LayerGates
@@ -230,31 +230,31 @@ class JointStream:
 class _JointThread:
     """A thread of rank 0 whose next turn may wait for fences of all ranks. See `HostThread`."""
 
-    def __init__(self, turn: Callable[[], Rest], clock: Callable[[], float]) -> None:
+    def __init__(self, turn: Callable[[], WakeUp], clock: Callable[[], float]) -> None:
         self._turn = turn
         self._clock = clock
-        self._resting_for_fences = False
+        self._waits_for_fences = False
         self.thread: HostThread | None = None
 
-    def turn(self) -> Rest:
+    def turn(self) -> WakeUp:
         """The thread's turn. Rank 0's device wakes the thread when rank 0's part of a fence is done; a report wakes it
         for the parts of other ranks.
         """
         # Set before the turn polls fences, so that a report during the turn causes another turn.
-        self._resting_for_fences = True
-        rest = self._turn()
-        self._resting_for_fences = bool(rest.fences)
+        self._waits_for_fences = True
+        wake_up = self._turn()
+        self._waits_for_fences = bool(wake_up.fences)
         waiting = []
-        for fence in rest.fences:
+        for fence in wake_up.fences:
             if not (local := local_fence(fence)).poll():
                 waiting.append(local)
             elif fence.poll():  # rule: fence-that-was-done-meanwhile-causes-a-turn
-                return Rest((), self._clock())
-        return Rest(tuple(waiting), rest.until_s)
+                return WakeUp((), self._clock())
+        return WakeUp(tuple(waiting), wake_up.until_s)
 
     def wake_for_fences(self) -> None:
         """Take another turn if the last turn asked to be woken by fences."""
-        if self._resting_for_fences and self.thread is not None:
+        if self._waits_for_fences and self.thread is not None:
             self.thread.wake()
 
 
@@ -272,7 +272,7 @@ class _JointDevice:
     def worker(self, name: str) -> JointStream:
         return JointStream(self._device.worker(name), self._ranks)
 
-    def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
+    def thread(self, name: str, turn: Callable[[], WakeUp]) -> HostThread:
         joint = _JointThread(turn, self._device.now)
         joint.thread = self._device.thread(name, joint.turn)
         self._ranks.add_thread(joint)

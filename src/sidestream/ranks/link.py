@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from sidestream.errors import DeviceLost, EngineStopped
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.ranks.fences import Progress
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import Ranks
@@ -220,9 +220,9 @@ class RankConnection:
         """Follow rank 0 until its last message, and until all work is done. A message ends the sleep between turns."""
         waiting = (self._connection,)
         while not follower.ended or follower.busy:
-            rest = follower.turn()
+            wake_up = follower.turn()
             if time.monotonic() - self._sent_s >= _BEAT_S:
                 self.report(Beat())
-            busy = bool(rest.fences) or rest.until_s is not None
+            busy = bool(wake_up.fences) or wake_up.until_s is not None
             if not self._messages:
                 select.select(waiting, (), (), _POLL_S if busy else _BEAT_S)  # A message is taken at once.

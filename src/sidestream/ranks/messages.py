@@ -1,4 +1,4 @@
-"""The messages between rank 0 and the other ranks, in the frames of `sidestream.frames`. Values only.
+"""The messages between rank 0 and the other ranks, in the frames of `sidestream.processes.frames`. Values only.
 
 A decode step of 32 requests takes about a kilobyte: block tables are sent as what was added since the slot's last step.
 """

@@ -371,7 +371,7 @@ class Executor:
 
     def _run_twice(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
         """Run the forward pass twice, and deliver the differences of both runs. Returns the second run."""
-        inputs, output, differences = self._second_run.of(lambda: self._run_once(batch, step), batch)
+        inputs, output, differences = self._second_run.compare(lambda: self._run_once(batch, step), batch)
         self._mailbox.write_differences(step.entry.start, differences, self._stream)
         return inputs, output
 

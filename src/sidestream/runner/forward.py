@@ -218,7 +218,7 @@ class Forward:
             resolved.positions,
             self._attention.batch(self._kv, attended, before_layer),
             logits_indices=indices.clamp(min=0) if inputs.padded else indices,
-            rows=PackedRows(inputs.cu_seqlens_q, inputs.slots, inputs.origins) if self._follows else None,
+            rows=PackedRows(inputs.cu_seqlens_q, inputs.slots, inputs.hidden_sources) if self._follows else None,
             before_layer=before_layer,
             proposed=proposed,
             continues=continues,

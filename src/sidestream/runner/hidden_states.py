@@ -18,7 +18,7 @@ from sidestream.types import RowPlan
 from sidestream_kv.kv.layout import KVLayout
 
 
-def origin_of(row: RowPlan, block_tokens: int) -> int:
+def hidden_source_of(row: RowPlan, block_tokens: int) -> int:
     """The source of the hidden state before the row's first token of this step: a block id, `FROM_SLOT` or `ZEROS`."""
     if row.begin is None:
         return FROM_SLOT

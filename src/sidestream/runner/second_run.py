@@ -1,11 +1,11 @@
 """The self-check of a step: a second run of its forward pass, from the same inputs, compared with the first run on the
 device. The host waits for nothing; it reads the result with the step's tokens.
 
-Both runs are part of one work of the compute stream, before the step's tokens are sampled. So the second run finds the
-request slots as the first run found them, and the step's fence covers both. The second run's logits are sampled; its KV
-has replaced the KV of the first run. Equal inputs, shapes and kernels give equal bits, so a difference means that one
-run read other bytes: KV that a load had not brought yet, memory that another owner wrote, or a computing error. On the
-compute stream.
+Both runs are submitted as one unit to the compute stream, before the step's tokens are sampled. So the second run finds
+the request slots as the first run found them, and the step's fence covers both. The second run's logits are sampled;
+its KV has replaced the KV of the first run. Equal inputs, shapes and kernels give equal bits, so a difference means
+that one run read other bytes: KV that a load had not brought yet, memory that another owner wrote, or a computing
+error. On the compute stream.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SecondRun:
 
     kv           the block pool, `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`
     num_layers   number of the pool's first layers that hold the model's KV; the proposer's layers come after them
-    declare      declares the memory of a batch's step to the ordering checker, from here on
+    declare      declares the second run's accesses to memory to the order checker; called between the two runs
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SecondRun:
         self._stream = stream
         self._declare = declare
 
-    def of(self, run: Run, batch: BatchPlan) -> tuple[StepInputs, ForwardOutput, Differences]:
+    def compare(self, run: Run, batch: BatchPlan) -> tuple[StepInputs, ForwardOutput, Differences]:
         """Run a forward pass twice. Returns inputs and output of the second run, and its differences from the first.
         Called inside work of the compute stream. Raises the error of either run.
         """
@@ -75,24 +75,24 @@ class SecondRun:
         self._declare(batch)
         hidden.copy_(before)  # rule: second-run-begins-with-the-hidden-states-of-the-first
         inputs, output = run()
-        again = self._digests(batch, inputs, output)
-        differences = Differences(kv != again[0], logits != again[1], times)
+        second = self._digests(batch, inputs, output)
+        differences = Differences(kv != second[0], logits != second[1], times)
         self._stream.stamp(times[1:])
         return inputs, output, differences
 
     def _digests(self, batch: BatchPlan, inputs: StepInputs, output: ForwardOutput) -> tuple[Tensor, Tensor]:
         """Digests of the KV of each row's last token, int64 `[B]`, and of each row of logits, int64 `[N]`."""
         if output.slot_mapping is None:
-            raise InvariantError("a step without tokens was run twice: give it rows")
-        first, decodes = inputs.sizes.decodes, batch.num_decodes
+            raise InvariantError("self-check needs at least one row")
+        padded_decodes, decodes = inputs.sizes.decodes, batch.num_decodes
         ends = inputs.cu_seqlens_q[1:]
-        ends = torch.cat([ends[:decodes], ends[first : first + batch.num_rows - decodes]])
-        blocks, offsets = _divided(output.slot_mapping[ends - 1].clamp(min=0), self._kv.shape[3])
+        ends = torch.cat([ends[:decodes], ends[padded_decodes : padded_decodes + batch.num_rows - decodes]])
+        blocks, offsets = _block_and_offset(output.slot_mapping[ends - 1].clamp(min=0), self._kv.shape[3])
         return _digest(self._kv[blocks, :, :, offsets]), _digest(output.logits[: InputSizes.of(batch).logits])
 
 
-def _divided(slots: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
-    """Block and place in the block of each slot of the slot mapping."""
+def _block_and_offset(slots: Tensor, block_tokens: int) -> tuple[Tensor, Tensor]:
+    """Block id, and offset in the block, of each slot of the slot mapping."""
     return slots.div(block_tokens, rounding_mode="floor"), slots % block_tokens
 
 

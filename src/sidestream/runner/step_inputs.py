@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sidestream.ops.interface import FROM_SLOT
-from sidestream.runner.hidden_states import origin_of
+from sidestream.runner.hidden_states import hidden_source_of
 from sidestream.types import BatchPlan, RowColumns
 
 Numbers = npt.NDArray[np.int64]
@@ -213,7 +213,7 @@ class StepInputs:
     cu_seqlens_q      [B + 1] decode rows first, then chunks; rows of padding have no tokens
     kv_lens           [B]; 0 for padding; -k: k tokens more than the slot's length on the device
     slots             [B] request slots; for padding, the padding slot
-    origins           [B] source of the hidden state before the row's first token, see `origin_of`
+    hidden_sources    [B] source of the hidden state before the row's first token, see `hidden_source_of`
     logits_indices    [N] packed positions of the tokens whose logits are computed; -1 for padding
     sampling_rows     [B] indices of the rows that sample, then -1
     first_logits      [B] for each entry of `sampling_rows`, the index in `logits_indices` of the row's first logit
@@ -239,7 +239,7 @@ class StepInputs:
     cu_seqlens_q: Tensor
     kv_lens: Tensor
     slots: Tensor
-    origins: Tensor
+    hidden_sources: Tensor
     logits_indices: Tensor
     sampling_rows: Tensor
     first_logits: Tensor
@@ -305,7 +305,7 @@ class StepInputs:
             cu_seqlens_q=torch.tensor([0, *(starts[row + 1] for row in rows)]),
             kv_lens=self.kv_lens[rows],
             slots=self.slots[rows],
-            origins=self.origins[rows],
+            hidden_sources=self.hidden_sources[rows],
             logits_indices=indices,
             chunk_lens=tuple(lengths[num_decodes:]),
             state_reads=self.state_reads[rows] if self.sizes.has_states else self.state_reads,
@@ -387,7 +387,7 @@ class _Parts(NamedTuple):
     cu_seqlens_q: Numbers
     kv_lens: Numbers
     slots: Numbers
-    origins: Numbers
+    hidden_sources: Numbers
     logits_indices: Numbers
     sampling_rows: Numbers
     first_logits: Numbers
@@ -430,7 +430,11 @@ def _pack_chunks(batch: BatchPlan, sizes: InputSizes, begin: int, block_tokens: 
         parts.positions[begin:end] = np.arange(row.min_start, row.stop)
         parts.token_slots[begin:end] = row.slot
         parts.cu_seqlens_q[at + 1 :] = end
-        parts.kv_lens[at], parts.slots[at], parts.origins[at] = row.stop, row.slot, origin_of(row, block_tokens)
+        parts.kv_lens[at], parts.slots[at], parts.hidden_sources[at] = (
+            row.stop,
+            row.slot,
+            hidden_source_of(row, block_tokens),
+        )
         if row.samples:
             parts.logits_indices[logit], parts.sampling_rows[sampling], parts.first_logits[sampling] = (
                 end - 1,
@@ -454,7 +458,7 @@ def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
     numbers = np.zeros(sum(sizes.parts), np.int64)
     parts = _Parts(*(numbers[part] for part in _slices(sizes)))
     parts.token_slots[:] = parts.slots[:] = padding_slot
-    parts.origins[:] = FROM_SLOT
+    parts.hidden_sources[:] = FROM_SLOT
     parts.logits_indices[:] = parts.sampling_rows[:] = parts.table_indices[:] = -1
     parts.state_reads[:] = parts.state_writes[:] = parts.state_checkpoints[:] = -1
     return numbers

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from sidestream.client.front_end import FrontEnd
 from sidestream.client.pulse import PULSE_S
 from sidestream.client.remote import RemoteClient
 from sidestream.errors import SidestreamError
-from sidestream.front_end import FrontEnd
-from sidestream.garbage import freeze_gc_heap
-from sidestream.log_stream import start_logging
+from sidestream.processes.garbage import freeze_gc_heap
+from sidestream.processes.log_stream import start_logging
 from sidestream.server.app import served_constants, text_handle
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
 from sidestream.server.run import RunningServer, serve

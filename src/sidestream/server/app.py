@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from sidestream.log_stream import lost_lines
+from sidestream.processes.log_stream import lost_lines
 from sidestream.server.backend import Backend
 from sidestream.server.body import BodyReader
 from sidestream.server.cancellation import CallbackEvent, CancelOnDisconnect

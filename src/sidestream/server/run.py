@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from sidestream.client.signals import on_stop_signal
+from sidestream.processes.signals import on_stop_signal
 from sidestream.server.app import create_app, health_reply, served_constants, text_handle
 from sidestream.server.backend import Backend
 from sidestream.server.cancellation import CallbackEvent

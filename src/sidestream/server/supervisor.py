@@ -16,10 +16,11 @@ from typing import Self
 
 import msgspec
 
-from sidestream.client.process import EngineProcess, how_it_ended, start_child
+from sidestream.client.process import EngineProcess
 from sidestream.client.pulse import silence
-from sidestream.client.signals import on_stop_signal
 from sidestream.errors import EngineStopped, ProcessFailed
+from sidestream.processes.child import how_it_ended, start_child
+from sidestream.processes.signals import on_stop_signal
 from sidestream.server.control import ABORTED, GRACE_S, READY, STOP, ApiProcessConfig
 from sidestream.server.listen import bind_same_address
 from sidestream.server.options import ServerOptions

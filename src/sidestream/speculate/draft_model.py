@@ -39,7 +39,7 @@ class DraftModelProposer:
         every_row = torch.arange(len(tokens), device=tokens.device)
         drafts = []
         for _ in range(count):
-            batch = context.attend(positions).over(self.shape)
+            batch = context.attend(positions).with_kv_shape(self.shape)
             # All rows get `count` drafts, so a row near the maximum length would exceed the positions of the model.
             clamped = positions.clamp(max=self.model.max_model_len - 1)
             logits = self.model.forward(self._in_vocab(tokens), clamped, batch, every_row)
@@ -49,7 +49,7 @@ class DraftModelProposer:
 
     def follow(self, step: StepTokens) -> None:
         no_logits = torch.empty(0, dtype=torch.int64, device=step.tokens.device)
-        self.model.forward(self._in_vocab(step.tokens), step.positions, step.batch.over(self.shape), no_logits)
+        self.model.forward(self._in_vocab(step.tokens), step.positions, step.batch.with_kv_shape(self.shape), no_logits)
 
     def _in_vocab(self, tokens: Tensor) -> Tensor:
         """Clamp token ids to the draft model's vocabulary, because the served model's vocabulary may be larger."""

@@ -17,7 +17,7 @@ from sidestream.client.messages import Failure as Said
 from sidestream.client.messages import Rejected, decoder_of_outputs
 from sidestream.engine import Engine, Handle
 from sidestream.errors import InvariantError
-from sidestream.frames import FrameEncoder
+from sidestream.processes.frames import FrameEncoder
 from sidestream.schedule.validation import CheckedRequest
 from sidestream.types import Delta
 

@@ -45,7 +45,7 @@ class LateLoads:
 
 def run(workload: Workload, reference: Reference, seed: int, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     policy = LateLoads(seed)
-    second = SecondRun.of
+    second = SecondRun.compare
 
     def of(self: Any, run: Any, batch: Any) -> Any:
         runs: list[int] = []
@@ -59,7 +59,7 @@ def run(workload: Workload, reference: Reference, seed: int, monkeypatch: pytest
         return second(self, counted, batch)
 
     with monkeypatch.context() as changed:
-        changed.setattr(SecondRun, "of", of)
+        changed.setattr(SecondRun, "compare", of)
         return run_schedule(workload, policy, reference=reference)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proof.torture import draw_workload, run_one
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.offload.worker import OffloadWorker
 
 # Stores of four answers with recurrent states, and their writes to disk, take 1,100 idle steps under `late`.
@@ -18,7 +18,7 @@ def test_a_long_queue_of_stores_is_no_hang() -> None:
 
 
 def test_a_worker_that_does_nothing_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OffloadWorker, "_turn", lambda worker: Rest((), None))
+    monkeypatch.setattr(OffloadWorker, "_turn", lambda worker: WakeUp((), None))
     outcome = run_one(SLOW, "random", 0)
     assert [finding.oracle for finding in outcome.findings[:1]] == ["no progress"]
     assert outcome.steps < 1100

@@ -35,9 +35,11 @@ def parse_bytes(value: int | str, *, option: str) -> int:
     return int(float(match.group(1)) * _UNIT[unit])
 
 
-def options_checked(error: type[SidestreamError]) -> Callable[[type[T]], type[T]]:
-    """Decorator for a dataclass: an unknown keyword raises `error` instead of TypeError. The message names the most
-    similar known keyword.
+def options_checked(
+    error: type[SidestreamError], *, renamed: Mapping[str, str] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Decorator for a dataclass: an unknown keyword raises `error` instead of TypeError. The message names the new name
+    of a keyword in `renamed`, else the most similar known keyword.
 
     The class keeps its signature and its types, and can be copied and pickled as before.
     """
@@ -49,14 +51,22 @@ def options_checked(error: type[SidestreamError]) -> Callable[[type[T]], type[T]
         @functools.wraps(build)
         def check_and_build(self: T, *values: Any, **options: Any) -> None:
             for name in options:
-                if name not in known:
-                    raise error(unknown_name("option", name, known))
+                if name in known:
+                    continue
+                if renamed is not None and name in renamed:
+                    raise error(renamed_option(name, renamed[name]))
+                raise error(unknown_name("option", name, known))
             build(self, *values, **options)
 
         kind.__init__ = check_and_build  # type: ignore[method-assign, assignment]
         return kind
 
     return decorate
+
+
+def renamed_option(old: str, new: str) -> str:
+    """The message for an option that got another name."""
+    return f"no option {old}: it is {new} now"
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

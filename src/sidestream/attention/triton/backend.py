@@ -45,7 +45,7 @@ class TritonAttention:
             heads=spec.heads,
             head_dim=spec.head_dim,
             device=spec.device,
-            also=spec.draft,
+            draft=spec.draft,
         )
         if chunk_tokens < LONG_TOKENS:  # the warm-up has no long chunk, so kernels for long chunks are not compiled
             return cls(workspace)

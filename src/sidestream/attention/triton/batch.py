@@ -94,11 +94,11 @@ class DeviceBatch:
             if self.workspace is None:
                 raise InvariantError(f"{self.rows_in_splits} rows in splits need buffers: give workspace")
             tokens = self.tokens_in_splits
-            held, most = self.workspace.tops.shape[0], self.workspace.kv_tokens
-            if tokens > held or kv_tokens > most:
+            max_tokens, max_kv_tokens = self.workspace.max_scores.shape[0], self.workspace.kv_tokens
+            if tokens > max_tokens or kv_tokens > max_kv_tokens:
                 raise InvariantError(
                     f"{tokens} query tokens over rows of up to {kv_tokens} tokens: "
-                    f"the workspace has room for {held} over {most}"
+                    f"the workspace has room for {max_tokens} over {max_kv_tokens}"
                 )
 
     @property
@@ -115,11 +115,11 @@ class DeviceBatch:
         """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index] if isinstance(self.kv, torch.Tensor) else self.kv[index]
 
-    def over(self, shape: KVShape) -> DeviceBatch:
-        """See `AttentionBatch.over`. The pool must be one tensor."""
+    def with_kv_shape(self, shape: KVShape) -> DeviceBatch:
+        """See `AttentionBatch.with_kv_shape`. The pool must be one tensor."""
         if not isinstance(self.kv, torch.Tensor):
             raise InvariantError("a draft model needs a pool that is one tensor: this pool has a tensor for each layer")
-        workspace = None if self.workspace is None else self.workspace.over(shape)
+        workspace = None if self.workspace is None else self.workspace.with_kv_shape(shape)
         return replace(
             self,
             kv=shape.at_the_end_of(self.kv),

@@ -121,7 +121,7 @@ def gated_delta(
         KEY_SIZE=shape.key_size,
         VALUE_SIZE=shape.value_size,
         VALUES=values,
-        SHARE=triton.next_power_of_2(triton.cdiv(shape.channels, programs)),
+        CONV_CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, programs)),
     )
     return out
 

@@ -21,20 +21,20 @@ from sidestream.attention.triton.gated_delta_kernels import log_decay_of, streng
 
 
 @triton.jit
-def _unit_vectors(mixed, at, inside, first, SIZE: tl.constexpr, channels: tl.constexpr):
+def _unit_vectors(mixed, tokens, mask, first, SIZE: tl.constexpr, channels: tl.constexpr):
     """Queries or keys of one head, of length 1, `[tokens, SIZE]`."""
-    place = at[:, None] * channels + first + tl.arange(0, SIZE)[None, :]
-    found = tl.load(mixed + place, mask=inside[:, None], other=0.0).to(tl.float32)
-    return found * tl.rsqrt(tl.sum(found * found, 1) + 1e-6)[:, None]
+    offsets = tokens[:, None] * channels + first + tl.arange(0, SIZE)[None, :]
+    vectors = tl.load(mixed + offsets, mask=mask[:, None], other=0.0).to(tl.float32)
+    return vectors * tl.rsqrt(tl.sum(vectors * vectors, 1) + 1e-6)[:, None]
 
 
 @triton.jit
-def _gates(beta, alpha, a_log, dt_bias, at, inside, stride, head):
+def _gates(beta, alpha, a_log, dt_bias, tokens, mask, stride, head):
     """Strengths of the tokens, and sums of the logarithms of their decays up to each token."""
-    strength = strength_of(tl.load(beta + at * stride + head, mask=inside, other=0.0))
+    strength = strength_of(tl.load(beta + tokens * stride + head, mask=mask, other=0.0))
     rate, bias = -tl.exp(tl.load(a_log + head).to(tl.float32)), tl.load(dt_bias + head).to(tl.float32)
-    log_decay = log_decay_of(tl.load(alpha + at * stride + head, mask=inside, other=0.0), bias, rate)
-    return strength, tl.cumsum(tl.where(inside, log_decay, 0.0), 0)
+    log_decay = log_decay_of(tl.load(alpha + tokens * stride + head, mask=mask, other=0.0), bias, rate)
+    return strength, tl.cumsum(tl.where(mask, log_decay, 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["num_decode"])
@@ -45,7 +45,7 @@ def solve(
     a_log,
     dt_bias,
     inverses,
-    starts,
+    cu_seqlens_q,
     lengths,
     num_decode,
     stride,
@@ -67,32 +67,32 @@ def solve(
     if first < length:
         channels: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE
         index = tl.arange(0, TOKENS)
-        inside = first + index < length
-        at = (tl.load(starts + row) + first + index).to(tl.int64)
+        mask = first + index < length
+        tokens = (tl.load(cu_seqlens_q + row) + first + index).to(tl.int64)
         key_head = head // (VALUE_HEADS // KEY_HEADS)
-        k = _unit_vectors(mixed, at, inside, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
-        strength, sums = _gates(beta, alpha, a_log, dt_bias, at, inside, stride, head)
-        below = index[:, None] > index[None, :]
-        decay = tl.exp(tl.where(below, sums[:, None] - sums[None, :], 0.0))
+        k = _unit_vectors(mixed, tokens, mask, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
+        strength, sums = _gates(beta, alpha, a_log, dt_bias, tokens, mask, stride, head)
+        is_below = index[:, None] > index[None, :]
+        decay = tl.exp(tl.where(is_below, sums[:, None] - sums[None, :], 0.0))
         products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        matrix = tl.where(below, products * decay * strength[:, None], 0.0)
-        unit = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
-        near = index[:, None] // 8 == index[None, :] // 8
-        diagonal = tl.where(near, matrix, 0.0)
-        inverse = unit - diagonal
+        matrix = tl.where(is_below, products * decay * strength[:, None], 0.0)
+        identity = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+        same_block = index[:, None] // 8 == index[None, :] // 8
+        diagonal = tl.where(same_block, matrix, 0.0)
+        inverse = identity - diagonal
         power = tl.dot(diagonal, diagonal, input_precision=PRECISION)
         inverse += tl.dot(inverse, power, input_precision=PRECISION)
         power = tl.dot(power, power, input_precision=PRECISION)
         inverse += tl.dot(inverse, power, input_precision=PRECISION)
-        rest = tl.dot(inverse, tl.where(near, 0.0, matrix), input_precision=PRECISION)
-        power = tl.dot(rest, rest, input_precision=PRECISION)
-        whole = unit - rest
-        whole += tl.dot(whole, power, input_precision=PRECISION)
+        off_diagonal = tl.dot(inverse, tl.where(same_block, 0.0, matrix), input_precision=PRECISION)
+        power = tl.dot(off_diagonal, off_diagonal, input_precision=PRECISION)
+        outer_inverse = identity - off_diagonal
+        outer_inverse += tl.dot(outer_inverse, power, input_precision=PRECISION)
         power = tl.dot(power, power, input_precision=PRECISION)
-        whole += tl.dot(whole, power, input_precision=PRECISION)
-        inverse = tl.dot(whole, inverse, input_precision=PRECISION)
-        place = (at[:, None] * VALUE_HEADS + head) * TOKENS + index[None, :]
-        tl.store(inverses + place, inverse, mask=inside[:, None])
+        outer_inverse += tl.dot(outer_inverse, power, input_precision=PRECISION)
+        inverse = tl.dot(outer_inverse, inverse, input_precision=PRECISION)
+        offsets = (tokens[:, None] * VALUE_HEADS + head) * TOKENS + index[None, :]
+        tl.store(inverses + offsets, inverse, mask=mask[:, None])
 
 
 @triton.jit(do_not_specialize=["num_decode"])
@@ -107,7 +107,7 @@ def advance(
     states,
     reads,
     writes,
-    starts,
+    cu_seqlens_q,
     lengths,
     num_decode,
     stride,
@@ -130,33 +130,33 @@ def advance(
         channels: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE
         key, value = tl.arange(0, KEY_SIZE), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
         index = tl.arange(0, TOKENS)
-        place = head * KEY_SIZE * VALUE_SIZE + key[:, None] * VALUE_SIZE + value[None, :]
-        state = tl.load(states + tl.load(reads + row) * state_stride + place)
-        start = tl.load(starts + row)
+        offsets = head * KEY_SIZE * VALUE_SIZE + key[:, None] * VALUE_SIZE + value[None, :]
+        state = tl.load(states + tl.load(reads + row) * state_stride + offsets)
+        start = tl.load(cu_seqlens_q + row)
         key_head = head // (VALUE_HEADS // KEY_HEADS)
         for first in range(0, length, TOKENS):
-            inside = first + index < length
-            at = (start + first + index).to(tl.int64)
-            q = _unit_vectors(mixed, at, inside, key_head * KEY_SIZE, KEY_SIZE, channels) * scale
-            k = _unit_vectors(mixed, at, inside, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
+            mask = first + index < length
+            tokens = (start + first + index).to(tl.int64)
+            q = _unit_vectors(mixed, tokens, mask, key_head * KEY_SIZE, KEY_SIZE, channels) * scale
+            k = _unit_vectors(mixed, tokens, mask, (KEY_HEADS + key_head) * KEY_SIZE, KEY_SIZE, channels)
             begin = 2 * KEY_HEADS * KEY_SIZE + head * VALUE_SIZE
-            v = tl.load(mixed + at[:, None] * channels + begin + value[None, :], mask=inside[:, None], other=0.0)
-            strength, sums = _gates(beta, alpha, a_log, dt_bias, at, inside, stride, head)
+            v = tl.load(mixed + tokens[:, None] * channels + begin + value[None, :], mask=mask[:, None], other=0.0)
+            strength, sums = _gates(beta, alpha, a_log, dt_bias, tokens, mask, stride, head)
             total = tl.sum(tl.where(index == TOKENS - 1, sums, 0.0), 0)
-            columns = (at[:, None] * VALUE_HEADS + head) * TOKENS + index[None, :]
-            inverse = tl.load(inverses + columns, mask=inside[:, None], other=0.0)
+            columns = (tokens[:, None] * VALUE_HEADS + head) * TOKENS + index[None, :]
+            inverse = tl.load(inverses + columns, mask=mask[:, None], other=0.0)
             decay = tl.exp(sums)[:, None]
-            seen = tl.dot(k, state, input_precision=PRECISION) * decay
-            wanted = strength[:, None] * (v.to(tl.float32) - seen)
-            u = tl.dot(inverse, wanted, input_precision=PRECISION)
-            since = index[:, None] >= index[None, :]
+            predicted = tl.dot(k, state, input_precision=PRECISION) * decay
+            corrections = strength[:, None] * (v.to(tl.float32) - predicted)
+            u = tl.dot(inverse, corrections, input_precision=PRECISION)
+            is_causal = index[:, None] >= index[None, :]
             weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            weights *= tl.exp(tl.where(since, sums[:, None] - sums[None, :], 0.0))
-            weights = tl.where(since, weights, 0.0)
-            found = tl.dot(q, state, input_precision=PRECISION) * decay
-            found = tl.dot(weights, u, found, input_precision=PRECISION)
-            target = (at[:, None] * VALUE_HEADS + head) * VALUE_SIZE + value[None, :]
-            tl.store(out + target, found.to(v.dtype), mask=inside[:, None])
-            left = k * tl.exp(total - sums)[:, None]
-            state = tl.dot(tl.trans(left), u, state * tl.exp(total), input_precision=PRECISION)
-        tl.store(states + tl.load(writes + row) * state_stride + place, state)
+            weights *= tl.exp(tl.where(is_causal, sums[:, None] - sums[None, :], 0.0))
+            weights = tl.where(is_causal, weights, 0.0)
+            output = tl.dot(q, state, input_precision=PRECISION) * decay
+            output = tl.dot(weights, u, output, input_precision=PRECISION)
+            target = (tokens[:, None] * VALUE_HEADS + head) * VALUE_SIZE + value[None, :]
+            tl.store(out + target, output.to(v.dtype), mask=mask[:, None])
+            decayed_keys = k * tl.exp(total - sums)[:, None]
+            state = tl.dot(tl.trans(decayed_keys), u, state * tl.exp(total), input_precision=PRECISION)
+        tl.store(states + tl.load(writes + row) * state_stride + offsets, state)

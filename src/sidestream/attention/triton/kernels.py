@@ -8,11 +8,11 @@ a program: with `t = BLOCK_M // GROUP` tokens per tile, line m of a tile is quer
 of the group; the remaining lines of BLOCK_M are masked.
 
 The order of every sum is fixed, so that results are reproducible bit by bit. KV is reduced in tiles at multiples of
-BLOCK_N of the row's positions. Splits begin at multiples of SPLIT (in a short chunk, at multiples of WIDE after the
-first NARROW splits) and are combined `_CHUNK` at a time, from the first split that the query sees. A tile in which a
-query sees no key changes no bit of the query's sums. So a query token's result depends on its own position and KV, and
-not on the other queries of its tile, launch or batch. For the same reason, masked and unmasked tiles compute the same
-expressions.
+BLOCK_N of the row's positions. Splits begin at multiples of SPLIT_TOKENS (in a short chunk, at multiples of WIDE_TOKENS
+after the first NARROW_SPLITS splits) and are combined `_CHUNK` at a time, from the first split that the query sees. A
+tile in which a query sees no key changes no bit of the query's sums. So a query token's result depends on its own
+position and KV, and not on the other queries of its tile, launch or batch. For the same reason, masked and unmasked
+tiles compute the same expressions.
 
 OVERLAP: a kernel's programs start while the previous kernel still runs, find their work, and then wait for the end of
 that kernel (programmatic dependent launch). Before the wait they read only data written before the step's first layer.
@@ -64,17 +64,17 @@ def write(
     lane = tl.arange(0, WIDTH)
     if slot >= 0:
         head, dim = lane // HEAD_DIM, lane % HEAD_DIM
-        real = lane < KV_HEADS * HEAD_DIM
-        there = (
+        mask = lane < KV_HEADS * HEAD_DIM
+        pointers = (
             pool + slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride + head * head_stride + dim
         )
-        tl.store(there, tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=real), mask=real)
-        values = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=real)
-        tl.store(there + half_stride, values, mask=real)
+        tl.store(pointers, tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=mask), mask=mask)
+        values = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=mask)
+        tl.store(pointers + half_stride, values, mask=mask)
     if token >= tl.load(cu_seqlens_q + num_rows):
         for begin in range(0, OUT_WIDTH, WIDTH):
-            nothing = tl.zeros([WIDTH], out.dtype.element_ty)
-            tl.store(out + token * OUT_WIDTH + begin + lane, nothing, mask=begin + lane < OUT_WIDTH)
+            zeros = tl.zeros([WIDTH], out.dtype.element_ty)
+            tl.store(out + token * OUT_WIDTH + begin + lane, zeros, mask=begin + lane < OUT_WIDTH)
 
 
 @triton.jit
@@ -85,63 +85,59 @@ def _row_of_tile(tile, cu_seqlens_q, first_row, num_rows, TILE_TOKENS: tl.conste
     from `s // TILE_TOKENS + r` on. These are always enough tiles for the row, and at most one too many.
     """
     base = tl.load(cu_seqlens_q + first_row)
-    before = 0
+    rows_before = 0
     for begin in range(0, num_rows - first_row, 128):
         index = begin + tl.arange(0, 128)
         start = tl.load(cu_seqlens_q + first_row + index, mask=first_row + index < num_rows, other=0)
-        begins_here_or_before = ((start - base) // TILE_TOKENS + index <= tile) & (first_row + index < num_rows)
-        before += tl.sum(begins_here_or_before.to(tl.int32))
-    index = before - 1
+        begins_before = ((start - base) // TILE_TOKENS + index <= tile) & (first_row + index < num_rows)
+        rows_before += tl.sum(begins_before.to(tl.int32))
+    index = rows_before - 1
     start = tl.load(cu_seqlens_q + first_row + index)
     return first_row + index, (tile - ((start - base) // TILE_TOKENS + index)).to(tl.int32)
 
 
 @triton.jit
-def _split_of(position, wide, SPLIT: tl.constexpr, NARROW: tl.constexpr):
+def _split_of(position, wide_tokens, SPLIT_TOKENS: tl.constexpr, NARROW_SPLITS: tl.constexpr):
     """The split that contains a position."""
-    return tl.where(position < NARROW * SPLIT, position // SPLIT, NARROW + (position - NARROW * SPLIT) // wide)
+    return tl.where(
+        position < NARROW_SPLITS * SPLIT_TOKENS,
+        position // SPLIT_TOKENS,
+        NARROW_SPLITS + (position - NARROW_SPLITS * SPLIT_TOKENS) // wide_tokens,
+    )
 
 
 @triton.jit
-def _start_of(split, wide, SPLIT: tl.constexpr, NARROW: tl.constexpr):
+def _start_of(split, wide_tokens, SPLIT_TOKENS: tl.constexpr, NARROW_SPLITS: tl.constexpr):
     """The first position of a split."""
-    return tl.where(split < NARROW, split * SPLIT, NARROW * SPLIT + (split - NARROW) * wide)
+    return tl.where(
+        split < NARROW_SPLITS,
+        split * SPLIT_TOKENS,
+        NARROW_SPLITS * SPLIT_TOKENS + (split - NARROW_SPLITS) * wide_tokens,
+    )
 
 
 @triton.jit
 def _splits(
-    query_len,
-    kv_len,
-    window,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
+    query_len, kv_len, window, SPLIT_TOKENS: tl.constexpr, NARROW_SPLITS: tl.constexpr, WIDE_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr,
+):  # fmt: skip
     """For a row: the number of query tiles, the first split that any tile sees, and the number of splits from that one
     on.
     """
     first_split = query_len * 0
     if WINDOW:
-        first_split = _split_of(tl.maximum(0, kv_len - query_len - window + 1), WIDE, SPLIT, NARROW)
-    stop_split = tl.where(kv_len > 0, _split_of(kv_len - 1, WIDE, SPLIT, NARROW) + 1, 0)
+        first_split = _split_of(
+            tl.maximum(0, kv_len - query_len - window + 1), WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS
+        )
+    stop_split = tl.where(kv_len > 0, _split_of(kv_len - 1, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS) + 1, 0)
     return tl.cdiv(query_len, TILE_TOKENS), first_split, stop_split - first_split
 
 
 @triton.jit
-def _share(
-    cu_seqlens_q,
-    kv_lens,
-    first_row,
-    num_rows,
-    window,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
+def _splits_of_program(
+    cu_seqlens_q, kv_lens, first_row, num_rows, window, SPLIT_TOKENS: tl.constexpr, NARROW_SPLITS: tl.constexpr,
+    WIDE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr,
+):  # fmt: skip
     """The range of splits that this program reduces, counted over all tiles of rows [first_row, num_rows): its begin,
     its end, the row of its first split, and the number of splits in earlier rows.
 
@@ -150,99 +146,98 @@ def _share(
     count = 0
     for begin in range(first_row, num_rows, 128):
         row_tiles, _, splits = _splits_of_rows(
-            begin, cu_seqlens_q, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
-        )
+            begin, cu_seqlens_q, kv_lens, num_rows, window, SPLIT_TOKENS, NARROW_SPLITS, WIDE_TOKENS, WINDOW,
+            TILE_TOKENS,
+        )  # fmt: skip
         count += tl.sum(row_tiles * splits)
-    share, shares = tl.program_id(1), tl.num_programs(1)
-    item = (share.to(tl.int64) * count // shares).to(tl.int32)
-    stop = ((share.to(tl.int64) + 1) * count // shares).to(tl.int32)
-    row, before, end = first_row + item * 0, item * 0, item * 0
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    first_item = (program.to(tl.int64) * count // programs).to(tl.int32)
+    stop = ((program.to(tl.int64) + 1) * count // programs).to(tl.int32)
+    row, items_before, end = first_row + first_item * 0, first_item * 0, first_item * 0
     for begin in range(first_row, num_rows, 128):
         row_tiles, _, splits = _splits_of_rows(
-            begin, cu_seqlens_q, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
-        )
+            begin, cu_seqlens_q, kv_lens, num_rows, window, SPLIT_TOKENS, NARROW_SPLITS, WIDE_TOKENS, WINDOW,
+            TILE_TOKENS,
+        )  # fmt: skip
         counts = row_tiles * splits
-        passed = (end + tl.cumsum(counts, 0) <= item) & (begin + tl.arange(0, 128) < num_rows)
+        passed = (end + tl.cumsum(counts, 0) <= first_item) & (begin + tl.arange(0, 128) < num_rows)
         row += tl.sum(passed.to(tl.int32))
-        before += tl.sum(tl.where(passed, counts, 0))
+        items_before += tl.sum(tl.where(passed, counts, 0))
         end += tl.sum(counts)
-    return item, stop, row, before
+    return first_item, stop, row, items_before
 
 
 @triton.jit
 def _splits_of_rows(
-    begin,
-    cu_seqlens_q,
-    kv_lens,
-    num_rows,
-    window,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
+    begin, cu_seqlens_q, kv_lens, num_rows, window, SPLIT_TOKENS: tl.constexpr, NARROW_SPLITS: tl.constexpr,
+    WIDE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr,
+):  # fmt: skip
     """The results of `_splits` for the 128 rows from `begin` on; zeros after the last row."""
     rows = begin + tl.arange(0, 128)
     start = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
     stop = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
     kv_len = tl.load(kv_lens + rows, mask=rows < num_rows, other=0)
-    return _splits((stop - start).to(tl.int32), kv_len.to(tl.int32), window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
+    return _splits(
+        (stop - start).to(tl.int32), kv_len.to(tl.int32), window, SPLIT_TOKENS, NARROW_SPLITS, WIDE_TOKENS, WINDOW,
+        TILE_TOKENS,
+    )  # fmt: skip
 
 
 @triton.jit
-def _blocks(table, tile, low, high, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def _blocks(table, tile, low_key, high_key, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The block id of each position of a KV tile, or one id if the tile is in one block; 0 for positions outside [low,
     high).
     """
     if BLOCK_TOKENS % BLOCK_N == 0:
-        blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < high, other=0)
+        blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < high_key, other=0)
     else:
         positions = tile + tl.arange(0, BLOCK_N)
-        blocks = tl.load(table + positions // BLOCK_TOKENS, mask=(positions >= low) & (positions < high), other=0)
+        blocks = tl.load(
+            table + positions // BLOCK_TOKENS, mask=(positions >= low_key) & (positions < high_key), other=0
+        )
     return blocks.to(tl.int64)
 
 
 @triton.jit
-def _load(base, lines, dims, held, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+def _load(base, lines, dims, in_range, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
     """Load a tile of keys or values, with zeros for absent tokens and for padded dimensions."""
-    there = base + lines[:, None] + dims[None, :]
+    pointers = base + lines[:, None] + dims[None, :]
     if MASKED:
-        tile = tl.load(there, mask=held[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+        tile = tl.load(pointers, mask=in_range[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
     elif HEAD_DIM < PADDED_DIM:
-        tile = tl.load(there, mask=dims[None, :] < HEAD_DIM, other=0.0)
+        tile = tl.load(pointers, mask=dims[None, :] < HEAD_DIM, other=0.0)
     else:
-        tile = tl.load(there)
+        tile = tl.load(pointers)
     return tile
 
 
 @triton.jit
-def _weigh(scores, top, total, acc, exponent):
+def _softmax_weights(scores, max_score, weight_sum, acc, exponent):
     """Turn a tile's scores into weights, and rescale the running softmax: the highest score, the sum of weights, the
     weighted values so far.
     """
-    higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # avoids inf - inf for a line that has seen no key yet
+    new_max = tl.maximum(max_score, tl.max(scores, 1))
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)  # avoids inf - inf for a line that has seen no key yet
     weights = tl.exp2(scores * exponent - (base * exponent)[:, None])
     # Subtract before multiplying: then the result is exactly 1 if the highest score has not changed. A difference of
     # products would be fused, and the result would be 1 plus a rounding error.
-    shrink = tl.exp2((top - base) * exponent)
-    return higher, total * shrink + tl.sum(weights, 1), acc * shrink[:, None], weights
+    rescale = tl.exp2((max_score - base) * exponent)
+    return new_max, weight_sum * rescale + tl.sum(weights, 1), acc * rescale[:, None], weights
 
 
 @triton.jit
-def _reduce(
+def _attend_kv_tiles(
     query,
-    top,
-    total,
+    max_score,
+    weight_sum,
     acc,
     keys,
     values,
     table,
     begin,
     stop,
-    low,
-    high,
+    low_key,
+    high_key,
     positions,
     window,
     cap_scale,
@@ -266,30 +261,30 @@ def _reduce(
     dims = tl.arange(0, PADDED_DIM)
     # Block ids are carried from tile to tile. A lookup inside the loop would be a load that the KV loads depend on;
     # Triton would give it half of the stages, and keys and values would not be prefetched.
-    blocks = _blocks(table, begin, low, high, BLOCK_N, BLOCK_TOKENS)
+    blocks = _blocks(table, begin, low_key, high_key, BLOCK_N, BLOCK_TOKENS)
     for tile in range(begin, stop, BLOCK_N):
         if BLOCK_TOKENS % BLOCK_N == 0:
             lines = blocks * block_stride + (tile % BLOCK_TOKENS + offsets) * offset_stride
         else:
             lines = blocks * block_stride + (tile + offsets) % BLOCK_TOKENS * offset_stride
-        blocks = _blocks(table, tile + BLOCK_N, low, high, BLOCK_N, BLOCK_TOKENS)
-        held = (tile + offsets >= low) & (tile + offsets < high)
-        k = _load(keys, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
+        blocks = _blocks(table, tile + BLOCK_N, low_key, high_key, BLOCK_N, BLOCK_TOKENS)
+        in_range = (tile + offsets >= low_key) & (tile + offsets < high_key)
+        k = _load(keys, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         if CAPPED:  # tanh, computed with exp2; `exponent` contains the factor softcap
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
         if MASKED:
             key_positions = tile + offsets
-            sees = key_positions[None, :] <= positions[:, None]
+            is_visible = key_positions[None, :] <= positions[:, None]
             if WINDOW:
-                sees &= key_positions[None, :] > positions[:, None] - window
+                is_visible &= key_positions[None, :] > positions[:, None] - window
             # Mask the raw scores, before they are multiplied: otherwise the compiler would fuse other operations than
             # in an unmasked tile, and the bits would differ.
-            scores = tl.where(sees, scores, float("-inf"))
-        top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
-        v = _load(values, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        max_score, weight_sum, acc, weights = _softmax_weights(scores, max_score, weight_sum, acc, exponent)
+        v = _load(values, lines, dims, in_range, MASKED, HEAD_DIM, PADDED_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return top, total, acc
+    return max_score, weight_sum, acc
 
 
 @triton.jit
@@ -311,19 +306,19 @@ def _queries(
     Then the KV range of the tile: the first query sees the keys [low, first], the last query the keys before `high`.
     """
     tokens = begin + line // GROUP
-    real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
+    is_query = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
     at = (query_start + tokens) * token_stride + heads * head_stride
-    q = tl.load(query + at[:, None] + dims[None, :], mask=real[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+    q = tl.load(query + at[:, None] + dims[None, :], mask=is_query[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
     first = kv_len - query_len + begin
-    low = 0
+    low_key = 0
     if WINDOW:
-        low = tl.maximum(0, first - window + 1)
+        low_key = tl.maximum(0, first - window + 1)
     return (
         q,
         query_start + tokens,
-        real,
+        is_query,
         kv_len - query_len + tokens,
-        low,
+        low_key,
         first,
         tl.minimum(first + TILE_TOKENS, kv_len),
     )
@@ -342,7 +337,7 @@ def _long_row(cu_seqlens_q, first_row, num_rows, long_above):
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "long_above", "room", "table_stride"],
+    do_not_specialize=["first_row", "num_rows", "long_above", "capacity", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "kv_lens"],
 )
 def gather_contiguous(
@@ -355,7 +350,7 @@ def gather_contiguous(
     first_row,
     num_rows,
     long_above,
-    room,
+    capacity,
     table_stride,
     block_stride,
     half_stride,
@@ -376,19 +371,19 @@ def gather_contiguous(
     kv_len = tl.load(kv_lens + row).to(tl.int32)
     table = block_tables + row.to(tl.int64) * table_stride
     dims = tl.arange(0, HEAD_DIM)
-    for number in range(tl.program_id(1), tl.cdiv(kv_len, BLOCK_N), tl.num_programs(1)):
-        positions = number * BLOCK_N + tl.arange(0, BLOCK_N)
-        held = positions < kv_len
-        blocks = tl.load(table + positions // BLOCK_TOKENS, mask=held, other=0).to(tl.int64)
+    for item in range(tl.program_id(1), tl.cdiv(kv_len, BLOCK_N), tl.num_programs(1)):
+        positions = item * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_range = positions < kv_len
+        blocks = tl.load(table + positions // BLOCK_TOKENS, mask=in_range, other=0).to(tl.int64)
         lines = blocks * block_stride + head * head_stride + positions % BLOCK_TOKENS * offset_stride
-        there = pool + lines[:, None] + dims[None, :]
-        to = (head * room + positions)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(keys + to, tl.load(there, mask=held[:, None], other=0.0))
-        tl.store(values + to, tl.load(there + half_stride, mask=held[:, None], other=0.0))
+        pointers = pool + lines[:, None] + dims[None, :]
+        out_offsets = (head * capacity + positions)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(keys + out_offsets, tl.load(pointers, mask=in_range[:, None], other=0.0))
+        tl.store(values + out_offsets, tl.load(pointers + half_stride, mask=in_range[:, None], other=0.0))
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "long_above", "room"],
+    do_not_specialize=["first_row", "num_rows", "long_above", "capacity"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens"],
 )
 def attend_contiguous(
@@ -401,7 +396,7 @@ def attend_contiguous(
     first_row,
     num_rows,
     long_above,
-    room,
+    capacity,
     exponent,
     query_token_stride,
     query_head_stride,
@@ -426,27 +421,27 @@ def attend_contiguous(
     kv_head = tl.program_id(0)
     line, dims, offsets = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
     heads = kv_head * GROUP + line % GROUP
-    q, packed, real, positions, _, first, high = _queries(
+    q, packed, is_query, positions, _, first, high_key = _queries(
         query, query_start, query_len, kv_len, begin, line, heads, dims, 0, query_token_stride, query_head_stride,
         GROUP, HEAD_DIM, TILE_TOKENS, False,
     )  # fmt: skip
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    base = kv_head * room
+    base = kv_head * capacity
     diagonal = (first + 1) // BLOCK_N * BLOCK_N
     for tile in range(0, diagonal, BLOCK_N):
         scores = tl.dot(q, keys.load([base + tile, 0]).T)
-        top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
+        max_score, weight_sum, acc, weights = _softmax_weights(scores, max_score, weight_sum, acc, exponent)
         acc = tl.dot(weights.to(q.dtype), values.load([base + tile, 0]), acc)
-    for tile in range(diagonal, high, BLOCK_N):
+    for tile in range(diagonal, high_key, BLOCK_N):
         scores = tl.dot(q, keys.load([base + tile, 0]).T)
         scores = tl.where((tile + offsets)[None, :] <= positions[:, None], scores, float("-inf"))
-        top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
+        max_score, weight_sum, acc, weights = _softmax_weights(scores, max_score, weight_sum, acc, exponent)
         acc = tl.dot(weights.to(q.dtype), values.load([base + tile, 0]), acc)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
-    tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=real[:, None])
+    acc = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+    out_offsets = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+    tl.store(out + out_offsets[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=is_query[:, None])
 
 
 @triton.jit(
@@ -457,9 +452,9 @@ def attend(
     query,
     pool,
     out,
-    sums,
-    tops,
-    totals,
+    value_sums,
+    max_scores,
+    weight_sums,
     block_tables,
     cu_seqlens_q,
     kv_lens,
@@ -477,9 +472,9 @@ def attend(
     half_stride,
     offset_stride,
     head_stride,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    NARROW_SPLITS: tl.constexpr,
+    WIDE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -493,10 +488,10 @@ def attend(
 ):
     """Computes tiles of queries of the rows [first_row, num_rows), for all query heads of one KV head.
 
-    SPLIT = 0   computes one tile in one pass over its KV; writes `out`. Skips a row with more than `long_above` tokens.
-                Grid (kv_heads, tiles)
-    SPLIT > 0   computes a share of the splits of all tiles, one split after another; writes `sums`, `tops` and
-                `totals`. Grid (kv_heads, shares)
+    SPLIT_TOKENS = 0   computes one tile in one pass over its KV; writes `out`. Skips a row with more than `long_above`
+                       tokens. Grid (kv_heads, tiles)
+    SPLIT_TOKENS > 0   computes a share of the splits of all tiles, one split after another; writes `value_sums`,
+                       `max_scores` and `weight_sums`. Grid (kv_heads, shares)
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -508,7 +503,7 @@ def attend(
     if OVERLAP:
         gdc_launch_dependents()
 
-    if SPLIT == 0:
+    if SPLIT_TOKENS == 0:
         # The last tiles of a row see the most keys. They start first, so that no long tile runs alone at the end.
         row, row_tile = _row_of_tile(
             tl.num_programs(1) - 1 - tl.program_id(1), cu_seqlens_q, first_row, num_rows, TILE_TOKENS
@@ -519,87 +514,88 @@ def attend(
             gdc_wait()
         if (begin >= query_len) | (query_len > long_above):
             return
-        q, packed, real, positions, low, first, high = _queries(
+        q, packed, is_query, positions, low_key, first, high_key = _queries(
             query, query_start, query_len, kv_len, begin, line, heads, dims, window, query_token_stride,
             query_head_stride,
             GROUP, HEAD_DIM, TILE_TOKENS, WINDOW,
         )  # fmt: skip
         table = block_tables + row.to(tl.int64) * table_stride
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        weight_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
         # [edge, full)       KV tiles where some query's window begins
         # [full, diagonal)   KV tiles that all queries see
         # [diagonal, high)   KV tiles with the positions of the queries
-        edge = low // BLOCK_N * BLOCK_N
+        edge = low_key // BLOCK_N * BLOCK_N
         diagonal = (first + 1) // BLOCK_N * BLOCK_N
         full = edge
         if WINDOW:
-            full = tl.cdiv(tl.maximum(high - window, 0), BLOCK_N) * BLOCK_N
-            top, total, acc = _reduce(
-                q, top, total, acc, keys, values, table, edge, full, low, high, positions, window, cap_scale,
-                exponent, block_stride,
-                offset_stride, True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+            full = tl.cdiv(tl.maximum(high_key - window, 0), BLOCK_N) * BLOCK_N
+            max_score, weight_sum, acc = _attend_kv_tiles(
+                q, max_score, weight_sum, acc, keys, values, table, edge, full, low_key, high_key, positions,
+                window, cap_scale, exponent, block_stride, offset_stride,
+                True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
             )  # fmt: skip
-        top, total, acc = _reduce(
-            q, top, total, acc, keys, values, table, full, diagonal, low, high, positions, window, cap_scale,
-            exponent, block_stride,
-            offset_stride, False, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+        max_score, weight_sum, acc = _attend_kv_tiles(
+            q, max_score, weight_sum, acc, keys, values, table, full, diagonal, low_key, high_key, positions,
+            window, cap_scale, exponent, block_stride, offset_stride,
+            False, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
-        top, total, acc = _reduce(
-            q, top, total, acc, keys, values, table, tl.maximum(full, diagonal), high, low, high, positions, window,
-            cap_scale, exponent,
-            block_stride, offset_stride, True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+        max_score, weight_sum, acc = _attend_kv_tiles(
+            q, max_score, weight_sum, acc, keys, values, table, tl.maximum(full, diagonal), high_key, low_key,
+            high_key, positions, window, cap_scale, exponent, block_stride, offset_stride,
+            True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        to = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
-        there = real[:, None] & (dims[None, :] < HEAD_DIM)
-        tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
+        acc = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
+        out_offsets = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+        store_mask = is_query[:, None] & (dims[None, :] < HEAD_DIM)
+        tl.store(out + out_offsets[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=store_mask)
     else:
-        item, stop, row, before = _share(
-            cu_seqlens_q, kv_lens, first_row, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
-        )
+        first_item, stop, row, items_before = _splits_of_program(
+            cu_seqlens_q, kv_lens, first_row, num_rows, window, SPLIT_TOKENS, NARROW_SPLITS, WIDE_TOKENS, WINDOW,
+            TILE_TOKENS,
+        )  # fmt: skip
         if OVERLAP:
             gdc_wait()
-        for number in range(item, stop):
+        for item in range(first_item, stop):
             query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
             row_tiles, first_split, splits = _splits(
-                query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
+                query_len, kv_len, window, SPLIT_TOKENS, NARROW_SPLITS, WIDE_TOKENS, WINDOW, TILE_TOKENS
             )
-            while number >= before + row_tiles * splits:
-                before += row_tiles * splits
+            while item >= items_before + row_tiles * splits:
+                items_before += row_tiles * splits
                 row += 1
                 query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
                 row_tiles, first_split, splits = _splits(
-                    query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
+                    query_len, kv_len, window, SPLIT_TOKENS, NARROW_SPLITS, WIDE_TOKENS, WINDOW, TILE_TOKENS
                 )
             # The tiles of a split run one after another, so the second tile finds the split's KV in the cache.
-            split = first_split + (number - before) // row_tiles
-            begin = (number - before) % row_tiles * TILE_TOKENS
+            split = first_split + (item - items_before) // row_tiles
+            begin = (item - items_before) % row_tiles * TILE_TOKENS
 
-            q, packed, real, positions, low, _, high = _queries(
+            q, packed, is_query, positions, low_key, _, high_key = _queries(
                 query, query_start, query_len, kv_len, begin, line, heads, dims, window, query_token_stride,
                 query_head_stride,
                 GROUP, HEAD_DIM, TILE_TOKENS, WINDOW,
             )  # fmt: skip
             table = block_tables + row.to(tl.int64) * table_stride
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
+            max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            weight_sum = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
             # All KV tiles are computed as masked tiles. Masks cost nothing here, because the loop waits for memory; and
             # one loop keeps more loads in flight than three short loops.
-            top, total, acc = _reduce(
-                q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW),
-                low // BLOCK_N * BLOCK_N),
-                tl.minimum(_start_of(split + 1, WIDE, SPLIT, NARROW), high), low, high, positions, window, cap_scale,
-                exponent, block_stride, offset_stride,
+            start = tl.maximum(_start_of(split, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS), low_key // BLOCK_N * BLOCK_N)
+            end = tl.minimum(_start_of(split + 1, WIDE_TOKENS, SPLIT_TOKENS, NARROW_SPLITS), high_key)
+            max_score, weight_sum, acc = _attend_kv_tiles(
+                q, max_score, weight_sum, acc, keys, values, table, start, end, low_key, high_key, positions, window,
+                cap_scale, exponent, block_stride, offset_stride,
                 True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
             )  # fmt: skip
             part = (packed * max_splits + split) * (KV_HEADS * GROUP) + heads
-            there = real[:, None] & (dims[None, :] < HEAD_DIM)
-            tl.store(tops + part, top * exponent, mask=real)
-            tl.store(totals + part, total, mask=real)
-            tl.store(sums + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=there)
+            store_mask = is_query[:, None] & (dims[None, :] < HEAD_DIM)
+            tl.store(max_scores + part, max_score * exponent, mask=is_query)
+            tl.store(weight_sums + part, weight_sum, mask=is_query)
+            tl.store(value_sums + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=store_mask)
 
 
 @triton.jit(
@@ -607,9 +603,9 @@ def attend(
     do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens"],
 )
 def combine(
-    sums,
-    tops,
-    totals,
+    value_sums,
+    max_scores,
+    weight_sums,
     out,
     cu_seqlens_q,
     kv_lens,
@@ -617,9 +613,9 @@ def combine(
     split_rows,
     max_splits,
     window,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    NARROW_SPLITS: tl.constexpr,
+    WIDE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -643,27 +639,27 @@ def combine(
     query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
     token = (packed - query_start).to(tl.int32)
     position = kv_len - query_len + token
-    wide = tl.where(row < split_rows, SPLIT, WIDE)
-    first, last = 0, _split_of(position, wide, SPLIT, NARROW)
+    wide_tokens = tl.where(row < split_rows, SPLIT_TOKENS, WIDE_TOKENS)
+    first, last = 0, _split_of(position, wide_tokens, SPLIT_TOKENS, NARROW_SPLITS)
     if WINDOW:
-        first = _split_of(tl.maximum(0, position - window + 1), wide, SPLIT, NARROW)
+        first = _split_of(tl.maximum(0, position - window + 1), wide_tokens, SPLIT_TOKENS, NARROW_SPLITS)
     dims = tl.arange(0, PADDED_DIM)
-    top = float("-inf")
-    total = 0.0
+    max_score = float("-inf")
+    weight_sum = 0.0
     acc = tl.zeros([PADDED_DIM], tl.float32)
     for begin in range(first, last + 1, _CHUNK):
         splits = begin + tl.arange(0, _CHUNK)
-        seen = splits <= last
+        in_range = splits <= last
         part = ((query_start + token) * max_splits + splits) * HEADS + head
-        heights = tl.load(tops + part, mask=seen, other=float("-inf"))
-        counts = tl.load(totals + part, mask=seen, other=0.0)
-        there = seen[:, None] & (dims[None, :] < HEAD_DIM)
-        values = tl.load(sums + part[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
-        higher = tl.maximum(top, tl.max(heights, 0))
-        weights = tl.exp2(heights - higher)
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weights * counts, 0)
-        acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
-        top = higher
-    to = out + (query_start + token) * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims
-    tl.store(to, (acc / tl.where(total == 0.0, 1.0, total)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+        split_maxima = tl.load(max_scores + part, mask=in_range, other=float("-inf"))
+        split_sums = tl.load(weight_sums + part, mask=in_range, other=0.0)
+        load_mask = in_range[:, None] & (dims[None, :] < HEAD_DIM)
+        values = tl.load(value_sums + part[:, None] * HEAD_DIM + dims[None, :], mask=load_mask, other=0.0)
+        new_max = tl.maximum(max_score, tl.max(split_maxima, 0))
+        weights = tl.exp2(split_maxima - new_max)
+        rescale = tl.exp2(max_score - new_max)
+        weight_sum = weight_sum * rescale + tl.sum(weights * split_sums, 0)
+        acc = acc * rescale + tl.sum(weights[:, None] * values, 0)
+        max_score = new_max
+    combined = (acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)).to(out.dtype.element_ty)
+    tl.store(out + (query_start + token) * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims, combined, mask=dims < HEAD_DIM)

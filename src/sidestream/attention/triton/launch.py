@@ -75,9 +75,11 @@ def paged_attention(
     contiguous = batch.contiguous if tokens >= LONG_TOKENS and sliding_window is None and softcap is None else None
     long_above = tokens if contiguous is None else tokens // 2
 
-    def attend(tile: Tile, grid: tuple[int, ...], rows: range, workspace: SplitKVWorkspace | None, wide: int) -> None:
+    def attend(
+        tile: Tile, grid: tuple[int, ...], rows: range, workspace: SplitKVWorkspace | None, wide_tokens: int
+    ) -> None:
         parts = (
-            (workspace.sums, workspace.tops, workspace.totals, workspace.tops.shape[1])
+            (workspace.value_sums, workspace.max_scores, workspace.weight_sums, workspace.max_scores.shape[1])
             if workspace
             else (out, out, out, 0)
         )
@@ -85,12 +87,13 @@ def paged_attention(
             query, pool, out, *parts[:3], batch.block_tables, batch.cu_seqlens_q, batch.kv_lens,
             rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
             query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
-            SPLIT=workspace.tokens if workspace else 0, NARROW=workspace.narrow if workspace else 0, WIDE=wide,
+            SPLIT_TOKENS=workspace.tokens if workspace else 0,
+            NARROW_SPLITS=workspace.narrow_splits if workspace else 0, WIDE_TOKENS=wide_tokens,
             WINDOW=sliding_window is not None, CAPPED=softcap is not None,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
             BLOCK_TOKENS=block_tokens,
             BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages,
-            **overlap.behind,
+            **overlap.launch_options,
         )  # fmt: skip
 
     if batch.rows_in_splits < rows:
@@ -99,8 +102,10 @@ def paged_attention(
             _attend_contiguous(query, out, pool, whole, batch, contiguous, long_above, exponent)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (workspace := batch.workspace):
-        for tile, programs, part, wide in _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads):
-            attend(tile, (kv_heads, programs), part, workspace, wide)
+        for tile, programs, part, wide_tokens in _parts_in_splits(
+            batch, tiles, workspace, group=group, kv_heads=kv_heads
+        ):
+            attend(tile, (kv_heads, programs), part, workspace, wide_tokens)
         _combine(out, batch, workspace, sliding_window)
     return out
 
@@ -113,24 +118,25 @@ def _parts_in_splits(
     """
     splits = -(-batch.block_tables.shape[1] * batch.layer(0).shape[2] // workspace.tokens)
     split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
-    for tile, rows, queries, wide in (
+    for tile, rows, queries, wide_tokens in (
         (tiles.split, split, batch.split_queries, workspace.tokens),
-        (tiles.short, short, batch.short_queries, workspace.wide),
+        (tiles.short, short, batch.short_queries, workspace.wide_tokens),
     ):
         if rows:
             row_tiles = -(-queries // (_lines(tile, group) // group))
-            yield tile, min(-(-_PROGRAMS // kv_heads), len(rows) * row_tiles * splits), rows, wide
+            yield tile, min(-(-_PROGRAMS // kv_heads), len(rows) * row_tiles * splits), rows, wide_tokens
 
 
 def _combine(out: torch.Tensor, batch: DeviceBatch, workspace: SplitKVWorkspace, sliding_window: int | None) -> None:
     """Combine the partial results of all rows in splits."""
     _, heads, head_dim = out.shape
     _kernels().combine[(batch.tokens_in_splits, heads)](
-        workspace.sums, workspace.tops, workspace.totals, out, batch.cu_seqlens_q, batch.kv_lens,
-        batch.rows_in_splits, batch.split_rows, workspace.tops.shape[1], sliding_window or 0,
-        SPLIT=workspace.tokens, NARROW=workspace.narrow, WIDE=workspace.wide, WINDOW=sliding_window is not None,
+        workspace.value_sums, workspace.max_scores, workspace.weight_sums, out, batch.cu_seqlens_q, batch.kv_lens,
+        batch.rows_in_splits, batch.split_rows, workspace.max_scores.shape[1], sliding_window or 0,
+        SPLIT_TOKENS=workspace.tokens, NARROW_SPLITS=workspace.narrow_splits, WIDE_TOKENS=workspace.wide_tokens,
+        WINDOW=sliding_window is not None,
         HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
-        num_warps=1, **_overlap(out.device).behind,
+        num_warps=1, **_overlap(out.device).launch_options,
     )  # fmt: skip
 
 
@@ -148,11 +154,11 @@ def _attend_contiguous(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, head_dim = query.shape
-    kv_heads, room, _ = contiguous.keys.shape
+    kv_heads, capacity, _ = contiguous.keys.shape
     group, tile, tables = heads // kv_heads, contiguous.tile, batch.block_tables
-    which = (batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop, long_above, room)
+    row_arguments = (batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop, long_above, capacity)
     _kernels().gather_contiguous[(kv_heads, -(-_PROGRAMS // kv_heads))](
-        pool, contiguous.keys, contiguous.values, tables, *which, tables.stride(0), *pool.stride()[:4],
+        pool, contiguous.keys, contiguous.values, tables, *row_arguments, tables.stride(0), *pool.stride()[:4],
         HEAD_DIM=head_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_N=tile.keys, num_warps=4,
     )  # fmt: skip
     keys, values = (
@@ -161,7 +167,7 @@ def _attend_contiguous(
     )
     lines = _lines(tile, group)
     _kernels().attend_contiguous[(kv_heads, tokens // (lines // group) + 1)](
-        query, keys, values, out, *which, exponent, query.stride(0), query.stride(1),
+        query, keys, values, out, *row_arguments, exponent, query.stride(0), query.stride(1),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys, num_warps=_warps(tile,
         group),
         num_stages=tile.stages,
@@ -189,7 +195,7 @@ class _Overlap(NamedTuple):
     """Whether a kernel may start before the previous kernel has ended, and the launch options for such a start."""
 
     on: bool
-    behind: dict[str, bool]
+    launch_options: dict[str, bool]
 
 
 @functools.cache

@@ -38,7 +38,7 @@ def warm_up(
     `kv` has a tensor for each layer, all must have equal strides, because the launch uses only the first tensor.
     """
     device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
-    nothing = DeviceBatch(  # a batch of one padding token and one empty row
+    padding_batch = DeviceBatch(  # a batch of one padding token and one empty row
         kv,
         slot_mapping=torch.full((1,), -1, dtype=torch.int64, device=device),
         block_tables=torch.zeros(1, 1, dtype=index_dtype, device=device),
@@ -47,11 +47,15 @@ def warm_up(
         workspace=workspace,
         tiles=tiles,
     )
-    pool = nothing.layer(0)
+    pool = padding_batch.layer(0)
     query, key = (
         torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3])
     )
-    for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if workspace else (nothing,):
+    for batch in (
+        (padding_batch, replace(padding_batch, split_rows=1), replace(padding_batch, short_rows=1))
+        if workspace
+        else (padding_batch,)
+    ):
         for variant in variants:
             paged_attention(
                 query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap

@@ -68,21 +68,22 @@ class Tiles:
 class SplitKVWorkspace:
     """Memory for the partial results of splits. Allocated once, shared by all layers and steps of a stream.
 
-    tokens        number of KV tokens in a split of a decode row
-    narrow        number of leading splits of a short chunk that have `tokens` KV tokens each
-    wide          number of KV tokens of each later split of a short chunk. Later splits are larger because each query
-                  writes partial sums for every split
-    sums          weighted sums of values: float32 [T, splits, heads, head_dim]. T is the largest number of packed query
-                  tokens; `splits` is enough for the longest row
-    tops, totals  highest scores, and sums of the softmax weights: float32 [T, splits, heads]
+    tokens         number of KV tokens in a split of a decode row
+    narrow_splits  number of leading splits of a short chunk that have `tokens` KV tokens each
+    wide_tokens    number of KV tokens of each later split of a short chunk. Later splits are larger because each query
+                   writes partial sums for every split
+    value_sums     sums of weighted values: float32 [T, splits, heads, head_dim]. T is the largest number of packed
+                   query tokens; `splits` is enough for the longest row
+    max_scores     highest scores: float32 [T, splits, heads]
+    weight_sums    sums of the softmax weights: float32 [T, splits, heads]
     """
 
     tokens: int
-    narrow: int
-    wide: int
-    sums: torch.Tensor
-    tops: torch.Tensor
-    totals: torch.Tensor
+    narrow_splits: int
+    wide_tokens: int
+    value_sums: torch.Tensor
+    max_scores: torch.Tensor
+    weight_sums: torch.Tensor
 
     @classmethod
     def allocate(
@@ -94,23 +95,27 @@ class SplitKVWorkspace:
         head_dim: int,
         device: torch.device | str,
         tokens: int = 256,
-        narrow: int = 16,
-        also: KVShape | None = None,
+        narrow_splits: int = 16,
+        draft: KVShape | None = None,
     ) -> SplitKVWorkspace:
         """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes per
         token, head and split.
 
-        also   shape of a draft model's KV: the buffers are made large enough for the draft model, too
+        draft   shape of a draft model's KV: the buffers are made large enough for the draft model, too
 
         Raises ConfigError if `tokens` is not a power of two of at least 64.
         """
         if tokens < 64 or tokens & (tokens - 1):
             raise ConfigError(f"a split of {tokens} KV tokens: give a power of two of 64 or more, such as 256")
-        places = query_tokens * -(-kv_tokens // tokens)
-        most = max(heads, also.heads if also else 0)
-        width = max(heads * head_dim, also.heads * also.head_dim if also else 0)
-        room = (torch.empty(places * count, dtype=torch.float32, device=device) for count in (width, most, most))
-        return cls(tokens, narrow, 2 * tokens, *_cut(room, (query_tokens, -(-kv_tokens // tokens), heads), head_dim))
+        num_partials = query_tokens * -(-kv_tokens // tokens)
+        max_heads = max(heads, draft.heads if draft else 0)
+        width = max(heads * head_dim, draft.heads * draft.head_dim if draft else 0)
+        buffers = (
+            torch.empty(num_partials * count, dtype=torch.float32, device=device)
+            for count in (width, max_heads, max_heads)
+        )
+        views = _views(buffers, (query_tokens, -(-kv_tokens // tokens), heads), head_dim)
+        return cls(tokens, narrow_splits, 2 * tokens, *views)
 
     @staticmethod
     def token_bytes(query_tokens: int, *, heads: int, head_dim: int, tokens: int = 256) -> int:
@@ -120,23 +125,25 @@ class SplitKVWorkspace:
     @property
     def kv_tokens(self) -> int:
         """Largest number of KV tokens of a row."""
-        return self.tops.shape[1] * self.tokens
+        return self.max_scores.shape[1] * self.tokens
 
-    def over(self, shape: KVShape) -> SplitKVWorkspace:
+    def with_kv_shape(self, shape: KVShape) -> SplitKVWorkspace:
         """The same memory, divided for a draft model's heads, with the same numbers of tokens and splits. Raises
         InvariantError if the memory is too small.
         """
-        rows, splits, heads = self.tops.shape
-        room = [part.new_empty(0).set_(part.untyped_storage()) for part in (self.sums, self.tops, self.totals)]
-        places = rows * splits * shape.heads
-        if places * shape.head_dim > room[0].numel() or places > room[1].numel():
+        rows, splits, heads = self.max_scores.shape
+        buffers = [
+            part.new_empty(0).set_(part.untyped_storage())
+            for part in (self.value_sums, self.max_scores, self.weight_sums)
+        ]
+        num_partials = rows * splits * shape.heads
+        if num_partials * shape.head_dim > buffers[0].numel() or num_partials > buffers[1].numel():
             raise InvariantError(
                 f"{shape.heads} heads with head_dim {shape.head_dim}: the workspace was made for {heads} heads with "
-                f"head_dim {self.sums.shape[-1]}"
+                f"head_dim {self.value_sums.shape[-1]}"
             )
-        return SplitKVWorkspace(
-            self.tokens, self.narrow, self.wide, *_cut(room, (rows, splits, shape.heads), shape.head_dim)
-        )
+        views = _views(buffers, (rows, splits, shape.heads), shape.head_dim)
+        return SplitKVWorkspace(self.tokens, self.narrow_splits, self.wide_tokens, *views)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +151,7 @@ class ContiguousKV:
     """Memory for a contiguous copy of a long chunk's KV. TMA, the GPU's copy engine for tiles, can read whole tiles
     from the copy; loads by threads take a third longer. Allocated once, shared by all layers and steps of a stream.
 
-    keys, values   [kv_heads, room, head_dim]; room: the largest number of tokens
+    keys, values   [kv_heads, capacity, head_dim]; capacity: the largest number of tokens
     tile           tile shape with as many keys as `Tiles.whole`, so that the copy changes no bit of the result
     """
 
@@ -163,15 +170,19 @@ class ContiguousKV:
         if not on or dtype == torch.float32 or head_dim not in (64, 128):
             return None
         tile = Tile(64, Tiles.default(head_dim, dtype).whole.keys, 4, 3)
-        room = -(-kv_tokens // tile.keys) * tile.keys
-        keys, values = (torch.zeros(kv_heads, room, head_dim, dtype=dtype, device=device) for _ in range(2))
+        capacity = -(-kv_tokens // tile.keys) * tile.keys
+        keys, values = (torch.zeros(kv_heads, capacity, head_dim, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, tile)
 
 
-def _cut(
-    room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int
+def _views(
+    buffers: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views at the start of each buffer: `sums` with `(*shape, head_dim)`, `tops` and `totals` with `shape`."""
-    sums, tops, totals = room
+    """Views at the start of each buffer: `value_sums` with `(*shape, head_dim)`, the others with `shape`."""
+    value_sums, max_scores, weight_sums = buffers
     count = math.prod(shape)
-    return sums[: count * head_dim].view(*shape, head_dim), tops[:count].view(shape), totals[:count].view(shape)
+    return (
+        value_sums[: count * head_dim].view(*shape, head_dim),
+        max_scores[:count].view(shape),
+        weight_sums[:count].view(shape),
+    )

@@ -184,7 +184,7 @@ def _steps(
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class WakeUp:
     """When a host thread takes its next turn, unless it is woken earlier.
 
     fences    take the turn after any of these fences is done
@@ -197,7 +197,7 @@ class Rest:
 
 class HostThread(Protocol):
     """A host thread that takes turns: in each turn, it calls a function once. It takes a turn when it is woken, and
-    when the `Rest` that the last turn returned is over.
+    when the condition of the last turn's `WakeUp` holds.
     """
 
     @property
@@ -364,9 +364,9 @@ class Device(Protocol):
         """
         ...
 
-    def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
-        """Start a thread that calls `turn` when it is woken, and when the `Rest` that the last turn returned is
-        over.
+    def thread(self, name: str, turn: Callable[[], WakeUp]) -> HostThread:
+        """Start a thread that calls `turn` when it is woken, and when the condition of the last turn's `WakeUp`
+        holds.
         """
         ...
 
@@ -426,7 +426,7 @@ class Device(Protocol):
         """Block the calling thread for this time on the device's clock."""
         ...
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         """Return free memory to the system. The engine calls it when it becomes idle."""
         ...
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from sidestream_kv.device.base import CopyBatch, GraphEvent, Memory, Rest
+from sidestream_kv.device.base import CopyBatch, GraphEvent, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.device.host import HostFence, HostStream, TurnTaker
 from sidestream_kv.device.machine import available_bytes, private_pages
@@ -71,7 +71,7 @@ class CpuDevice:
         """A new stream. On a CPU, every stream is a host thread."""
         return self.stream(name)
 
-    def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
+    def thread(self, name: str, turn: Callable[[], WakeUp]) -> TurnTaker:
         """See `Device.thread`. If its last turn has returned fences, the thread is woken whenever a fence of the
         device becomes done.
         """
@@ -167,7 +167,7 @@ class CpuDevice:
         """Block the calling thread."""
         time.sleep(seconds)
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         """Return the C allocator's free memory to the system, tens of MiB after a large step. Takes milliseconds."""
         with contextlib.suppress(OSError, AttributeError):  # only glibc has this function, and only glibc needs it
             ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import torch
 
-from sidestream_kv.device.base import CopyBatch, Memory, Rest, no_accesses, wait_in_capture
+from sidestream_kv.device.base import CopyBatch, Memory, WakeUp, no_accesses, wait_in_capture
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.device.fence import StreamFence
 from sidestream_kv.errors import DeviceLost, InvariantError
@@ -270,14 +270,14 @@ class HostStream:
 class TurnTaker:
     """A thread that calls `turn` repeatedly and sleeps in between. See `HostThread`.
 
-    poll_s   interval at which the sleeping thread polls the fences of `Rest.fences`; None: it does not poll, and the
+    poll_s   interval at which the sleeping thread polls the fences of `WakeUp.fences`; None: it does not poll, and the
              device calls `wake_for_fences` when any fence is done
     """
 
     def __init__(
         self,
         name: str,
-        turn: Callable[[], Rest],
+        turn: Callable[[], WakeUp],
         *,
         clock: Callable[[], float],
         poll_s: float | None = None,
@@ -294,7 +294,7 @@ class TurnTaker:
         self._tracer = tracer
         self._bell = Bell()
         self._woken = self._asleep = False
-        self._resting_for_fences = False
+        self._waits_for_fences = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
         if tracer is not None:
@@ -309,7 +309,7 @@ class TurnTaker:
 
     def wake_for_fences(self) -> None:
         """Take another turn if the last turn asked to be woken by fences. Called after any fence is done."""
-        if self._resting_for_fences:
+        if self._waits_for_fences:
             self.wake()
 
     def close(self) -> None:
@@ -330,10 +330,10 @@ class TurnTaker:
             while not self._closing:
                 self._woken = False
                 # Set before the turn polls fences: a fence that completes during the turn then causes another turn.
-                self._resting_for_fences = True
-                rest = self._turn()
-                self._resting_for_fences = bool(rest.fences)
-                self._sleep(rest.until_s, rest.fences)
+                self._waits_for_fences = True
+                wake_up = self._turn()
+                self._waits_for_fences = bool(wake_up.fences)
+                self._sleep(wake_up.until_s, wake_up.fences)
         except BaseException as error:
             self.failure = error  # rule: failure-of-a-turn-is-kept
 
@@ -364,6 +364,6 @@ class TurnTaker:
 
 def _any_done(fences: Sequence[Fence]) -> bool:
     try:
-        return any(fence.poll() for fence in fences)  # rule: done-fence-ends-the-rest
+        return any(fence.poll() for fence in fences)  # rule: done-fence-wakes-the-thread
     except DeviceLost:
         return True  # the next turn handles the error

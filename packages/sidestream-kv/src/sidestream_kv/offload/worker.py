@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from sidestream_kv.device.base import Device, Rest
+from sidestream_kv.device.base import Device, WakeUp
 from sidestream_kv.device.channel import Channel, Mark
 from sidestream_kv.errors import TierTimeout
 from sidestream_kv.kv.state_layout import StateLayout
@@ -168,7 +168,7 @@ class OffloadWorker:
 
     # ------------------------------------------------------------------ the turn: never blocks
 
-    def turn(self) -> Rest:
+    def turn(self) -> WakeUp:
         """One pass of the worker's loop: handle ended transfers, take commands, and submit copies to the device as far
         as the limits of the lanes allow. Returns when the next turn should run.
 
@@ -180,7 +180,7 @@ class OffloadWorker:
             self._events.put(WorkerFailed(error))  # rule: failure-of-the-offload-worker-is-reported
             raise
 
-    def _turn(self) -> Rest:
+    def _turn(self) -> WakeUp:
         if self._stores.growing and (again := tuple(self._stores.grow())):
             self._events.put(StoreAgain(again))
         self._ended_copies.extend((*self._to_host.retire(), *self._to_device.retire()))
@@ -203,7 +203,7 @@ class OffloadWorker:
         self._fill_lanes()
         self._promotions.finish_waits()
         self._settled.raise_to(self._unsettled.settled_through())
-        return self._next_rest()
+        return self._next_wake_up()
 
     def _fill_lanes(self) -> None:
         self._to_host.fill()
@@ -298,7 +298,7 @@ class OffloadWorker:
 
     # ------------------------------------------------------------------ waiting between two turns
 
-    def _next_rest(self) -> Rest:
+    def _next_wake_up(self) -> WakeUp:
         lanes = ((self._loads, self._to_device), (self._stores, self._to_host))
         hungry = [lane for part, lane in lanes if part.waiting and len(lane) < _CROWDED_LANE]
         more = bool(self._commands or self._ended_copies or hungry)
@@ -308,7 +308,7 @@ class OffloadWorker:
         if self._stores.growing:
             until_s.append(self._clock() + _GROWTH_POLL_S)
         self.idle_after = -1 if more or any(part.busy for part in self._parts) else self._num_taken
-        return Rest(tuple(dict.fromkeys(self._awaited())), min(until_s, default=None))
+        return WakeUp(tuple(dict.fromkeys(self._awaited())), min(until_s, default=None))
 
     def _awaited(self) -> Iterator[Fence]:
         yield from self._to_host.awaited()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestream_kv.device.base import CopyBatch, Memory, Rest
+from sidestream_kv.device.base import CopyBatch, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.errors import DeviceLost, InvariantError
 from sidestream_kv.metrics import Timeline
@@ -143,7 +143,7 @@ class SimDevice:
         """
         return self.stream(name, on_host=True)
 
-    def thread(self, name: str, turn: Callable[[], Rest]) -> SimThread:
+    def thread(self, name: str, turn: Callable[[], WakeUp]) -> SimThread:
         thread = SimThread(self, name, turn)
         self._threads.append(thread)
         return thread
@@ -234,7 +234,7 @@ class SimDevice:
         """Let virtual time pass. Work calls it to simulate a slow operation."""
         self.turns.sleep(seconds)
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         """Does nothing: this device has no free memory to return."""
 
     def event(self, name: str) -> SimEvent:

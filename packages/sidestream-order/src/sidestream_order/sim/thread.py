@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sidestream_kv.device.base import Rest
+from sidestream_kv.device.base import WakeUp
 from sidestream_order.sim.stream import SimFence
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 class SimThread:
     """See `HostThread`."""
 
-    def __init__(self, device: SimDevice, name: str, turn: Callable[[], Rest]) -> None:
+    def __init__(self, device: SimDevice, name: str, turn: Callable[[], WakeUp]) -> None:
         self.name = name
         self.failure: BaseException | None = None
         self._device = device
         self._turns = device.turns
         self._turn = turn
-        self._rest = Rest()
+        self._wake_up = WakeUp()
         self._woken = self._busy = self._closed = False
         if device.tracer is not None:
             device.tracer.sent(f"start of {name}", 1)
@@ -41,12 +41,12 @@ class SimThread:
 
     def _may_go_on(self) -> bool:
         return not self._closed and (
-            self._woken or any(isinstance(fence, SimFence) and fence.done for fence in self._rest.fences)
+            self._woken or any(isinstance(fence, SimFence) and fence.done for fence in self._wake_up.fences)
         )
 
     def _awaited(self) -> str | None:
         return next(
-            (fence.stream for fence in self._rest.fences if isinstance(fence, SimFence) and not fence.done), None
+            (fence.stream for fence in self._wake_up.fences if isinstance(fence, SimFence) and not fence.done), None
         )
 
     def _run(self) -> None:
@@ -56,9 +56,9 @@ class SimThread:
         while self.failure is None:
             self._woken, self._busy = False, True
             try:
-                rest = self._turn()
-                self._rest = Rest(tuple(rest.fences), rest.until_s)
+                wake_up = self._turn()
+                self._wake_up = WakeUp(tuple(wake_up.fences), wake_up.until_s)
             except Exception as error:
-                self.failure, self._rest, self._closed = error, Rest(), True
+                self.failure, self._wake_up, self._closed = error, WakeUp(), True
             self._busy = False
-            self._turns.block(self._may_go_on, self._awaited, wake_s=None if self._closed else self._rest.until_s)
+            self._turns.block(self._may_go_on, self._awaited, wake_s=None if self._closed else self._wake_up.until_s)

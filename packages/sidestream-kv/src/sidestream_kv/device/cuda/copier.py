@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from sidestream_kv.device.base import CopyBatch, Memory
-from sidestream_kv.device.cuda.copies import Grid, Place, plan, segments
-from sidestream_kv.device.cuda.driver import Driver, Rows, Table
+from sidestream_kv.device.cuda.copies import Grid, MemoryAddresses, plan, segments
+from sidestream_kv.device.cuda.driver import Driver, PreparedTable, Table
 from sidestream_kv.errors import InvariantError
 
 
@@ -24,7 +24,7 @@ class CopyDevice(Protocol):
         """
         ...
 
-    def place(self, memory: Memory) -> Place: ...
+    def addresses_of(self, memory: Memory) -> MemoryAddresses: ...
 
 
 class Copier:
@@ -50,28 +50,28 @@ class Copier:
                 f"copy from {batch.source.name} to {batch.target.name}: "
                 "pageable memory would block this thread; pin it first"
             )
-        source, target = self._device.place(batch.source), self._device.place(batch.target)
-        calls = plan(batch, source, target, max_pitch=self._driver.max_pitch)
-        if isinstance(calls, Grid):
-            self._copy_grid(calls, calls.targets, calls.sources)
-        elif not calls.table.shape[1]:
+        source, target = self._device.addresses_of(batch.source), self._device.addresses_of(batch.target)
+        planned = plan(batch, source, target, max_pitch=self._driver.max_pitch)
+        if isinstance(planned, Grid):
+            self._copy_grid(planned, planned.targets, planned.sources)
+        elif not planned.table.shape[1]:
             return
-        elif calls.by_kernel and not capturing:  # a replayed graph would read the table after another copy reused it
-            self._copy_by_kernel(calls.table, source, target)
+        elif planned.by_kernel and not capturing:  # a replayed graph would read the table after another copy reused it
+            self._copy_by_kernel(planned.table, source, target)
         else:
-            self._copy_by_engine(calls.table, source, target)
+            self._copy_by_engine(planned.table, source, target)
 
     def copy_prepared(self, prepared: object, first: int, stop: int) -> None:
         """Enqueue segments `[first, stop)` of a prepared batch; `prepared` is `CopyBatch.prepared`."""
-        if isinstance(prepared, Rows):
-            self._driver.copy_rows(prepared, first, stop - first, self._handle)
+        if isinstance(prepared, PreparedTable):
+            self._driver.copy_prepared(prepared, first, stop - first, self._handle)
         else:
             assert isinstance(prepared, Grid)
             self._copy_grid(prepared, prepared.targets[first:stop], prepared.sources[first:stop])
 
     def copy_as(self, batch: CopyBatch, way: Literal["call each", "kernel"], *, programs: int = 2) -> None:
         """Copy in another way, for benchmarks: one call for each segment, or a kernel with any number of programs."""
-        source, target = self._device.place(batch.source), self._device.place(batch.target)
+        source, target = self._device.addresses_of(batch.source), self._device.addresses_of(batch.target)
         table = segments(batch, source, target)
         if way == "kernel":
             self._copy_by_kernel(table, source, target, programs=programs)
@@ -91,27 +91,29 @@ class Copier:
             height=grid.height,
         )
 
-    def _copy_by_engine(self, table: Table, source: Place, target: Place) -> None:
+    def _copy_by_engine(self, table: Table, source: MemoryAddresses, target: MemoryAddresses) -> None:
         if self._driver.has_batch:
             self._driver.copy_batch(table, self._handle, from_device=source.on_device, to_device=target.on_device)
         else:
             self._driver.copy_each(table, self._handle)
 
-    def _copy_by_kernel(self, table: Table, source: Place, target: Place, *, programs: int = 2) -> None:
-        """Divide the segments among as many free segment tables as they need, and launch one kernel for each of these
-        tables. If no table is left, the copy engine copies the remaining segments.
+    def _copy_by_kernel(
+        self, table: Table, source: MemoryAddresses, target: MemoryAddresses, *, programs: int = 2
+    ) -> None:
+        """Write the segments to free segment tables, one after the other, and launch a kernel for each of them. If no
+        table is free, the copy engine copies the remaining segments.
         """
         from sidestream_kv.device.cuda.kernels import copy_segments
 
         first, count = 0, table.shape[1]
         while first < count:
-            mapped = self._device.take_table()
-            if mapped is None:
+            mapped_table = self._device.take_table()
+            if mapped_table is None:
                 self._copy_by_engine(table[:, first:].copy(), source, target)
                 return
-            self._tables.append(mapped)
-            part = table[:, first : first + len(mapped) // 3]
-            size = part.shape[1]
-            mapped[: 3 * size] = part.ravel()
-            copy_segments(mapped.ctypes.data, size, wide=not (part % 8).any(), programs=programs)
-            first += size
+            self._tables.append(mapped_table)
+            part = table[:, first : first + len(mapped_table) // 3]
+            num_segments = part.shape[1]
+            mapped_table[: 3 * num_segments] = part.ravel()
+            copy_segments(mapped_table.ctypes.data, num_segments, aligned=not (part % 8).any(), programs=programs)
+            first += num_segments

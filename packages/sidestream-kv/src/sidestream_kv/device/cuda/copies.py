@@ -26,8 +26,8 @@ GRID_BELOW = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Addresses of a memory.
+class MemoryAddresses:
+    """Where a memory lies.
 
     bases       int64 address of each part
     borders     offsets at which a chunk ends that was pinned by one call; no segment may cross such a border
@@ -65,17 +65,19 @@ class Grid:
     to_device: bool
 
 
-def locate(memory: Memory, borders: Sequence[int] = ()) -> Place:
-    """The addresses of `memory`. `borders`: see `Place`."""
+def addresses_of(memory: Memory, borders: Sequence[int] = ()) -> MemoryAddresses:
+    """The addresses of `memory`. `borders`: see `MemoryAddresses`."""
     parts = memory.parts
     bases = np.array([part.data_ptr() for part in parts], dtype=np.int64)
     gaps = set(np.diff(bases).tolist())
     together = len({part.untyped_storage().data_ptr() for part in parts}) == 1
     pitch = gaps.pop() if together and len(gaps) == 1 else 0
-    return Place(bases, np.array(borders, dtype=np.int64), max(0, pitch), parts[0].is_cuda)
+    return MemoryAddresses(bases, np.array(borders, dtype=np.int64), max(0, pitch), parts[0].is_cuda)
 
 
-def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merged: bool = True) -> Segments | Grid:
+def plan(
+    batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, *, max_pitch: int, merged: bool = True
+) -> Segments | Grid:
     """The calls that copy `batch` between memories at `source` and `target`. `max_pitch` is the driver's limit.
 
     merged   whether to merge segments that are neighbours on both sides. If False, each segment keeps its own columns
@@ -84,43 +86,45 @@ def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merg
     grid = _grid(batch, source, target, max_pitch)
     if grid is not None:
         return grid
-    table = None if merged else _rows(batch, source, target)
+    table = None if merged else _whole_stripes(batch, source, target)
     if table is None:
         table = segments(batch, source, target, merged=merged)
     return Segments(table, batch.num_bytes < KERNEL_BELOW * table.shape[1])
 
 
-def segments(batch: CopyBatch, source: Place, target: Place, *, merged: bool = True) -> Table:
+def segments(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, *, merged: bool = True) -> Table:
     """The batch as a table of contiguous segments. `merged`: see `plan`."""
     return _table(batch.contiguous(), source, target, merged=merged)
 
 
-def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Grid | None:
+def _grid(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, max_pitch: int) -> Grid | None:
     """The batch as two-dimensional copies, or None. They need one side that is evenly striped, another side with one
     part, and stripes between `KERNEL_BELOW` and `GRID_BELOW`.
     """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
-    striped_source, memory, place, starts = striped
+    striped_source, memory, addresses, starts = striped
     width = memory.stripe
     height = batch.size // width
     if not (
         KERNEL_BELOW <= width < GRID_BELOW
         and height > 1
         and height * width == batch.size
-        and width <= place.pitch <= max_pitch
+        and width <= addresses.pitch <= max_pitch
     ):
         return None
     stripes, inside = np.divmod(starts, width)
     if inside.any() or (stripes % len(memory.parts) + height > len(memory.parts)).any():
         return None  # a segment begins inside a stripe, or continues in the next row of stripes
-    sources = _addresses(batch.source, source, batch.source_starts).tolist()
-    targets = _addresses(batch.target, target, batch.target_starts).tolist()
-    source_pitch, target_pitch = (place.pitch, width) if striped_source else (width, place.pitch)
+    sources = _addresses_at(batch.source, source, batch.source_starts).tolist()
+    targets = _addresses_at(batch.target, target, batch.target_starts).tolist()
+    source_pitch, target_pitch = (addresses.pitch, width) if striped_source else (width, addresses.pitch)
     return Grid(targets, sources, target_pitch, source_pitch, width, height, source.on_device, target.on_device)
 
 
-def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool, Memory, Place, Starts] | None:
+def _striped_side(
+    batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses
+) -> tuple[bool, Memory, MemoryAddresses, Starts] | None:
     """If exactly one side is striped: whether that is the source, and the side's memory, addresses and starts. Else
     None.
     """
@@ -134,32 +138,32 @@ def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool,
     )
 
 
-def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
+def _whole_stripes(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses) -> Table | None:
     """The table of a batch of whole stripes between striped memory and memory with one part; None for other batches.
 
     This is a fast path: it computes the addresses of a segment together, not stripe by stripe.
     """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
-    striped_source, memory, place, starts = striped
+    striped_source, memory, addresses, starts = striped
     other, other_starts = (target, batch.target_starts) if striped_source else (source, batch.source_starts)
     stripe, height = memory.stripe, batch.size // memory.stripe
-    rows, inside = np.divmod(starts, stripe * len(place.bases))
+    rows, inside = np.divmod(starts, stripe * len(addresses.bases))
     first, rest = divmod(int(inside[0]), stripe)
-    if rest or height * stripe != batch.size or first + height > len(place.bases) or (inside != inside[0]).any():
+    if rest or height * stripe != batch.size or first + height > len(addresses.bases) or (inside != inside[0]).any():
         return None
     table = np.empty((3, len(starts), height), dtype=np.int64)
-    table[int(striped_source)] = (rows * stripe)[:, None] + place.bases[first : first + height]
+    table[int(striped_source)] = (rows * stripe)[:, None] + addresses.bases[first : first + height]
     table[int(not striped_source)] = (other_starts + other.bases)[:, None] + np.arange(0, batch.size, stripe)
     table[2] = stripe
     return table.reshape(3, -1)
 
 
-def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> Table:
+def _table(pieces: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, *, merged: bool) -> Table:
     """The table of contiguous segments."""
     size, count = pieces.size, len(pieces.source_starts)
-    sources = _addresses(pieces.source, source, pieces.source_starts)
-    targets = _addresses(pieces.target, target, pieces.target_starts)
+    sources = _addresses_at(pieces.source, source, pieces.source_starts)
+    targets = _addresses_at(pieces.target, target, pieces.target_starts)
     follows = (_steps(targets) == size) & merged
     if follows.any():
         follows &= _steps(sources) == size
@@ -176,22 +180,22 @@ def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> 
     return table
 
 
-def _addresses(memory: Memory, place: Place, starts: Starts) -> Starts:
+def _addresses_at(memory: Memory, addresses: MemoryAddresses, starts: Starts) -> Starts:
     """The address of each offset in `starts`."""
-    if len(place.bases) == 1:
-        return starts + place.bases
+    if len(addresses.bases) == 1:
+        return starts + addresses.bases
     parts, offsets = memory.locate(starts)
-    return place.bases[parts] + offsets
+    return addresses.bases[parts] + offsets
 
 
-def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_]:
+def _stays(memory: Memory, addresses: MemoryAddresses, starts: Starts) -> npt.NDArray[np.bool_]:
     """Whether each segment is in the same allocation as the segment before it, because separate allocations may be
     adjacent.
     """
     parts, _ = memory.locate(starts)
     same: npt.NDArray[np.bool_] = _steps(parts) == 0
-    if len(place.borders):
-        same &= _steps(np.searchsorted(place.borders, starts, side="right")) == 0
+    if len(addresses.borders):
+        same &= _steps(np.searchsorted(addresses.borders, starts, side="right")) == 0
     return same
 
 

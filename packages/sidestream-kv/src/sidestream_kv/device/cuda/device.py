@@ -14,9 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from sidestream_kv.device.base import CopyBatch, Memory, Rest
+from sidestream_kv.device.base import CopyBatch, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
-from sidestream_kv.device.cuda.copies import Grid, Place, locate, plan
+from sidestream_kv.device.cuda import copies
+from sidestream_kv.device.cuda.copies import Grid, MemoryAddresses, plan
 from sidestream_kv.device.cuda.driver import Driver, Event, Table, load_library, named
 from sidestream_kv.device.cuda.fences import CudaFence
 from sidestream_kv.device.cuda.graphs import CudaEvent
@@ -74,7 +75,7 @@ class CudaDevice:
         self._workers: list[HostStream] = []
         self._threads: list[TurnTaker] = []
         self._events: list[Event] = []
-        self._places: dict[Memory, Place] = {}
+        self._addresses: dict[Memory, MemoryAddresses] = {}
         self._slabs: dict[Memory, Slab] = {}
         self._on_device: list[torch.Tensor] = []
         self._waits: Counter[str] = Counter()
@@ -109,7 +110,7 @@ class CudaDevice:
         self._workers.append(worker)
         return worker
 
-    def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
+    def thread(self, name: str, turn: Callable[[], WakeUp]) -> TurnTaker:
         """See `Device.thread`. While the thread sleeps until a fence is done, it polls the fences every 50 us."""
         prepare = self.driver.prepare_thread
         thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, prepare=prepare, tracer=self.tracer)
@@ -125,14 +126,14 @@ class CudaDevice:
         """See `Device.prepare`. Resolves all addresses of a batch for the copy engine."""
         if batch.source.pageable or batch.target.pageable or not len(batch.source_starts):
             return batch
-        source, target = self.place(batch.source), self.place(batch.target)
+        source, target = self.addresses_of(batch.source), self.addresses_of(batch.target)
         calls = plan(batch, source, target, max_pitch=self.driver.max_pitch, merged=False)
         if isinstance(calls, Grid):
             return replace(batch, prepared=calls)
         if calls.by_kernel:
             return batch
         pieces = calls.table.shape[1] // len(batch.source_starts)
-        rows = self.driver.rows(calls.table, from_device=source.on_device, to_device=target.on_device, pieces=pieces)
+        rows = self.driver.prepare(calls.table, from_device=source.on_device, to_device=target.on_device, pieces=pieces)
         return replace(batch, prepared=rows)
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
@@ -231,12 +232,12 @@ class CudaDevice:
         there, here = target.data.data_ptr(), source.data_ptr()
 
         def launch() -> None:
-            for size, wide in ((8, True), (1, False)):
+            for size, aligned in ((8, True), (1, False)):
                 deliver(there, here, size)
                 table = self.take_table()
                 assert table is not None, "nothing else uses tables while the device warms up"
                 table[:3] = there, here, size
-                copy_segments(table.ctypes.data, 1, wide=wide)
+                copy_segments(table.ctypes.data, 1, aligned=aligned)
                 used.append(table)
 
         used: list[Table] = []
@@ -249,7 +250,7 @@ class CudaDevice:
         if fence.failure is not None:
             raise fence.failure
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         """Does nothing: torch's cached memory is device memory, and freeing it would stall the device."""
 
     def close(self) -> None:
@@ -296,13 +297,14 @@ class CudaDevice:
         """Return a segment table to the pool."""
         self._tables.append(table)
 
-    def place(self, memory: Memory) -> Place:
+    def addresses_of(self, memory: Memory) -> MemoryAddresses:
         """Addresses of the memory. They are cached, and the cache keeps the memory alive."""
-        place = self._places.get(memory)
-        if place is None:
+        found = self._addresses.get(memory)
+        if found is None:
             slab = self._slabs.get(memory)
-            place = self._places[memory] = locate(memory, () if slab is None else slab.borders[:-1])
-        return place
+            borders = () if slab is None else slab.borders[:-1]
+            found = self._addresses[memory] = copies.addresses_of(memory, borders)
+        return found
 
     def lose(self, error: BaseException) -> None:
         """Mark the device as lost, with the message of the first error."""

@@ -162,7 +162,7 @@ def _caused(named_error: BaseException, by: BaseException) -> BaseException:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class PreparedTable:
     """A table of segments with arguments of `cuMemcpyBatchAsync` that are computed once.
 
     address      address of the table's first row
@@ -344,7 +344,7 @@ class Driver:
 
     def copy_batch(self, table: Table, stream: int, *, from_device: bool, to_device: bool) -> None:
         """Enqueue all segments with one call, in any order."""
-        self.copy_rows(self.rows(table, from_device=from_device, to_device=to_device), 0, table.shape[1], stream)
+        self.copy_prepared(self.prepare(table, from_device=from_device, to_device=to_device), 0, table.shape[1], stream)
 
     def copy_each(self, table: Table, stream: int) -> None:
         """Enqueue each segment with its own call, for drivers before 12.8."""
@@ -375,9 +375,9 @@ class Driver:
             here.host = here.device = source
             self._checked("cuMemcpy2DAsync", self._copy_2d, address, stream)
 
-    def rows(self, table: Table, *, from_device: bool, to_device: bool, pieces: int = 1) -> Rows:
-        """The table together with its call arguments, for `copy_rows`."""
-        return Rows(
+    def prepare(self, table: Table, *, from_device: bool, to_device: bool, pieces: int = 1) -> PreparedTable:
+        """The table together with its call arguments, for `copy_prepared`."""
+        return PreparedTable(
             table,
             table.ctypes.data,
             8 * table.shape[1],
@@ -385,29 +385,29 @@ class Driver:
             pieces,
         )
 
-    def copy_rows(self, rows: Rows, first: int, count: int, stream: int) -> None:
+    def copy_prepared(self, prepared: PreparedTable, first: int, count: int, stream: int) -> None:
         """Enqueue `count` segments with one call, in any order; before CUDA 12.8, with one call for each piece."""
-        first, count = first * rows.pieces, count * rows.pieces
+        first, count = first * prepared.pieces, count * prepared.pieces
         if not self.has_batch:
-            self.copy_each(rows.table[:, first : first + count], stream)
+            self.copy_each(prepared.table[:, first : first + count], stream)
             return
-        base, row, which = rows.address + 8 * first, rows.row_bytes, ctypes.addressof(self._first)
+        base, row, which = prepared.address + 8 * first, prepared.row_bytes, ctypes.addressof(self._first)
         if self._second_batch:
-            rc = self._copy_batch(base, base + row, base + 2 * row, count, rows.attributes, which, 1, stream)
+            rc = self._copy_batch(base, base + row, base + 2 * row, count, prepared.attributes, which, 1, stream)
         else:
             rc = self._copy_batch(
                 base,
                 base + row,
                 base + 2 * row,
                 count,
-                rows.attributes,
+                prepared.attributes,
                 which,
                 1,
                 ctypes.addressof(self._failed),
                 stream,
             )
         if rc and self._bound_only_now():
-            self.copy_rows(rows, first // rows.pieces, count // rows.pieces, stream)
+            self.copy_prepared(prepared, first // prepared.pieces, count // prepared.pieces, stream)
         elif rc:
             self._fail("cuMemcpyBatchAsync", rc)
 

@@ -187,7 +187,7 @@ class FenceQueue:
             while pending and self._is_complete(pending[0].event):
                 first = pending.popleft()
                 if device.history is not None:
-                    device.history.done(first.fence)
+                    device.history.report_until(first.fence)
                 if device.timeline is not None:
                     device.timeline.record(self.name, first.label or "work", first.enqueued_ns, time.perf_counter_ns())
                 for table in first.tables:

@@ -2,7 +2,7 @@
 
 A GPU reports neither when work starts nor when a wait ends. But when a fence (a position on a stream) is done, all
 earlier work of its stream is done, and so is all work that the stream has waited for. So each stream has a log, and
-`done` reports the log up to the fence.
+`report_until` reports the log up to the fence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from sidestream_kv.types import Access, Accesses, Fence, Tracer
 
@@ -27,7 +26,7 @@ class _Waited:
 
 
 @dataclass(frozen=True, slots=True)
-class _Touched:
+class _Accessed:
     accesses: Sequence[Access]
 
 
@@ -36,7 +35,7 @@ class _Finished:
     fence: Fence
 
 
-_Entry = _Started | _Waited | _Touched | _Finished
+_Entry = _Started | _Waited | _Accessed | _Finished
 
 
 class History:
@@ -60,22 +59,20 @@ class History:
 
     def touched(self, stream: str, accesses: Accesses) -> None:
         """Log that the work that is being enqueued on `stream` has declared more accesses."""
-        self._logs[stream].append(_Touched(accesses()))
+        self._logs[stream].append(_Accessed(accesses()))
 
     def enqueued(self, fence: Fence) -> None:
         """Log that all work of the fence was enqueued, and the event after it."""
         self._logs[fence.stream].append(_Finished(fence))
 
-    def done(self, fence: Fence) -> None:
-        """Report everything that happened before `fence`, which is done. Call it before another thread can see that the
-        fence is done.
-        """
+    def report_until(self, fence: Fence) -> None:
+        """Report everything that happened before `fence`, which is done. Call it before other threads can see that."""
         with self._reporting:
             self._report(fence)
 
     def _report(self, fence: Fence) -> None:
         stream, tracer = fence.stream, self._tracer
-        # The recursion ends, because a wait is always for a fence that is older than the wait.
+        # The recursion ends, because each wait is for a fence of work that was enqueued before the wait.
         while self._reported_ticks[stream] < fence.tick and self._logs[stream]:
             match self._logs[stream].popleft():
                 case _Started(own):
@@ -83,12 +80,12 @@ class History:
                 case _Waited(other):
                     self._report(other)
                     tracer.waited(stream, other)
-                case _Touched(accesses):
-                    tracer.touched(stream, partial(_declared, accesses))
+                case _Accessed(accesses):
+                    tracer.touched(stream, _returning(accesses))
                 case _Finished(own):
                     tracer.finished(own)
                     self._reported_ticks[stream] = own.tick
 
 
-def _declared(accesses: Sequence[Access]) -> Sequence[Access]:
-    return accesses
+def _returning(accesses: Sequence[Access]) -> Accesses:
+    return lambda: accesses

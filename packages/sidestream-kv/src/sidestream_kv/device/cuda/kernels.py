@@ -19,9 +19,9 @@ _DELIVERY_LANES = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _span(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Copy `num_bytes` from one address to another. WIDE: both addresses and the size are multiples of eight."""
-    if WIDE:
+def _span(target, source, num_bytes, ALIGNED: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Copy `num_bytes` from one address to another. ALIGNED: both addresses and the size are multiples of eight."""
+    if ALIGNED:
         lane = tl.pointer_type(tl.int64)
         count = num_bytes // 8
     else:
@@ -37,15 +37,15 @@ def _span(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  
 
 
 @triton.jit(do_not_specialize=["target", "source", "num_bytes", "offset"])  # type: ignore[untyped-decorator]
-def _deliver(target, source, num_bytes, offset, OFFSET: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _deliver(target, source, num_bytes, offset, OFFSET: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     start = target.to(tl.int64)
     if OFFSET:
         start += tl.load(offset.to(tl.int64).to(tl.pointer_type(tl.int64)))
-    _span(start, source, num_bytes, WIDE, LANES)
+    _span(start, source, num_bytes, ALIGNED, LANES)
 
 
 @triton.jit(do_not_specialize=["table", "count"])  # type: ignore[untyped-decorator]
-def _copy_segments(table, count, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _copy_segments(table, count, ALIGNED: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Program `i % programs` copies segment `i`. The table is in host memory, so a program prefetches its next row."""
     targets = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     sources = targets + count
@@ -59,7 +59,7 @@ def _copy_segments(table, count, WIDE: tl.constexpr, LANES: tl.constexpr):  # ty
         next_target = tl.load(targets + index, mask=index < count, other=0)
         next_source = tl.load(sources + index, mask=index < count, other=0)
         next_size = tl.load(sizes + index, mask=index < count, other=0)
-        _span(target, source, size, WIDE, LANES)
+        _span(target, source, size, ALIGNED, LANES)
         target = next_target
         source = next_source
         size = next_size
@@ -81,15 +81,15 @@ def deliver(target: int, source: int, num_bytes: int, *, offset_address: int = 0
 
     offset_address   device address of an int64 that is added to `target`, a multiple of eight; 0: nothing is added
     """
-    wide = not (target | source | num_bytes) % 8
+    aligned = not (target | source | num_bytes) % 8
     grid: Any = _deliver[(1,)]
-    grid(target, source, num_bytes, offset_address, offset_address != 0, wide, _DELIVERY_LANES, num_warps=4)
+    grid(target, source, num_bytes, offset_address, offset_address != 0, aligned, _DELIVERY_LANES, num_warps=4)
 
 
-def copy_segments(table_address: int, count: int, *, wide: bool, programs: int = PROGRAMS) -> None:
+def copy_segments(table_address: int, count: int, *, aligned: bool, programs: int = PROGRAMS) -> None:
     """Copy the `count` segments of a `driver.Table` in mapped host memory, on the current stream.
 
-    wide   whether all addresses and sizes are multiples of eight
+    aligned   whether all addresses and sizes are multiples of eight
     """
     grid: Any = _copy_segments[(programs,)]
-    grid(table_address, count, wide, _LANES, num_warps=8)
+    grid(table_address, count, aligned, _LANES, num_warps=8)

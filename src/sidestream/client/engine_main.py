@@ -11,10 +11,10 @@ import sys
 
 from sidestream.client.engine_server import EngineServer, engine_info
 from sidestream.client.messages import Failure, Progress, Reply, Start, Started, Status, ToClient, decoder_of_requests
-from sidestream.client.process import config_of
 from sidestream.errors import EngineStopped, SidestreamError
-from sidestream.frames import FrameEncoder
-from sidestream.log_stream import start_logging
+from sidestream.processes.child import config_of
+from sidestream.processes.frames import FrameEncoder
+from sidestream.processes.log_stream import start_logging
 from sidestream_kv.device.thread_limits import refused_threads_named
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def main(descriptor: int) -> None:
 
 def serve(start: Start, owner: _Owner) -> None:
     """Load the model, serve its engine until the owner closes it or it fails, and close it."""
-    from sidestream.loading import LoadedEngine
+    from sidestream.engine.loading import LoadedEngine
     from sidestream.models.directory import name_of
 
     loaded = LoadedEngine(

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sidestream.client.process import how_it_ended, plain, start_child
 from sidestream.config import EngineConfig
 from sidestream.errors import ConfigError, EngineStopped, ProcessFailed
-from sidestream.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.child import how_it_ended, plain, start_child
+from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.ranks.leader import error_named
 from sidestream.ranks.link import SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving, ToLeader
@@ -60,11 +60,11 @@ def threads_of_rank(config: EngineConfig) -> int:
 class RankProgram:
     """The program of the processes of the other ranks.
 
-    module       its function `main` runs a rank, as `rank_process.main` does
+    module       its function `main` runs a rank, as `engine.worker_main.main` does
     environment  further environment variables
     """
 
-    module: str = "sidestream.rank_process"
+    module: str = "sidestream.engine.worker_main"
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from sidestream.client.process import config_of
 from sidestream.config import EngineConfig
 from sidestream.engine.build import build_follower
 from sidestream.errors import ProcessFailed, SidestreamError
-from sidestream.log_stream import start_logging
 from sidestream.models import load_model
-from sidestream.rank_processes import COLLECTIVE_S, threads_of_rank
+from sidestream.processes.child import config_of
+from sidestream.processes.log_stream import start_logging
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving
+from sidestream.ranks.worker_pool import COLLECTIVE_S, threads_of_rank
 from sidestream.version import VERSION
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.choice import torch_device

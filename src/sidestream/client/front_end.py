@@ -8,8 +8,8 @@ from typing import Any
 
 from sidestream.client.base import EngineClient
 from sidestream.client.output import OutputProcessor
+from sidestream.client.prompts import Prompt, checked_params, ids_of, with_special_stops
 from sidestream.config import SamplingDefaults, SamplingParams
-from sidestream.prompts import Prompt, checked_params, ids_of, with_special_stops
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import Delta, Health
 from sidestream_kv.metrics import MetricsSnapshot

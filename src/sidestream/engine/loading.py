@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidestream.client.process import CLOSE_S
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
 from sidestream.errors import ConfigError, DeviceLost, ModelError, ProcessFailed, RaceError, RequestRejected
-from sidestream.garbage import freeze_gc_heap
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
 from sidestream.models.generation import sampling_defaults
 from sidestream.models.loader import cache_parts, config_directory, default_block_tokens_of
 from sidestream.models.mtp import attach_head
-from sidestream.progress import start_lines
-from sidestream.rank_processes import RankProcesses, check_ranks, threads_of_rank
+from sidestream.processes.child import CLOSE_S
+from sidestream.processes.garbage import freeze_gc_heap
+from sidestream.processes.progress import start_lines
+from sidestream.ranks.worker_pool import RankProcesses, check_ranks, threads_of_rank
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
 from sidestream.speculate.mtp import MtpProposer
