@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sidestream.config import SamplingParams
-from sidestream.schedule.chunking import chunk_stop, reusable_tokens
-from sidestream.schedule.limits import Limits
+from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.spec_policy import SpecPolicy

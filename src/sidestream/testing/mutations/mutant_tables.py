@@ -125,7 +125,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "two fences of a stream with the same tick are the same position",
     ),
     EquivalentMutant(
-        "auto:schedule.admission:Admission._try_admit:constant:0",
+        "auto:schedule.planning:Admission._try_admit:constant:0",
         "if self._prefix_cache.is_pending(wanted[len(hits):reuse.num_joinable + 1]): → if "
         "self._prefix_cache.is_pending(wanted[len(hits):reuse.num_joinable + 2]):",
         "the pending blocks of a request follow its findable ones without a gap",
@@ -137,13 +137,13 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "see `result-of-a-request-that-does-not-run-is-dropped`: the request has another epoch, or is not found",
     ),
     EquivalentMutant(
-        "auto:schedule.decoding:DecodePlanner._make_room:operand:0",
+        "auto:schedule.planning:DecodePlanner._make_room:operand:0",
         "if drafts and (not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False)): → if "
         "not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False):",
         "without drafts, the second call reserves the same blocks",
     ),
     EquivalentMutant(
-        "auto:schedule.decoding:DecodePlanner._make_room:operand:2",
+        "auto:schedule.planning:DecodePlanner._make_room:operand:2",
         "if not (drafts or self._reserve(request, stop, step, preempting=not request.drafts_in_flight)): → if not "
         "self._reserve(request, stop, step, preempting=not request.drafts_in_flight):",
         "with drafts, the blocks are reserved already, and the second call changes nothing",

@@ -10,8 +10,8 @@ from sidestream.config import EngineConfig, KVEventsConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.ranks.fences import local_fence
 from sidestream.runner.step_inputs import GraphKey
+from sidestream.schedule.allocation import Reuse
 from sidestream.schedule.request import Request
-from sidestream.schedule.reuse import Reuse
 from sidestream.testing.ranks import RankProposer, RankToy, SimRanks
 from sidestream.testing.torture.contents import Contents
 from sidestream.testing.torture.events import EventReplay
