@@ -119,8 +119,8 @@ def test_a_share_of_the_steps_runs_twice() -> None:
 
 
 def test_the_warm_up_runs_steps_twice_if_steps_of_requests_may() -> None:
-    assert all(batch.twice for batch in WarmUpSteps(2, 4, 8, max_drafts=2, twice=True).on((0, 1)))
-    assert not any(batch.twice for batch in WarmUpSteps(2, 4, 8, max_drafts=2).on((0, 1)))
+    assert all(batch.self_check for batch in WarmUpSteps(2, 4, 8, max_drafts=2, self_check=True).on((0, 1)))
+    assert not any(batch.self_check for batch in WarmUpSteps(2, 4, 8, max_drafts=2).on((0, 1)))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

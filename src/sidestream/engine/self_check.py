@@ -36,7 +36,7 @@ class SelfCheck:
         """The batch to launch: the given batch, or the same batch to be run twice."""
         if not self._share or self._random.random() >= self._share:
             return batch
-        return batch.run_twice()
+        return batch.with_self_check()
 
     def count(self, step: LaunchedStep, compared: Compared) -> None:
         """Count a committed step that ran twice, and log the rows whose two runs differed."""

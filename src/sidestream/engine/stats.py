@@ -79,7 +79,7 @@ class StepTimes:
         """
         now_s = self._device.now()
         seconds = self._interval_s = now_s - max(step.launched_s, self._last_done_s)
-        if not step.batch.twice:
+        if not step.batch.self_check:
             self.last_s = seconds
         self._last_done_s = now_s
         self._metrics.observe("step_seconds", seconds)
@@ -90,11 +90,11 @@ class StepTimes:
             self._costs is not None
             and prefill >= _MEASURED_PREFILL
             and not step.gated
-            and not step.batch.twice
+            and not step.batch.self_check
             and prefill >= 0.5 * step.batch.num_tokens
         ):
             self._costs.saw_prefill(prefill, seconds)
-        if prefill >= _LONG_PREFILL and seconds > 0 and not step.gated and not step.batch.twice:
+        if prefill >= _LONG_PREFILL and seconds > 0 and not step.gated and not step.batch.self_check:
             rate = prefill / seconds
             self.prefill_rate = (
                 rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
@@ -107,7 +107,7 @@ class StepTimes:
         """Record the end of the commit. Returns the expected time of another step with the same rows; None if it is
         unknown, or if the step had prefill, waited for loads, or ran twice.
         """
-        if step.gated or step.batch.twice or step.batch.num_prefill_tokens:
+        if step.gated or step.batch.self_check or step.batch.num_prefill_tokens:
             return None
         host_s = self._prepared_s + self._device.now() - self._done_s
         return step_seconds(self._interval_s, host_s, before=self._was_awaited, awaited=self._awaited)

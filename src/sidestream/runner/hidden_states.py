@@ -23,7 +23,7 @@ def origin_of(row: RowPlan, block_tokens: int) -> int:
     if row.begin is None:
         return FROM_SLOT
     # rule: hidden-state-comes-back-with-its-block
-    return row.block_ids[row.min_start // block_tokens - 1] if row.min_start else ZEROS
+    return row.block_table[row.min_start // block_tokens - 1] if row.min_start else ZEROS
 
 
 class HiddenStates:

@@ -218,7 +218,7 @@ class StepInputs:
     sampling_rows     [B] indices of the rows that sample, then -1
     first_logits      [B] for each entry of `sampling_rows`, the index in `logits_indices` of the row's first logit
     table_indices     [B] flat indices of the entries of the block tables to overwrite; -1 for padding
-    table_block_ids   [B] the block id for each entry of `table_indices`
+    block_ids         [B] the block id for each entry of `table_indices`
     mailbox_offset    [1] first byte of the step's mailbox entry
     state_reads       [B] state that the row reads; negative: the sequence begins. Empty for models without recurrent
                       state, like the next two
@@ -244,7 +244,7 @@ class StepInputs:
     sampling_rows: Tensor
     first_logits: Tensor
     table_indices: Tensor
-    table_block_ids: Tensor
+    block_ids: Tensor
     mailbox_offset: Tensor
     state_reads: Tensor
     state_writes: Tensor
@@ -360,7 +360,7 @@ def pack(
     parts.mailbox_offset[:] = mailbox_offset  # rule: captured-samples-go-to-their-mailbox-entry
     if changes is not None and (count := len(changes.indices)):
         # rule: changed-blocks-reach-the-device
-        parts.table_indices[:count], parts.table_block_ids[:count] = changes
+        parts.table_indices[:count], parts.block_ids[:count] = changes
     decode_slots, starts = np.array(columns.slot[:decodes], np.int64), np.array(columns.min_start[:decodes], np.int64)
     parts.slots[:decodes] = decode_slots
     if plain:
@@ -392,7 +392,7 @@ class _Parts(NamedTuple):
     sampling_rows: Numbers
     first_logits: Numbers
     table_indices: Numbers
-    table_block_ids: Numbers
+    block_ids: Numbers
     mailbox_offset: Numbers
     state_reads: Numbers
     state_writes: Numbers
@@ -487,15 +487,15 @@ class BlockTableMirror:
         """
         indices: list[int] = []
         block_ids: list[int] = []
-        others = map(is_not, map(self._held.__getitem__, step.slot), step.block_ids)
-        for slot, wanted in compress(zip(step.slot, step.block_ids, strict=True), others):
+        others = map(is_not, map(self._held.__getitem__, step.slot), step.block_table)
+        for slot, block_table in compress(zip(step.slot, step.block_table, strict=True), others):
             held = self._held[slot]
             # rule: block-table-belongs-to-its-slots-owner
-            kept = len(held) if wanted[: len(held)] == held else 0  # 0: another request has the slot now
+            kept = len(held) if block_table[: len(held)] == held else 0  # 0: another request has the slot now
             base = slot * self._width
-            indices.extend(range(base + kept, base + len(wanted)))
-            block_ids.extend(wanted[kept:])
-            self._held[slot] = wanted
+            indices.extend(range(base + kept, base + len(block_table)))
+            block_ids.extend(block_table[kept:])
+            self._held[slot] = block_table
         return TableChanges.of(indices, block_ids) if indices else NO_CHANGES
 
     def forget(self) -> None:

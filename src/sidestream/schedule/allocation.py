@@ -267,11 +267,11 @@ class Allocator:
         request.blocks.extend(fresh)
         return fresh.after
 
-    def extend_table(self, request: Request, length: int) -> None:
-        """Extend `request.table` to cover `length` tokens. It stays the same object if it already covers them."""
+    def extend_block_table(self, request: Request, length: int) -> None:
+        """Extend `request.block_table` to cover `length` tokens. It stays the same object if it already covers them."""
         assert request.blocks is not None
-        if len(request.table) < (count := self._limits.num_blocks(length)):
-            request.table = tuple(request.blocks.ids[:count])
+        if len(request.block_table) < (count := self._limits.num_blocks(length)):
+            request.block_table = tuple(request.blocks.ids[:count])
 
     def release(self, request: Request) -> None:
         """Release the slot and the blocks at once, if the request is running. Published blocks stay findable."""
@@ -284,7 +284,7 @@ class Allocator:
             self._states.release(request.states, after)
             request.states = None
         request.slot = request.blocks = None
-        request.table = ()
+        request.block_table = ()
         self._prefix_cache.drop_pending(request, request.keys)  # rule: ended-request-completes-no-blocks
 
 

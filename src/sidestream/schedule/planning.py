@@ -152,7 +152,7 @@ class PrefillPlanner:
         if not request.begun:
             begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
             request.begun = True
-        self._allocator.extend_table(request, stop)
+        self._allocator.extend_block_table(request, stop)
         row = RowPlan(
             request.id,
             request.slot.ids[0],
@@ -160,7 +160,7 @@ class PrefillPlanner:
             start,
             stop,
             tokens,
-            request.table,
+            request.block_table,
             samples,
             outputs,
             begin,
@@ -403,13 +403,13 @@ class DecodePlanner:
             # rule: preempted-request-is-not-planned
             if request.state is not running:  # it was preempted for an earlier row of this step
                 continue
-            length, in_flight, table = request.launched_len, request.drafts_in_flight, request.table
+            length, in_flight, block_table = request.launched_len, request.drafts_in_flight, request.block_table
             drafts = wanted
-            if length + 1 + drafts > len(table) * size:
+            if length + 1 + drafts > len(block_table) * size:
                 room = self._make_room(request, wanted, step)
                 if room is None:
                     continue
-                drafts, table = room, request.table
+                drafts, block_table = room, request.block_table
             assert request.slot is not None
             states = None
             if request.states is not None:
@@ -427,7 +427,7 @@ class DecodePlanner:
                     length - in_flight,
                     stop,
                     None,
-                    table,
+                    block_table,
                     True,
                     outputs - in_flight,
                     None,
@@ -465,7 +465,7 @@ class DecodePlanner:
         # rule: decode-reserves-its-block
         if not (drafts or self._reserve(request, stop, step, preempting=not request.drafts_in_flight)):
             return None
-        self._allocator.extend_table(request, stop)
+        self._allocator.extend_block_table(request, stop)
         if drafts < wanted:
             step.undrafted["blocks"] += 1
         return drafts

@@ -123,7 +123,7 @@ class Request:
     slot: Lease | None = field(init=False, default=None)
     """Its request slot on the device, while it runs."""
     blocks: Lease | None = field(init=False, default=None)
-    table: tuple[BlockId, ...] = field(init=False, default=())
+    block_table: tuple[BlockId, ...] = field(init=False, default=())
     """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
     states: RequestStates | None = field(init=False, default=None)
     """Its recurrent states, while it runs; None: the model has no recurrent state."""
