@@ -299,7 +299,7 @@ class Rig:
         """Every lease that a transfer took has ended, and nobody waits."""
         self.clock.now_s += 1e6
         self.poll()
-        assert not self.transfers.busy
+        assert not self.transfers.has_work
         self.blocks.check()
         self.host.pool.check()
         assert self.host.pool.num_used == 0

@@ -41,7 +41,7 @@ class Rank:
 
     def settle(self) -> None:
         self.follower.turn()
-        while self.follower.busy:
+        while self.follower.has_work:
             self.device.sleep(0.001)
             self.follower.turn()
 

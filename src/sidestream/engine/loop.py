@@ -215,7 +215,7 @@ class StepLoop:
         and then sleep until the bell rings.
         """
         parts = self._parts
-        busy = bool(self._streams) or (parts.transfers is not None and parts.transfers.busy)
+        busy = bool(self._streams) or (parts.transfers is not None and parts.transfers.has_work)
         if busy:
             patience_s: float | None = self._gauges.due_in_s()
         else:

@@ -82,7 +82,7 @@ class Follower:
         return Rest(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether some work may still be running."""
         return any(track.fences for track in self._tracks.values())
 

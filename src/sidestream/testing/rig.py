@@ -131,7 +131,7 @@ class Rig:
 
     def settle(self) -> None:
         """Poll until no transfer is running."""
-        self.until(lambda: not self.transfers.busy and not self.transfers.awaited)
+        self.until(lambda: not self.transfers.has_work and not self.transfers.has_waiters)
         self.poll()
 
     def close(self) -> None:

@@ -322,7 +322,7 @@ class TurnTaker:
 
     def _run(self) -> None:
         if self._tracer is not None:
-            self._tracer.apart(self.name)
+            self._tracer.own_timeline(self.name)
             self._tracer.received(f"start of {self.name}", 1)
         try:
             self._prepare()

@@ -83,7 +83,7 @@ class Loads:
         return bool(self._waiting)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any block is waiting or being copied."""
         return bool(self._waiting or self._jobs)
 

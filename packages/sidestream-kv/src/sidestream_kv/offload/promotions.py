@@ -45,7 +45,7 @@ class Promotions:
         self._waiters: list[Waiter] = []
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any request waits."""
         return bool(self._waiters)
 

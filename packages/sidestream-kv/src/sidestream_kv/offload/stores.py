@@ -73,7 +73,7 @@ class Stores:
         return bool(self._waiting)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any block is waiting, being copied, or deferred."""
         return bool(self._waiting or self._tickets or self._deferred)
 

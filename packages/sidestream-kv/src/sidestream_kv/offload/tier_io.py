@@ -91,7 +91,7 @@ class TierIO:
         self._report(None)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any read or write is in flight."""
         return bool(self._writes or self.reads)
 

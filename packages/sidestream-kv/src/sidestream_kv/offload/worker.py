@@ -56,7 +56,7 @@ _GROWTH_POLL_S = 0.05
 
 class _Part(Protocol):
     @property
-    def busy(self) -> bool: ...
+    def has_work(self) -> bool: ...
 
     def sizes(self) -> dict[str, int]: ...
 
@@ -307,7 +307,7 @@ class OffloadWorker:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
         if self._stores.growing:
             until_s.append(self._clock() + _GROWTH_POLL_S)
-        self.idle_after = -1 if more or any(part.busy for part in self._parts) else self._num_taken
+        self.idle_after = -1 if more or any(part.has_work for part in self._parts) else self._num_taken
         return Rest(tuple(dict.fromkeys(self._awaited())), min(until_s, default=None))
 
     def _awaited(self) -> Iterator[Fence]:
