@@ -210,7 +210,7 @@ def test_log_lines_about_differences_are_limited_and_counts_are_not(
         return sums[-1]
 
     monkeypatch.setattr("sidestream.runner.second_run._digest", never_equal)
-    monkeypatch.setattr("sidestream.engine.self_check._WARNING_PERIOD_S", 1e9)
+    monkeypatch.setattr("sidestream.engine.stats._WARNING_PERIOD_S", 1e9)
     with serving(self_check=1.0) as rig, caplog.at_level(logging.ERROR):
         rig.submit(list(range(1, 9)), 12).wait()
         rig.turn()

@@ -15,8 +15,7 @@ from sidestream.errors import InvariantError
 from sidestream.testing.mutations import Change, Mutation, applied, find
 from sidestream.testing.mutations.marks import Mark, find_marks
 from sidestream.testing.mutations.operators import Become, Delete, Operator, Value
-from sidestream_kv.kv.pool import FencedPool, Lease
-from sidestream_kv.kv.prefix import PrefixIndex
+from sidestream_kv.kv.pool import FencedPool, Lease, PrefixIndex
 
 SOURCE = """\
 from contextlib import contextmanager

@@ -18,7 +18,7 @@ from sidestream.testing.torture.apart import HANG_STATUS, Apart, ProcessEnded, w
 from sidestream.testing.torture.reach import reach_of, seeds_that_reach
 
 NAME = "auto:kv.pool:Lease.release:delete:0"
-BY_TESTS = "kv.prefix:PrefixIndex.add:operand:1"
+BY_TESTS = "kv.pool:PrefixIndex.add:operand:1"
 
 
 @pytest.fixture(autouse=True)

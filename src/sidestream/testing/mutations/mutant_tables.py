@@ -60,10 +60,17 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("engine.build", ("engine/test_build.py", "engine/test_capacity.py")),
     ("engine.engine", ("engine/test_reset.py", "engine/test_close.py", "engine/test_requests.py")),
     ("engine.failures", ("engine/test_failures.py", "engine/test_device_lost.py", "engine/test_close.py")),
-    ("engine.listening", ("engine/test_listening.py", "engine/test_idle.py")),
+    ("engine.inbox", ("engine/test_listening.py", "engine/test_idle.py", "engine/test_inbox.py")),
     (
         "engine.loop",
-        ("engine/test_idle.py", "engine/test_failures.py", "engine/test_requests.py", "engine/test_front_door.py"),
+        (
+            "engine/test_idle.py",
+            "engine/test_failures.py",
+            "engine/test_requests.py",
+            "engine/test_front_door.py",
+            "engine/test_weights.py",
+            "engine/test_reset.py",
+        ),
     ),
     (
         "engine.output_stream",
@@ -74,8 +81,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "engine/test_failures.py",
         ),
     ),
-    ("engine.self_check", ("engine/test_second_runs.py",)),
-    ("engine.weights", ("engine/test_weights.py", "engine/test_reset.py")),
+    ("engine.stats", ("engine/test_second_runs.py", "engine/test_stats.py", "engine/test_gauges.py")),
     ("ranks", ("ranks",)),
     (
         "runner",
@@ -202,7 +208,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "the fence is done: the same function has checked it",
     ),
     EquivalentMutant(
-        "auto:engine.weights:WeightUpdates.apply:operand:0",
+        "auto:engine.loop:WeightUpdates.apply:operand:0",
         "if not self._announced or self._scheduler.num_begun: → if self._scheduler.num_begun:",
         "without an announced update, no admission is paused, and the rest changes nothing",
     ),

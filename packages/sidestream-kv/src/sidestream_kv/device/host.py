@@ -17,9 +17,8 @@ from queue import SimpleQueue
 
 import torch
 
-from sidestream_kv.device.base import CopyBatch, Memory, Rest, no_accesses, wait_in_capture
+from sidestream_kv.device.base import CopyBatch, Memory, Rest, StreamFence, no_accesses, wait_in_capture
 from sidestream_kv.device.channel import Bell
-from sidestream_kv.device.fence import StreamFence
 from sidestream_kv.errors import DeviceLost, InvariantError
 from sidestream_kv.metrics import Timeline
 from sidestream_kv.types import Accesses, Fence, Tracer

@@ -26,7 +26,6 @@ from sidestream_kv.errors import TierTimeout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.checksums import Checksums
 from sidestream_kv.offload.copy import BlockMemory
 from sidestream_kv.offload.costs import CostModel
@@ -35,7 +34,7 @@ from sidestream_kv.offload.messages import Command, Forget, StoreAgain, SubmitPl
 from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.promotions import Promotions
 from sidestream_kv.offload.stores import Stores
-from sidestream_kv.offload.tickets import StoreTicket
+from sidestream_kv.offload.tickets import StoreTicket, Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.tier_io import TierIO
 from sidestream_kv.offload.tiers.stack import TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
