@@ -13,7 +13,6 @@ import torch
 from sidestream.config import SamplingParams
 from sidestream.ops import TorchOps
 from sidestream.ops.interface import FROM_SLOT, ResolvedInputs
-from sidestream.runner.hidden_states import origin_of
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import (
     BlockTableMirror,
@@ -23,6 +22,7 @@ from sidestream.runner.step_inputs import (
     TableChanges,
     demand_of,
     keys_that_fit,
+    origin_of,
     pack,
 )
 from sidestream.runner.upload import Uploads

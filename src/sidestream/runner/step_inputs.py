@@ -20,9 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sidestream.ops.interface import FROM_SLOT
-from sidestream.runner.hidden_states import origin_of
-from sidestream.types import BatchPlan, RowColumns
+from sidestream.ops.interface import FROM_SLOT, ZEROS
+from sidestream.types import BatchPlan, RowColumns, RowPlan
 
 Numbers = npt.NDArray[np.int64]
 
@@ -439,6 +438,14 @@ def _pack_chunks(batch: BatchPlan, sizes: InputSizes, begin: int, block_tokens: 
             )
             logit, sampling = logit + 1, sampling + 1
         begin = end
+
+
+def origin_of(row: RowPlan, block_tokens: int) -> int:
+    """The source of the hidden state before the row's first token of this step: a block id, `FROM_SLOT` or `ZEROS`."""
+    if row.begin is None:
+        return FROM_SLOT
+    # rule: hidden-state-comes-back-with-its-block
+    return row.block_table[row.min_start // block_tokens - 1] if row.min_start else ZEROS
 
 
 @functools.lru_cache(maxsize=256)
