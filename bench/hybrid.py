@@ -173,7 +173,7 @@ def _settle(llm: LLM) -> None:
     """Wait until no transfer is in flight."""
     transfers, busy = llm.engine.parts.transfers, [True]
     while transfers is not None and busy[-1]:
-        llm.engine.call(lambda: busy.append(transfers.busy))
+        llm.engine.call(lambda: busy.append(transfers.has_work))
 
 
 def _reused(model: Path, turns: int, system_tokens: int) -> float:

@@ -308,9 +308,9 @@ class SimRanks:
         thread.wake()
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether a rank has unfinished work, or sent a report that rank 0 has not read."""
-        return any(self._reports) or any(each.busy for rank, each in self._live())
+        return any(self._reports) or any(each.has_work for rank, each in self._live())
 
     @property
     def is_lost(self) -> bool:
@@ -334,7 +334,7 @@ class SimRanks:
     def _finish(self) -> None:
         def late() -> str | None:
             for rank, each in self._live():
-                if not each.ended or each.busy:
+                if not each.ended or each.has_work:
                     return f"rank{rank}/host"
             return None
 

@@ -21,8 +21,7 @@ from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.connector import LoadFailed, OffloadConnector
 from sidestream_kv.offload.copy import BlockMemory
 from sidestream_kv.offload.costs import CostModel
-from sidestream_kv.offload.tiers.host import HostTier
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import HostTier, TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, StorePlan
 
 # Longest wait between two polls for the end of transfers.
@@ -131,7 +130,7 @@ class Rig:
 
     def settle(self) -> None:
         """Poll until no transfer is running."""
-        self.until(lambda: not self.transfers.busy and not self.transfers.awaited)
+        self.until(lambda: not self.transfers.has_work and not self.transfers.has_waiters)
         self.poll()
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ PLACES = (
     "ranks",
     "device/base.py",
     "device/channel.py",
-    "device/fence.py",
     "device/group.py",
 )
 """Folders and modules of the package whose ordering code is mutated: all that schedules run, except the simulator."""

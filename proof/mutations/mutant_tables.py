@@ -60,10 +60,17 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("engine.build", ("engine/test_build.py", "engine/test_capacity.py")),
     ("engine.engine", ("engine/test_reset.py", "engine/test_close.py", "engine/test_requests.py")),
     ("engine.failures", ("engine/test_failures.py", "engine/test_device_lost.py", "engine/test_close.py")),
-    ("engine.listening", ("engine/test_listening.py", "engine/test_idle.py")),
+    ("engine.inbox", ("engine/test_listening.py", "engine/test_idle.py", "engine/test_inbox.py")),
     (
         "engine.loop",
-        ("engine/test_idle.py", "engine/test_failures.py", "engine/test_requests.py", "engine/test_front_door.py"),
+        (
+            "engine/test_idle.py",
+            "engine/test_failures.py",
+            "engine/test_requests.py",
+            "engine/test_front_door.py",
+            "engine/test_weights.py",
+            "engine/test_reset.py",
+        ),
     ),
     (
         "engine.output_stream",
@@ -74,8 +81,7 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "engine/test_failures.py",
         ),
     ),
-    ("engine.self_check", ("engine/test_second_runs.py",)),
-    ("engine.weights", ("engine/test_weights.py", "engine/test_reset.py")),
+    ("engine.stats", ("engine/test_second_runs.py", "engine/test_stats.py", "engine/test_gauges.py")),
     ("ranks", ("ranks",)),
     (
         "runner",
@@ -125,7 +131,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "two fences of a stream with the same tick are the same position",
     ),
     EquivalentMutant(
-        "auto:schedule.admission:Admission._try_admit:constant:0",
+        "auto:schedule.planning:Admission._try_admit:constant:0",
         "if self._prefix_cache.is_pending(wanted[len(hits):reuse.num_joinable + 1]): → if "
         "self._prefix_cache.is_pending(wanted[len(hits):reuse.num_joinable + 2]):",
         "the pending blocks of a request follow its findable ones without a gap",
@@ -137,13 +143,13 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "see `result-of-a-request-that-does-not-run-is-dropped`: the request has another epoch, or is not found",
     ),
     EquivalentMutant(
-        "auto:schedule.decoding:DecodePlanner._make_room:operand:0",
+        "auto:schedule.planning:DecodePlanner._make_room:operand:0",
         "if drafts and (not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False)): → if "
         "not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False):",
         "without drafts, the second call reserves the same blocks",
     ),
     EquivalentMutant(
-        "auto:schedule.decoding:DecodePlanner._make_room:operand:2",
+        "auto:schedule.planning:DecodePlanner._make_room:operand:2",
         "if not (drafts or self._reserve(request, stop, step, preempting=not request.drafts_in_flight)): → if not "
         "self._reserve(request, stop, step, preempting=not request.drafts_in_flight):",
         "with drafts, the blocks are reserved already, and the second call changes nothing",
@@ -202,7 +208,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "the fence is done: the same function has checked it",
     ),
     EquivalentMutant(
-        "auto:engine.weights:WeightUpdates.apply:operand:0",
+        "auto:engine.loop:WeightUpdates.apply:operand:0",
         "if not self._announced or self._scheduler.num_begun: → if self._scheduler.num_begun:",
         "without an announced update, no admission is paused, and the rest changes nothing",
     ),

@@ -104,7 +104,7 @@ MUTATIONS = (
     Mutation(
         name="second-run-is-on-every-rank",
         hazard="H13",
-        change=SetArgument("of_columns", "twice", "False"),
+        change=SetArgument("of_columns", "self_check", "False"),
         consequence="rank 0 waits in its second run for collectives that the other ranks never enter",
         needs=frozenset({"ranks", "self_check"}),
     ),

@@ -179,7 +179,7 @@ MUTATIONS = (
         hazard="H3",
         change=Become(
             "inputs, output = self._run_once(batch, step)\n"
-            "batch.twice and self._stream.submit(lambda: self._run_twice(batch, step), label='second run')"
+            "batch.self_check and self._stream.submit(lambda: self._run_twice(batch, step), label='second run')"
         ),
         consequence="a step's fence does not cover its second run, which writes blocks that have another owner",
         needs=frozenset({"self_check"}),
@@ -190,8 +190,8 @@ MUTATIONS = (
         at="second-run-is-part-of-its-step",
         change=Become(
             "inputs, output = self._run_once(batch, step)\n"
-            "batch.twice and self._sample(batch, step, inputs, output)\n"
-            "inputs, output = self._run_twice(batch, step) if batch.twice else (inputs, output)"
+            "batch.self_check and self._sample(batch, step, inputs, output)\n"
+            "inputs, output = self._run_twice(batch, step) if batch.self_check else (inputs, output)"
         ),
         consequence="the second run reads the tokens that the first one sampled",
         needs=frozenset({"self_check"}),
@@ -323,7 +323,7 @@ MUTATIONS = (
     Mutation(
         name="block-table-belongs-to-its-slots-owner",
         hazard="H16",
-        change=Value("min(len(held), len(wanted))"),
+        change=Value("min(len(held), len(block_table))"),
         consequence="a captured pass reads and writes the blocks of the request slot's previous owner",
         needs=frozenset({"captured"}),
     ),

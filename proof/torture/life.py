@@ -19,8 +19,8 @@ from sidestream.config import EngineConfig, KVEventsConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.ranks.fences import local_fence
 from sidestream.runner.step_inputs import GraphKey
+from sidestream.schedule.allocation import Reuse
 from sidestream.schedule.request import Request
-from sidestream.schedule.reuse import Reuse
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.offload.loads import layers_per_group
 from sidestream_kv.types import BlockId, Fence

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sidestream.engine.parts import Parts
+from sidestream.schedule.allocation import Reuse
 from sidestream.schedule.request import Request, State
-from sidestream.schedule.reuse import Reuse
 from sidestream.schedule.states import part_keys
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.offload.tiers.index import TierIndex

@@ -368,9 +368,9 @@ class _Schedule:
     def _busy(self) -> bool:
         engine = self._life.engine
         transfers, others = engine.parts.transfers, self._life.others
-        if others is not None and others.busy:
+        if others is not None and others.has_work:
             return True
-        return engine.loop.in_flight is not None or (transfers is not None and transfers.busy)
+        return engine.loop.in_flight is not None or (transfers is not None and transfers.has_work)
 
     def _say(self, text: str) -> None:
         self._life.recorder.say(text)

@@ -435,7 +435,7 @@ class Traffic:
     def _settle(self) -> None:
         """Wait until no transfer is running, and compare all blocks that are cached on the device."""
         self._progress_s = time.monotonic()
-        while self._keeping or self._waiting or self._rig.transfers.busy or self._rig.transfers.awaited:
+        while self._keeping or self._waiting or self._rig.transfers.has_work or self._rig.transfers.has_waiters:
             self._take_news()
             self._let_go(at_once=True)
             self._rest()

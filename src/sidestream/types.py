@@ -75,7 +75,7 @@ class RowPlan(NamedTuple):
     slot              request slot: index of the request in the device state
     tokens            prefill: token ids of `[min_start, stop)`. Decode: None; the row has the request's last sampled
                       token, read from device state, and `drafts` draft tokens after it
-    block_ids         block table that covers `[0, stop)`
+    block_table       block ids that cover `[0, stop)`
     samples           the row yields outputs. Prefill: the chunk ends at the last known token, so its last position
                       yields one output. With drafts, each position yields an output
     min_output_index  index of the row's first output among the request's outputs
@@ -94,7 +94,7 @@ class RowPlan(NamedTuple):
     min_start: int
     stop: int
     tokens: tuple[int, ...] | None
-    block_ids: tuple[BlockId, ...]
+    block_table: tuple[BlockId, ...]
     samples: bool
     min_output_index: int
     begin: RowStart | None = None
@@ -123,7 +123,7 @@ class RowColumns(NamedTuple):
     min_start: tuple[int, ...]
     stop: tuple[int, ...]
     tokens: tuple[tuple[int, ...] | None, ...]
-    block_ids: tuple[tuple[BlockId, ...], ...]
+    block_table: tuple[tuple[BlockId, ...], ...]
     samples: tuple[bool, ...]
     min_output_index: tuple[int, ...]
     begin: tuple[RowStart | None, ...]
@@ -137,13 +137,13 @@ class BatchPlan:
 
     columns      the rows as columns, one for each field
     speculates   a row has drafts, or its positions depend on an earlier step with drafts
-    twice        run the forward pass twice, and compare both runs (the self-check); every rank does it
+    self_check   run the forward pass twice, and compare both runs (the self-check); every rank does it
     num_decodes  number of decode rows
     """
 
     columns: RowColumns
     speculates: bool
-    twice: bool
+    self_check: bool
     num_decodes: int = field(repr=False, compare=False)
     _rows: tuple[RowPlan, ...] | None = field(repr=False, compare=False)
 
@@ -153,26 +153,26 @@ class BatchPlan:
         self._set(columns, speculates, rows)
 
     @classmethod
-    def of_columns(cls, columns: RowColumns, speculates: bool, *, twice: bool = False) -> BatchPlan:
+    def of_columns(cls, columns: RowColumns, speculates: bool, *, self_check: bool = False) -> BatchPlan:
         """The batch with these columns. Its rows are made on first use, because a decode step without drafts needs only
         columns.
         """
         batch = cls.__new__(cls)
-        batch._set(columns, speculates, None, twice=twice)
+        batch._set(columns, speculates, None, self_check=self_check)
         return batch
 
-    def run_twice(self) -> BatchPlan:
+    def with_self_check(self) -> BatchPlan:
         """The same batch, to be run twice."""
         batch = type(self).__new__(type(self))
-        batch._set(self.columns, self.speculates, self._rows, twice=True)
+        batch._set(self.columns, self.speculates, self._rows, self_check=True)
         return batch
 
     def _set(
-        self, columns: RowColumns, speculates: bool, rows: tuple[RowPlan, ...] | None, *, twice: bool = False
+        self, columns: RowColumns, speculates: bool, rows: tuple[RowPlan, ...] | None, *, self_check: bool = False
     ) -> None:
         object.__setattr__(self, "columns", columns)
         object.__setattr__(self, "speculates", speculates)
-        object.__setattr__(self, "twice", twice)
+        object.__setattr__(self, "self_check", self_check)
         object.__setattr__(self, "num_decodes", columns.tokens.count(None))
         object.__setattr__(self, "_rows", rows)
 

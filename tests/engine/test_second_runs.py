@@ -119,8 +119,8 @@ def test_a_share_of_the_steps_runs_twice() -> None:
 
 
 def test_the_warm_up_runs_steps_twice_if_steps_of_requests_may() -> None:
-    assert all(batch.twice for batch in WarmUpSteps(2, 4, 8, max_drafts=2, twice=True).on((0, 1)))
-    assert not any(batch.twice for batch in WarmUpSteps(2, 4, 8, max_drafts=2).on((0, 1)))
+    assert all(batch.self_check for batch in WarmUpSteps(2, 4, 8, max_drafts=2, self_check=True).on((0, 1)))
+    assert not any(batch.self_check for batch in WarmUpSteps(2, 4, 8, max_drafts=2).on((0, 1)))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -210,7 +210,7 @@ def test_log_lines_about_differences_are_limited_and_counts_are_not(
         return sums[-1]
 
     monkeypatch.setattr("sidestream.runner.second_run._digest", never_equal)
-    monkeypatch.setattr("sidestream.engine.self_check._WARNING_PERIOD_S", 1e9)
+    monkeypatch.setattr("sidestream.engine.stats._WARNING_PERIOD_S", 1e9)
     with serving(self_check=1.0) as rig, caplog.at_level(logging.ERROR):
         rig.submit(list(range(1, 9)), 12).wait()
         rig.turn()

@@ -6,9 +6,7 @@ import pytest
 from fake_fences import FakeFence, FakeStream
 
 from sidestream.errors import InvariantError
-from sidestream_kv.kv.eviction import Lru
-from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted, merge_fences
-from sidestream_kv.kv.prefix import PrefixIndex
+from sidestream_kv.kv.pool import FencedPool, Lease, Lru, PoolExhausted, PrefixIndex, merge_fences
 from sidestream_kv.types import Key
 
 

@@ -166,11 +166,11 @@ def test_key_is_not_findable_in_the_host_tier_before_its_read_has_ended(disk_rig
     disk_rig.promote(keys("a"))
     assert disk_rig.poll() == []
     assert disk_rig.transfers.locate(keys("a")) == ["disk"]
-    assert disk_rig.transfers.awaited
+    assert disk_rig.transfers.has_waiters
     gate.set()
     assert disk_rig.finish(*READERS) == [DONE]
     assert disk_rig.transfers.locate(keys("a")) == ["host"]
-    assert not disk_rig.transfers.awaited
+    assert not disk_rig.transfers.has_waiters
 
 
 def test_request_learns_of_its_blocks_only_when_they_are_findable(
@@ -303,7 +303,7 @@ def test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_pu
     disk_rig.clock.now_s += DEADLINE_S * 0.02
     assert disk_rig.poll() == [Promoted(1, 0, False, "deadline")]
     assert disk_rig.poll() == []
-    assert not disk_rig.transfers.awaited
+    assert not disk_rig.transfers.has_waiters
     assert disk_rig.host.pool.num_used == 1  # the read will still write there
 
     disk_rig.stored(keys(*range(7)))  # all other slots change hands meanwhile
@@ -410,7 +410,7 @@ def test_nothing_blocks_the_submitting_thread_though_every_stream_is_stuck(disk_
         transfers.submit(plans)
         transfers.gates([(1, 0)])
         assert disk_rig.poll() == []
-        assert transfers.busy
+        assert transfers.has_work
         disk_rig.clock.now_s += 2 * DEADLINE_S
         assert disk_rig.poll() == [Promoted(2, 0, False, "deadline")]
         transfers.forget_all()

@@ -42,14 +42,14 @@ def test_blocks_without_a_slot_are_asked_for_again_oldest_first_as_memory_gets_r
     assert [rig.host_holds(of) for of in keys("a", "b", "c", "d", "e")] == [True, True, False, False, False]
     assert rig.counted("store", "deferred") == 2
     assert rig.counted("store", "skipped") == 0
-    assert rig.transfers.busy  # a flush waits for them
+    assert rig.transfers.has_work  # a flush waits for them
     rig.ready_slots = 4
     rig.clock.now_s += 1.0
     assert again(rig.poll()) == [*keys("c", "d")]
     rig.ready_slots = 8
     rig.clock.now_s += 1.0
     assert again(rig.poll()) == [*keys("e")]
-    assert not rig.transfers.busy
+    assert not rig.transfers.has_work
     rig.close()
     rig.check_nothing_is_held()
 
@@ -84,7 +84,7 @@ def test_a_reset_forgets_deferred_stores() -> None:
     rig.ready_slots = 8
     rig.clock.now_s += 1.0
     assert again(rig.poll()) == []
-    assert not rig.transfers.busy
+    assert not rig.transfers.has_work
     rig.close()
 
 

@@ -287,7 +287,7 @@ def test_load_of_blocks_that_are_gone_is_a_failed_load(rig: Rig) -> None:
     rig.stored(keys("a"))
     lease = rig.blocks.take(2)
     rig.load(keys("a", "never stored"), lease.ids, request_id=7, epoch=3)
-    assert rig.transfers.busy
+    assert rig.transfers.has_work
     assert rig.poll() == [LoadFailed(7, 3, "gone")]
     assert rig.transfers.transfers_fence() is None
     lease.release()

@@ -128,7 +128,7 @@ def test_close_with_commands_that_were_not_received_loses_cache_and_nothing_else
     rig.transfers.close()
     rig.blocks.check()
     assert (rig.blocks.num_used, rig.host.pool.num_used, len(rig.transfers._commands)) == (0, 0, 0)
-    assert not rig.transfers.busy
+    assert not rig.transfers.has_work
     assert rig.host_holds(key("in host"))
     again = Rig(tmp_path)
     assert again.transfers.locate(keys("on disk", "in host")) == ["disk", "disk"]
@@ -226,6 +226,6 @@ def closed(rig: Rig) -> None:
     rig.device.close()
     rig.transfers.close()
     assert rig.transfers.transfers_fence() is None
-    assert not rig.transfers.busy
+    assert not rig.transfers.has_work
     assert (rig.blocks.num_used, rig.host.pool.num_used) == (0, 0)
     rig.check_nothing_is_held()

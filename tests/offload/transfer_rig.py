@@ -28,8 +28,7 @@ from sidestream_kv.offload.connector import LoadReady, OffloadConnector, Transfe
 from sidestream_kv.offload.copy import BlockMemory
 from sidestream_kv.offload.costs import CostModel
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
-from sidestream_kv.offload.tiers.host import HostTier
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import HostTier, TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
@@ -299,7 +298,7 @@ class Rig:
         """Every lease that a transfer took has ended, and nobody waits."""
         self.clock.now_s += 1e6
         self.poll()
-        assert not self.transfers.busy
+        assert not self.transfers.has_work
         self.blocks.check()
         self.host.pool.check()
         assert self.host.pool.num_used == 0

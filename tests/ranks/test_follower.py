@@ -16,8 +16,7 @@ from sidestream.ranks.messages import Copy, End, Failed, Passed, Ready, TierRead
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers.disk import DiskTier
-from sidestream_kv.offload.tiers.host import HostTier
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import HostTier, TierStack
 
 LAYOUT = KVLayout(1, 1, 2, 2, "float32")  # 32 bytes a block
 
@@ -41,7 +40,7 @@ class Rank:
 
     def settle(self) -> None:
         self.follower.turn()
-        while self.follower.busy:
+        while self.follower.has_work:
             self.device.sleep(0.001)
             self.follower.turn()
 

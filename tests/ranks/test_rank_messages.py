@@ -28,7 +28,7 @@ def _decode_row(slot: int, length: int, blocks: tuple[int, ...], drafts: int = 0
         min_start=length,
         stop=length + 1 + drafts,
         tokens=None,
-        block_ids=blocks,
+        block_table=blocks,
         samples=True,
         min_output_index=length,
         begin=None,
@@ -63,7 +63,7 @@ def test_plans_survive_the_journey() -> None:
             row = rows[-1 - index]
             rows[-1 - index] = row._replace(tokens=tokens, drafts=0, stop=row.min_start + 3)
         plan = BatchPlan(tuple(rows), draw.random() < 0.5)
-        plan = plan.run_twice() if draw.random() < 0.5 else plan
+        plan = plan.with_self_check() if draw.random() < 0.5 else plan
         assert decoder.decode(_over_the_wire(encoder.encode(plan, (), _UNGATED))) == plan
 
 

@@ -27,7 +27,7 @@ def row(number: int, blocks: tuple[int, ...], *, start: int, stop: int, drafts: 
         min_start=start,
         stop=stop,
         tokens=None,
-        block_ids=blocks,
+        block_table=blocks,
         samples=True,
         min_output_index=0,
         drafts=drafts,

@@ -88,7 +88,7 @@ def row(number: int, tokens: Sequence[int], *, begins: bool = False, drafts: int
         min_start=0 if begins else len(tokens) - 1,
         stop=len(tokens) + drafts,
         tokens=tuple(tokens) if begins else None,
-        block_ids=(1 + 3 * number, 2 + 3 * number, 3 + 3 * number),
+        block_table=(1 + 3 * number, 2 + 3 * number, 3 + 3 * number),
         samples=True,
         min_output_index=len(tokens) - len(PROMPT),
         begin=RowStart(sampling=GREEDY, prompt=tuple(tokens), outputs=()) if begins else None,

@@ -13,7 +13,6 @@ import torch
 from sidestream.config import SamplingParams
 from sidestream.ops import TorchOps
 from sidestream.ops.interface import FROM_SLOT, ResolvedInputs
-from sidestream.runner.hidden_states import hidden_source_of
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import (
     BlockTableMirror,
@@ -82,7 +81,7 @@ class Expected:
             for position, token in enumerate(ids, start):
                 it.tokens.append(token)
                 it.positions.append(position)
-                block = row.block_ids[position // BLOCK_TOKENS]
+                block = row.block_table[position // BLOCK_TOKENS]
                 it.slot_mapping.append(block * BLOCK_TOKENS + position % BLOCK_TOKENS)
                 it.slots.append(row.slot)
             it.starts.append(len(it.tokens))
@@ -118,12 +117,12 @@ class Host:
             )
         )
         if into is None:
-            width = max(len(row.block_ids) for row in batch.rows)
+            width = max(len(row.block_table) for row in batch.rows)
             inputs = StepInputs.of(numbers, sizes, table_width=width)
         else:
             into.buffer.copy_(numbers)
             inputs = into
-        TorchOps().update_block_tables(inputs.table_indices, inputs.table_block_ids, self.state.block_tables)
+        TorchOps().update_block_tables(inputs.table_indices, inputs.block_ids, self.state.block_tables)
         return inputs
 
     def resolve(self, inputs: StepInputs, drafts: torch.Tensor | None = None) -> ResolvedInputs:
@@ -171,7 +170,7 @@ def check_exact(host: Host, batch: BatchPlan, drafts: torch.Tensor | None = None
     ):
         assert (tensor.tolist(), tensor.dtype) == (numbers, torch.int64)
     for row, table in zip(batch.rows, resolved.block_tables.tolist(), strict=True):
-        assert table[: len(row.block_ids)] == list(row.block_ids)
+        assert table[: len(row.block_table)] == list(row.block_table)
     sampling = [at for at, row in enumerate(batch.rows) if row.samples]
     assert inputs.sampling_rows.tolist() == sampling + [-1] * (len(batch.rows) - len(sampling))
     assert inputs.without_padding() is inputs
@@ -256,7 +255,7 @@ def test_a_captured_step_reads_its_batch_and_padding_is_of_no_request_h18(seed: 
             assert kv_lens[place] == expected.kv_lens[at]
             assert inputs.hidden_sources[place] == hidden_source_of(row, BLOCK_TOKENS)
             held = -(-expected.kv_lens[at] // BLOCK_TOKENS)
-            assert tables[place, :held].tolist() == list(row.block_ids[:held])
+            assert tables[place, :held].tolist() == list(row.block_table[:held])
         for place in set(range(sizes.rows)) - set(places):
             assert starts[place] == starts[place + 1]
             assert kv_lens[place] == 0
@@ -294,7 +293,7 @@ def test_changes_of_block_tables_are_part_of_the_numbers() -> None:
     numbers = pack(random_batch(random.Random(1), 0), sizes, padding_slot=SLOTS, block_tokens=4, changes=changes)
     inputs = StepInputs.of(torch.from_numpy(numbers), sizes, table_width=WIDTH, padded=True)
     assert inputs.table_indices.tolist() == [5, 9] + [-1] * (sizes.rows - 2)
-    assert inputs.table_block_ids[:2].tolist() == [70, 71]
+    assert inputs.block_ids[:2].tolist() == [70, 71]
 
 
 def test_a_chunk_of_one_token_is_no_row_that_decodes() -> None:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sidestream.config import SamplingParams
-from sidestream.schedule.chunking import chunk_stop, reusable_tokens
-from sidestream.schedule.limits import Limits
+from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.spec_policy import SpecPolicy
@@ -453,7 +452,7 @@ class World:
             state.length, state.last = start + row.num_tokens, NO_TOKEN
             return [NO_TOKEN] * (1 + row.drafts)
         size = self.limits.block_tokens
-        read = [self.kv[row.block_ids[position // size]][position % size] for position in range(start)]
+        read = [self.kv[row.block_table[position // size]][position % size] for position in range(start)]
         story = self.stories[row.request_id].tokens
         assert read == [(story[position], position) for position in range(start)], f"{row} read what is not its own"
         before = [token for token, _ in read]
@@ -477,7 +476,7 @@ class World:
     def _write(self, row: RowPlan, start: int, cells: list[Cell]) -> None:
         size = self.limits.block_tokens
         for position, cell in enumerate(cells, start):
-            self.kv[row.block_ids[position // size]][position % size] = cell
+            self.kv[row.block_table[position // size]][position % size] = cell
 
     def _commit(self, launched: LaunchedStep | None) -> None:
         if launched is None:
@@ -508,9 +507,9 @@ class World:
             assert request.state is State.RUNNING and request.epoch == row.epoch
             assert request.committed_len <= row.min_start
             assert row.stop <= len(request.prompt) + request.max_outputs, "nothing is written past the limit"
-            assert len(row.block_ids) == -(-row.stop // limits.block_tokens) or self.max_drafts
-            assert len(row.block_ids) * limits.block_tokens >= row.stop
-            written.extend(row.block_ids[row.min_start // limits.block_tokens :])
+            assert len(row.block_table) == -(-row.stop // limits.block_tokens) or self.max_drafts
+            assert len(row.block_table) * limits.block_tokens >= row.stop
+            written.extend(row.block_table[row.min_start // limits.block_tokens :])
             assert (row.tokens is None) == (row.min_start >= request.prefill_end)
             if row.tokens is not None:
                 whole = chunk_stop(

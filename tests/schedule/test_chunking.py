@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidestream.schedule.chunking import chunk_stop, reusable_tokens
+from sidestream.schedule.limits import chunk_stop, reusable_tokens
 
 SHAPES = st.builds(
     lambda block, blocks, known: (block, block * blocks, known),

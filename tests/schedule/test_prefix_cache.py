@@ -49,7 +49,7 @@ def test_blocks_in_use_by_another_are_shared() -> None:
     guest = world.submit(prompt(17), outputs=3)
     plan = world.step()
     assert guest.cached == CachedTokens(device=16)
-    assert row_of(plan, guest).block_ids[:4] == row_of(plan, talker).block_ids[:4]
+    assert row_of(plan, guest).block_table[:4] == row_of(plan, talker).block_table[:4]
     world.run()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from scheduler_world import GREEDY
 
-from sidestream.schedule.queues import RequestQueues
-from sidestream.schedule.request import Request, State
+from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.types import BatchPlan, RowPlan
 
 

@@ -10,10 +10,10 @@ import pytest
 from scheduler_world import GREEDY, SimTiers
 
 from sidestream.schedule.limits import Limits
+from sidestream.schedule.planning import StepBuilder
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.states import BEGINS, StateCache, part_keys
-from sidestream.schedule.step_builder import StepBuilder
 from sidestream.types import RowPlan, RowResult, StateIds, StepPlan
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout
@@ -577,8 +577,9 @@ def test_the_fences_of_a_candidates_last_uses_reach_its_writer() -> None:
     turns.states.take(turns.states.num_available).release(after=(fence,))
     request.launched_len, request.drafts_in_flight = 8, 2  # behind a step with two drafts
     step = StepBuilder(prefill_budget=0, lead_s=0.0, step_s=0.0)
-    ids = turns.scheduler._allocator.plan_decode_states(request, step)
-    assert ids is not None and ids.checkpoint >= 0
+    turns.scheduler._decode.plan([request], step)
+    (row,) = step.plain
+    assert row.states is not None and row.states.checkpoint >= 0
     assert step.after == [fence]
 
 

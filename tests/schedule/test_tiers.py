@@ -22,7 +22,7 @@ def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:
     assert plan.batch.rows == ()  # no step could be gated by it yet
     assert request.cached == CachedTokens(host=16)
     plan = world.step()
-    assert load.block_ids == row_of(plan, request).block_ids[:4]
+    assert load.block_ids == row_of(plan, request).block_table[:4]
     assert spans(plan, request) == [(16, 20)]
     world.run()
 
@@ -244,7 +244,7 @@ def test_a_failed_load_is_a_miss() -> None:
     plan = world.step()
     assert plan.transfers == ()
     assert spans(plan, request) == [(0, 8)]
-    assert not late & set(row_of(plan, request).block_ids)
+    assert not late & set(row_of(plan, request).block_table)
     assert request.cached == CachedTokens()
     world.run()
     assert world.said(request) == world.expected(request)

@@ -214,7 +214,7 @@ class Engine:
         busy = [True]
 
         def look() -> None:
-            busy[0] = transfers.busy
+            busy[0] = transfers.has_work
 
         while busy[0] and self.parts.device.now() < deadline_s:
             self.call(look)

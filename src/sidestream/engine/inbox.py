@@ -1,11 +1,19 @@
-"""Queue of messages from other threads to the engine thread, in order of arrival."""
+"""Messages from other threads to the engine thread, in order of arrival. The thread handles them, and the events of
+transfers (ends and failures of loads and stores), between steps and while it waits for a step.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+from sidestream.schedule.scheduler import Scheduler
+from sidestream_kv.device.base import Device
 from sidestream_kv.device.channel import Bell
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
+from sidestream_kv.offload.messages import Promoted, StoreAgain
+from sidestream_kv.types import Fence, Key
 
 Message = Callable[[], None]
 
@@ -40,3 +48,110 @@ class Inbox:
     def is_empty(self) -> bool:
         """Whether there is no message."""
         return not self._messages
+
+
+class Listener:
+    """Runs messages and applies events. Engine thread only.
+
+    Invariant: the engine thread waits only for steps (in `wait_for`) and, when it has nothing to do, for the inbox's
+    bell (in `StepLoop`). It never waits for a transfer.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        inbox: Inbox,
+        scheduler: Scheduler,
+        transfers: OffloadConnector | None,
+        metrics: Metrics,
+        has_ranks: bool = False,
+    ) -> None:
+        """`has_ranks`: other ranks share the model. Then messages are handled during a step even without transfers,
+        because a message may tell that a rank is lost and that the step therefore never ends.
+        """
+        self._device = device
+        self._inbox = inbox
+        self._scheduler = scheduler
+        self._transfers = transfers
+        self._metrics = metrics
+        self._listens = has_ranks or transfers is not None
+
+    # ------------------------------------------------------------------ between two steps
+
+    def apply_messages(self, *, anytime: bool = False) -> bool:
+        """Run the messages in the inbox; with `anytime`, only messages that may run during a step. Returns whether a
+        message ran.
+        """
+        heard = False
+        while (message := self._inbox.take(anytime=anytime)) is not None:
+            message()
+            heard = True
+        return heard
+
+    def apply_events(self) -> None:
+        """Apply the events of transfers since the last call."""
+        if self._transfers is not None:
+            self._apply(self._transfers.poll())
+
+    def apply_failed_loads(self) -> None:
+        """Apply the failures of loads that the finished step waited for. Called before the results of the step are
+        used.
+        """
+        if self._transfers is not None:
+            self._apply(self._transfers.failed_loads())
+
+    # ------------------------------------------------------------------ during a step
+
+    def wait_for(self, fence: Fence) -> None:
+        """Block until a step has ended. With transfers or other ranks, handle messages and events meanwhile, so that
+        loads of new requests begin at once.
+        """
+        wait_host = self._device.wait_host
+        if not self._listens:
+            wait_host(fence, reason="step")
+            return
+        self._listen()
+        while not wait_host(fence, reason="step", bell=self._inbox.bell):  # rule: bell-does-not-end-the-wait-for-a-step
+            self._listen()
+
+    def _listen(self) -> None:
+        """Run messages and apply events while steps are in flight, and submit loads for requests that may start.
+
+        New requests, aborts and events of transfers do not change anything that a step in flight uses: a request that
+        ends or is preempted releases its blocks and slot after its last launched step, and the commit drops its row.
+        New weights are only announced. All other messages (`Engine.call`, resets) run between two steps.
+        """
+        heard, transfers = self.apply_messages(anytime=True), self._transfers
+        if transfers is None:
+            return
+        events = transfers.poll()
+        self._apply(events)
+        if heard or events:  # without news, the last plan has already considered every waiting request
+            transfers.submit(self._scheduler.plan_loads())  # rule: loads-planned-during-a-wait-are-submitted
+
+    # ------------------------------------------------------------------ events
+
+    def _apply(self, events: Iterable[TransferEvent]) -> None:
+        scheduler = self._scheduler
+        for event in events:
+            match event:
+                case Promoted(request_id, epoch, complete, reason):
+                    if not complete:
+                        self._metrics.inc("load_fallbacks_total", 1, reason)
+                    scheduler.promoted(request_id, epoch, again=complete or reason == "no_room")
+                case LoadReady(request_id, epoch):
+                    scheduler.load_ready(request_id, epoch)  # rule: ready-load-joins-a-step
+                case LoadFailed(request_id, epoch, reason):
+                    self._metrics.inc("load_fallbacks_total", 1, reason)
+                    scheduler.load_failed(request_id, epoch)
+                case StoreAgain(keys):
+                    self._store_again(keys)
+
+    def _store_again(self, keys: Sequence[Key]) -> None:
+        """Store blocks for which the host tier had no room before, if they are still on the device."""
+        transfers, again = self._transfers, self._scheduler.store_again(keys)
+        if transfers is not None and again is not None:
+            plan, lease = again
+            transfers.submit([plan])
+            lease.release(until=transfers.transfers_fence())  # rule: deferred-store-holds-its-blocks

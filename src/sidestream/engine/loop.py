@@ -2,24 +2,32 @@
 
 Step N+1 is launched before step N is committed, so the device has work while the host reads results, sends outputs and
 plans. The thread waits only for the previous step, in its commit; it never waits for a transfer.
+
+Between two steps, the loop applies updates of the weights. A watchdog notices a turn that hangs.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
+from collections.abc import Callable
 
+from sidestream.config import WATCHDOG_OPTION
 from sidestream.engine.failures import Failures
-from sidestream.engine.listening import Listener
+from sidestream.engine.inbox import Listener
 from sidestream.engine.output_stream import OutputStreams
 from sidestream.engine.parts import Parts
-from sidestream.engine.self_check import SelfCheck
 from sidestream.engine.spec_stats import SpecStats
-from sidestream.engine.stats import Gauges, StepTimes
-from sidestream.engine.watchdog import Watchdog
-from sidestream.engine.weights import WeightUpdates
+from sidestream.engine.stats import Gauges, SelfCheck, StepTimes
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
-from sidestream.types import StepPlan
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.types import Health, StepPlan
+from sidestream_kv.kv.keys import BlockKeys
+from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.state_layout import StateLayout
+from sidestream_kv.offload.connector import OffloadConnector
 from sidestream_kv.types import LayerGates
 
 logger = logging.getLogger(__name__)
@@ -216,7 +224,7 @@ class StepLoop:
         and then sleep until the bell rings.
         """
         parts = self._parts
-        busy = bool(self._streams) or (parts.transfers is not None and parts.transfers.busy)
+        busy = bool(self._streams) or (parts.transfers is not None and parts.transfers.has_work)
         if busy:
             patience_s: float | None = self._gauges.due_in_s()
         else:
@@ -228,3 +236,89 @@ class StepLoop:
         self._trimmed = not busy and not rung
         if self._trimmed:
             parts.device.trim_memory()
+
+
+class WeightUpdates:
+    """Updates of the model's weights that were announced, and are applied when no request uses the old weights. Engine
+    thread only.
+
+    Invariants:
+    - After an announcement, no request begins with the old weights (hazard H26). Requests that have begun end with the
+      old weights (hazard H8).
+    - After an update, no block computed with the old weights is reachable in any tier, and new blocks have other keys
+      (hazards H8, H14).
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        transfers: OffloadConnector | None,
+        layout: KVLayout,
+        salt: str,
+        states: StateLayout | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._transfers = transfers
+        self._layout = layout
+        self._salt = salt
+        self._states = states
+        self._announced: list[tuple[Callable[[], None], str, threading.Event]] = []
+
+    def announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
+        """Register an update: as soon as no request uses the weights, `apply` is called, and then `done` is set."""
+        self._announced.append((apply, fingerprint, done))
+        self._scheduler.pause_admission()  # rule: new-requests-wait-for-new-weights
+
+    def apply(self) -> None:
+        """Apply announced updates, unless a request that has begun uses the weights. Call it only while no step is in
+        flight.
+        """
+        if not self._announced or self._scheduler.num_begun:  # rule: new-weights-wait-for-running-requests
+            return
+        for apply, fingerprint, done in self._announced:
+            apply()
+            # rule: new-weights-replace-the-keys
+            self._scheduler.rekey(
+                BlockKeys(fingerprint=fingerprint, layout=self._layout, salt=self._salt, states=self._states)
+            )
+            if self._transfers is not None:
+                self._transfers.forget_all()  # rule: new-weights-drop-the-keys-of-the-tiers
+            done.set()
+        self._announced.clear()  # rule: new-weights-are-taken-once
+        self._scheduler.resume_admission()  # rule: new-weights-end-the-pause
+
+
+class Watchdog:
+    """Notices an engine thread that hangs, for example in a driver: measures its turn that has not ended. The engine
+    thread calls `watch` and `pause`, any thread calls `judge`.
+
+    timeout_s  seconds after which a turn counts as hanging
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._began_s: float | None = None
+        self._stalled = False  # as logged
+
+    def watch(self) -> None:
+        """A turn begins."""
+        self._began_s = self._clock()
+
+    def pause(self) -> None:
+        """The turn has ended, and the next one has not begun."""
+        self._began_s = None
+
+    def judge(self, health: Health) -> Health:
+        """`health`, but `stalled` while an engine that should serve hangs. Logs each change. Never blocks."""
+        began_s = self._began_s
+        stalled = health.status == "ok" and began_s is not None and self._clock() - began_s > self._timeout_s
+        detail = f"the engine thread has not finished a step for more than {self._timeout_s:g} s ({WATCHDOG_OPTION})"
+        if stalled != self._stalled:
+            self._stalled = stalled
+            if stalled:
+                logger.critical("%s: SIGUSR1 to process %d prints where its threads hang", detail, os.getpid())
+            elif health.status == "ok":
+                logger.warning("the engine thread goes on")
+        return Health("stalled", detail) if stalled else health

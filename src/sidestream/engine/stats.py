@@ -1,12 +1,22 @@
-"""Measurements of the loop: the duration of steps (for planning and metrics), and gauges. Engine thread only."""
+"""Measurements of the loop: the duration of steps (for planning and metrics), gauges, and the steps that run twice for
+the self-check. Engine thread only.
+"""
 
 from __future__ import annotations
 
+import logging
+import random
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from sidestream.engine.parts import Parts
 from sidestream.runner.executor import LaunchedStep
+from sidestream.runner.mailbox import Compared
+from sidestream.types import BatchPlan, RowPlan
+from sidestream_kv.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 # Minimum number of prompt tokens in a step for a measurement of the prefill rate.
 _MEASURED_PREFILL = 64
@@ -18,6 +28,9 @@ _WEIGHT = 0.2  # of a new measurement in a moving average
 _HOST_BOUND = 0.5
 # Interval between updates of the gauges. People read gauges, so a short interval has no use.
 _GAUGE_PERIOD_S = 0.2
+# Minimum time between two log lines, and number of rows that a line describes. The metrics count all of them.
+_WARNING_PERIOD_S = 1.0
+_ROWS_TOLD = 4
 
 
 def step_seconds(interval_s: float, host_s: float, *, before: bool, awaited: bool) -> float | None:
@@ -79,7 +92,7 @@ class StepTimes:
         """
         now_s = self._device.now()
         seconds = self._interval_s = now_s - max(step.launched_s, self._last_done_s)
-        if not step.batch.twice:
+        if not step.batch.self_check:
             self.last_s = seconds
         self._last_done_s = now_s
         self._metrics.observe("step_seconds", seconds)
@@ -90,11 +103,11 @@ class StepTimes:
             self._costs is not None
             and prefill >= _MEASURED_PREFILL
             and not step.gated
-            and not step.batch.twice
+            and not step.batch.self_check
             and prefill >= 0.5 * step.batch.num_tokens
         ):
             self._costs.saw_prefill(prefill, seconds)
-        if prefill >= _LONG_PREFILL and seconds > 0 and not step.gated and not step.batch.twice:
+        if prefill >= _LONG_PREFILL and seconds > 0 and not step.gated and not step.batch.self_check:
             rate = prefill / seconds
             self.prefill_rate = (
                 rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
@@ -107,7 +120,7 @@ class StepTimes:
         """Record the end of the commit. Returns the expected time of another step with the same rows; None if it is
         unknown, or if the step had prefill, waited for loads, or ran twice.
         """
-        if step.gated or step.batch.twice or step.batch.num_prefill_tokens:
+        if step.gated or step.batch.self_check or step.batch.num_prefill_tokens:
             return None
         host_s = self._prepared_s + self._device.now() - self._done_s
         return step_seconds(self._interval_s, host_s, before=self._was_awaited, awaited=self._awaited)
@@ -148,3 +161,63 @@ class Gauges:
             metrics.set("tier_bytes", gauge.num_bytes, gauge.name)
             if gauge.ready_bytes is not None:
                 metrics.set("tier_ready_bytes", gauge.ready_bytes, gauge.name)
+
+
+class SelfCheck:
+    """Chooses the steps that run twice, and reports their differences. They are a share of the steps, at random with a
+    fixed seed, so that no pattern of steps escapes.
+
+    share   share of the steps that run twice; 0: none
+    clock   function that returns the time in seconds
+    """
+
+    def __init__(self, share: float, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._share = share
+        self._metrics = metrics
+        self._clock = clock
+        self._random = random.Random("sidestream self-check of steps")
+        self._next_warning_s = 0.0
+
+    def choose(self, batch: BatchPlan) -> BatchPlan:
+        """The batch to launch: the given batch, or the same batch to be run twice."""
+        if not self._share or self._random.random() >= self._share:
+            return batch
+        return batch.with_self_check()
+
+    def count(self, step: LaunchedStep, compared: Compared) -> None:
+        """Count a committed step that ran twice, and log the rows whose two runs differed."""
+        metrics = self._metrics
+        metrics.inc("self_check_steps_total")
+        metrics.inc("self_check_tokens_total", step.batch.num_tokens)
+        metrics.inc("self_check_seconds_total", compared.seconds, "steps")
+        if not (any(compared.kv) or any(compared.logits)):
+            return
+        rows = [
+            f"request {row.request_id} at tokens [{row.min_start}, {row.stop}): {parts}"
+            for row, parts in _differing(step.batch, compared)
+        ]
+        metrics.inc("self_check_disagreements_total", len(rows))
+        if self._clock() < self._next_warning_s:
+            return
+        self._next_warning_s = self._clock() + _WARNING_PERIOD_S
+        more = f", and {len(rows) - _ROWS_TOLD} more rows" if len(rows) > _ROWS_TOLD else ""
+        logger.error(
+            "self-check: two runs of step %d (%d rows, %s) differ: %s%s: a race or a hardware error, see "
+            "docs/self-check.md",
+            step.fence.tick,
+            step.batch.num_rows,
+            "after loads" if step.gated else "no loads",
+            ", ".join(rows[:_ROWS_TOLD]),
+            more,
+        )
+
+
+def _differing(batch: BatchPlan, compared: Compared) -> Iterator[tuple[RowPlan, str]]:
+    """The rows that differ, and the parts in which they differ."""
+    at = 0
+    for row, kv in zip(batch.rows, compared.kv, strict=True):
+        places = 1 + row.drafts if row.samples else 0
+        logits = any(compared.logits[at : at + places])
+        at += places
+        if kv or logits:
+            yield row, " and ".join(part for part, differs in (("KV", kv), ("logits", logits)) if differs)

@@ -70,7 +70,7 @@ class WarmUpSteps:
     chunk_tokens   tokens of the largest prefill chunk
     max_drafts     largest number of drafts of a row; 0: no speculative decoding
     has_states     whether the model has recurrent state
-    twice          run each step twice, because steps of requests may run twice
+    self_check     run each step twice, because steps of requests may run twice
     """
 
     max_rows: int
@@ -78,7 +78,7 @@ class WarmUpSteps:
     chunk_tokens: int
     max_drafts: int = 0
     has_states: bool = False
-    twice: bool = False
+    self_check: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -114,10 +114,10 @@ class WarmUpSteps:
         states = StateIds(-1, -1) if self.has_states else None
         for rows in filter(None, steps):
             batch = BatchPlan(tuple(row._replace(states=states) for row in rows), any(row.drafts for row in rows))
-            yield batch.run_twice() if self.twice else batch
+            yield batch.with_self_check() if self.self_check else batch
 
 
-def warm_up_row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec = GREEDY) -> RowPlan:
+def warm_up_row(slot: int, block_table: tuple[int, ...], num_tokens: int, spec: SamplingSpec = GREEDY) -> RowPlan:
     """A row without a request: a first chunk of `num_tokens` tokens, after which a token is sampled."""
     return RowPlan(
         request_id=-1 - slot,
@@ -126,7 +126,7 @@ def warm_up_row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: Sa
         min_start=0,
         stop=num_tokens,
         tokens=(0,) * num_tokens,
-        block_ids=block_ids,
+        block_table=block_table,
         samples=True,
         min_output_index=0,
         begin=RowStart(sampling=spec, prompt=(0,) * num_tokens, outputs=(0,)),
@@ -153,7 +153,7 @@ def make_ready(
         chunk_tokens=min(sizes.chunk_tokens, plan.bounds.max_model_len),
         max_drafts=plan.max_drafts,
         has_states=plan.region is not None,
-        twice=plan.config.self_check > 0,
+        self_check=plan.config.self_check > 0,
     )
     warm_up = functools.partial(run_warm_up, executor, blocks, steps, tell)
     if plan.config.eager:

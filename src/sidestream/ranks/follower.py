@@ -21,9 +21,8 @@ from sidestream.ranks.messages import ToRank as Message
 from sidestream.runner.executor import Executor
 from sidestream_kv.device.base import CopyBatch, Device, Memory, Stream, WakeUp
 from sidestream_kv.offload.tiers.base import PersistentTier
-from sidestream_kv.offload.tiers.host import HostTier
 from sidestream_kv.offload.tiers.index import Entry, WriteGrant
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import HostTier, TierStack
 from sidestream_kv.types import Access, Fence, LayerGates
 
 # Polling interval for host memory that is being pinned.
@@ -82,7 +81,7 @@ class Follower:
         return WakeUp(fences, None if self._ready.final else self._device.now() + _GROWTH_POLL_S)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether some work may still be running."""
         return any(track.fences for track in self._tracks.values())
 

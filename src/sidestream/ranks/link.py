@@ -219,7 +219,7 @@ class RankConnection:
     def run(self, follower: Follower) -> None:
         """Follow rank 0 until its last message, and until all work is done. A message ends the sleep between turns."""
         waiting = (self._connection,)
-        while not follower.ended or follower.busy:
+        while not follower.ended or follower.has_work:
             wake_up = follower.turn()
             if time.monotonic() - self._sent_s >= _BEAT_S:
                 self.report(Beat())

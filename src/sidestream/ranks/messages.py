@@ -31,15 +31,15 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A step to launch. The columns have the meaning of `RowPlan`'s fields.
 
-    number   number of the step, from 1
-    tokens   of the rows behind the decode rows
-    tables   `(row, kept, added)`: the row's block table is the first `kept` blocks of its slot's last one, and `added`.
-             A row that is not listed has its slot's last table
-    begins   `(row, start)` of the rows whose slots begin
-    states   of each row, if the model keeps recurrent states
-    after    fences that the step waits for
-    gates    fences that each layer waits for; empty: none
-    twice    run the forward pass twice
+    number      number of the step, from 1
+    tokens      of the rows behind the decode rows
+    tables      `(row, kept, added)`: the row's block table is the first `kept` blocks of its slot's last one, and
+                `added`. A row that is not listed has its slot's last table
+    begins      `(row, start)` of the rows whose slots begin
+    states      of each row, if the model keeps recurrent states
+    after       fences that the step waits for
+    gates       fences that each layer waits for; empty: none
+    self_check  run the forward pass twice, and compare both runs
     """
 
     number: int
@@ -56,7 +56,7 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     states: tuple[StateIds | None, ...]
     after: tuple[FenceName, ...]
     gates: tuple[tuple[FenceName, ...], ...]
-    twice: bool = False
+    self_check: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -162,13 +162,13 @@ class StepEncoder:
         self._number += 1
         columns = batch.columns
         tables = []
-        for index, (slot, wanted) in enumerate(zip(columns.slot, columns.block_ids, strict=True)):
+        for index, (slot, block_table) in enumerate(zip(columns.slot, columns.block_table, strict=True)):
             held = self._tables.get(slot, ())
-            if wanted is not held:
+            if block_table is not held:
                 # rule: block-table-of-every-rank-belongs-to-the-slots-owner
-                kept = len(held) if wanted[: len(held)] == held else 0
-                tables.append((index, kept, wanted[kept:]))
-                self._tables[slot] = wanted
+                kept = len(held) if block_table[: len(held)] == held else 0
+                tables.append((index, kept, block_table[kept:]))
+                self._tables[slot] = block_table
         return Step(
             number=self._number,
             speculates=batch.speculates,
@@ -184,7 +184,7 @@ class StepEncoder:
             states=columns.states if columns.states and columns.states[0] is not None else (),
             after=names_of(after) if after else (),
             gates=tuple(map(names_of, gates.by_layer)) if gates.by_layer else (),
-            twice=batch.twice,
+            self_check=batch.self_check,
         )
 
 
@@ -216,7 +216,7 @@ class StepDecoder:
                 raise InvariantError(f"step {step.number} keeps {kept} of {len(held)} blocks of slot {slots[index]}")
             tables[slots[index]] = (*held[:kept], *added)
         try:
-            block_ids = tuple([tables[slot] for slot in slots])
+            block_tables = tuple([tables[slot] for slot in slots])
         except KeyError as error:
             raise InvariantError(f"step {step.number} has no block table for slot {error}") from None
         nones: tuple[None, ...] = (None,) * count
@@ -233,7 +233,7 @@ class StepDecoder:
             min_start=step.min_starts,
             stop=step.stops,
             tokens=nones[len(step.tokens) :] + step.tokens,
-            block_ids=block_ids,
+            block_table=block_tables,
             samples=step.samples,
             min_output_index=step.min_output_indices,
             begin=begin,
@@ -243,4 +243,4 @@ class StepDecoder:
         if set(map(len, columns)) != {count}:
             raise InvariantError(f"step {step.number} of {count} rows has columns of lengths {[*map(len, columns)]}")
         # rule: second-run-is-on-every-rank
-        return BatchPlan.of_columns(columns, step.speculates, twice=step.twice)
+        return BatchPlan.of_columns(columns, step.speculates, self_check=step.self_check)

@@ -61,7 +61,7 @@ def kv_accesses(memory: str, rows: Sequence[RowPlan], layout: KVLayout, layers: 
         for run, window in _runs(layout, layers):
             # rule: windowed-layer-declares-what-it-reads
             first = blocks_before_window(row.min_start, window, size)
-            for index, block in enumerate(row.block_ids[first:], first):
+            for index, block in enumerate(row.block_table[first:], first):
                 start, stop = layout.layer_span(block, run.start, run.stop)
                 # rule: step-declares-what-it-reads, each-row-declares-what-it-reads, step-declares-all-that-it-writes
                 accesses.append(Access(memory, start, stop, write=(index + 1) * size > row.min_start))

@@ -112,7 +112,7 @@ class LaunchedStep:
             self.drafts,
             self.top_logprobs,
             self.fence,
-            compared_rows=self.batch.num_rows if self.batch.twice else 0,
+            compared_rows=self.batch.num_rows if self.batch.self_check else 0,
         )
 
 
@@ -357,7 +357,7 @@ class Executor:
                 if begins := batch.begins:
                     self._state.begin(begins)  # rule: slot-begins-on-the-device
                 # rule: second-run-is-part-of-its-step
-                inputs, output = self._run_twice(batch, step) if batch.twice else self._run_once(batch, step)
+                inputs, output = self._run_twice(batch, step) if batch.self_check else self._run_once(batch, step)
                 self._sample(batch, step, inputs, output)
         except BaseException as error:
             self._tables.forget()
@@ -392,7 +392,7 @@ class Executor:
         inputs = StepInputs.of(
             buffer,
             step.sizes,
-            table_width=max(map(len, batch.columns.block_ids)),
+            table_width=max(map(len, batch.columns.block_table)),
             chunk_lens=tuple(row.num_tokens for row in chunks),
         )
         gated = bool(step.gates.by_layer)

@@ -165,7 +165,7 @@ class Forward:
     ) -> ForwardOutput:
         """Run the whole pass. `gated`: whether `before_layer` waits for loads."""
         state, ops = self._state, self._ops
-        ops.update_block_tables(inputs.table_indices, inputs.table_block_ids, state.block_tables)
+        ops.update_block_tables(inputs.table_indices, inputs.block_ids, state.block_tables)
         continues = not gated and not inputs.sizes.chunks and not inputs.sizes.draft_len
         if self._attention.reads_lengths_on_host:
             inputs = inputs.without_padding()

@@ -12,18 +12,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from sidestream.ops import Ops
-from sidestream.ops.interface import FROM_SLOT, ZEROS, PackedRows
+from sidestream.ops.interface import PackedRows
 from sidestream.runner.state import DecodeState
-from sidestream.types import RowPlan
 from sidestream_kv.kv.layout import KVLayout
-
-
-def hidden_source_of(row: RowPlan, block_tokens: int) -> int:
-    """The source of the hidden state before the row's first token of this step: a block id, `FROM_SLOT` or `ZEROS`."""
-    if row.begin is None:
-        return FROM_SLOT
-    # rule: hidden-state-comes-back-with-its-block
-    return row.block_ids[row.min_start // block_tokens - 1] if row.min_start else ZEROS
 
 
 class HiddenStates:

@@ -20,9 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sidestream.ops.interface import FROM_SLOT
-from sidestream.runner.hidden_states import hidden_source_of
-from sidestream.types import BatchPlan, RowColumns
+from sidestream.ops.interface import FROM_SLOT, ZEROS
+from sidestream.types import BatchPlan, RowColumns, RowPlan
 
 Numbers = npt.NDArray[np.int64]
 
@@ -218,7 +217,7 @@ class StepInputs:
     sampling_rows     [B] indices of the rows that sample, then -1
     first_logits      [B] for each entry of `sampling_rows`, the index in `logits_indices` of the row's first logit
     table_indices     [B] flat indices of the entries of the block tables to overwrite; -1 for padding
-    table_block_ids   [B] the block id for each entry of `table_indices`
+    block_ids         [B] the block id for each entry of `table_indices`
     mailbox_offset    [1] first byte of the step's mailbox entry
     state_reads       [B] state that the row reads; negative: the sequence begins. Empty for models without recurrent
                       state, like the next two
@@ -244,7 +243,7 @@ class StepInputs:
     sampling_rows: Tensor
     first_logits: Tensor
     table_indices: Tensor
-    table_block_ids: Tensor
+    block_ids: Tensor
     mailbox_offset: Tensor
     state_reads: Tensor
     state_writes: Tensor
@@ -360,7 +359,7 @@ def pack(
     parts.mailbox_offset[:] = mailbox_offset  # rule: captured-samples-go-to-their-mailbox-entry
     if changes is not None and (count := len(changes.indices)):
         # rule: changed-blocks-reach-the-device
-        parts.table_indices[:count], parts.table_block_ids[:count] = changes
+        parts.table_indices[:count], parts.block_ids[:count] = changes
     decode_slots, starts = np.array(columns.slot[:decodes], np.int64), np.array(columns.min_start[:decodes], np.int64)
     parts.slots[:decodes] = decode_slots
     if plain:
@@ -392,7 +391,7 @@ class _Parts(NamedTuple):
     sampling_rows: Numbers
     first_logits: Numbers
     table_indices: Numbers
-    table_block_ids: Numbers
+    block_ids: Numbers
     mailbox_offset: Numbers
     state_reads: Numbers
     state_writes: Numbers
@@ -445,6 +444,14 @@ def _pack_chunks(batch: BatchPlan, sizes: InputSizes, begin: int, block_tokens: 
         begin = end
 
 
+def hidden_source_of(row: RowPlan, block_tokens: int) -> int:
+    """The source of the hidden state before the row's first token of this step: a block id, `FROM_SLOT` or `ZEROS`."""
+    if row.begin is None:
+        return FROM_SLOT
+    # rule: hidden-state-comes-back-with-its-block
+    return row.block_table[row.min_start // block_tokens - 1] if row.min_start else ZEROS
+
+
 @functools.lru_cache(maxsize=256)
 def _slices(sizes: InputSizes) -> list[slice]:
     """The parts of a buffer, in the order of `StepInputs`."""
@@ -491,15 +498,15 @@ class BlockTableMirror:
         """
         indices: list[int] = []
         block_ids: list[int] = []
-        others = map(is_not, map(self._held.__getitem__, step.slot), step.block_ids)
-        for slot, wanted in compress(zip(step.slot, step.block_ids, strict=True), others):
+        others = map(is_not, map(self._held.__getitem__, step.slot), step.block_table)
+        for slot, block_table in compress(zip(step.slot, step.block_table, strict=True), others):
             held = self._held[slot]
             # rule: block-table-belongs-to-its-slots-owner
-            kept = len(held) if wanted[: len(held)] == held else 0  # 0: another request has the slot now
+            kept = len(held) if block_table[: len(held)] == held else 0  # 0: another request has the slot now
             base = slot * self._width
-            indices.extend(range(base + kept, base + len(wanted)))
-            block_ids.extend(wanted[kept:])
-            self._held[slot] = wanted
+            indices.extend(range(base + kept, base + len(block_table)))
+            block_ids.extend(block_table[kept:])
+            self._held[slot] = block_table
         return TableChanges.of(indices, block_ids) if indices else NO_CHANGES
 
     def forget(self) -> None:

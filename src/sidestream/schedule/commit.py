@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.prefix_cache import PrefixCache
-from sidestream.schedule.queues import RequestQueues
-from sidestream.schedule.request import Request, State
+from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.schedule.states import StateCache
 from sidestream.types import BatchPlan, RowResult

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.schedule.chunking import reusable_tokens
-from sidestream.schedule.limits import Limits
+from sidestream.schedule.limits import Limits, reusable_tokens
 from sidestream.schedule.request import Request
 from sidestream.schedule.states import StateCache
 from sidestream_kv.kv.key_log import DeviceKeyLog

@@ -1,4 +1,5 @@
-"""One sample of one request, as the scheduler sees it: a state machine over token counts. Single writer: the scheduler.
+"""One sample of one request, as the scheduler sees it: a state machine over token counts; and the queues of waiting and
+running requests. Single writer: the scheduler.
 
     WAITING ──start──▶ RUNNING ──finish──▶ FINISHED
      ▲  │ ▲               │
@@ -20,12 +21,11 @@ bounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sidestream.schedule.states import RequestStates, Turns
-from sidestream.types import CachedTokens, SamplingSpec
+from sidestream.types import BatchPlan, CachedTokens, SamplingSpec
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.types import BlockId, Fence, Key, RequestId
 
@@ -37,6 +37,56 @@ class State(Enum):
     LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The keys of a request's checkpoints at the end of its prompt and of its answer, and the number of requests that
+    have started from one of them.
+    """
+
+    keys: list[Key] = field(default_factory=list)
+    starts: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Turns:
+    """What a request knows of its conversation, also after it was preempted.
+
+    earlier   checkpoints of the turn that the request continues
+    own       checkpoints at the ends of the request's own prompt and answer
+    """
+
+    earlier: Turn | None = None
+    own: Turn = field(default_factory=Turn)
+
+
+@dataclass(slots=True)
+class RequestStates:
+    """The recurrent states of one running request (`states.py`).
+
+    own          the request's own state, which its steps write
+    source       the checkpoint that the next step reads; None: the next step reads `own`
+    unpublished  checkpoints that steps in flight write, each with the number of tokens that it covers
+    read         checkpoints that steps in flight read, each with the position at which its step ends
+    candidates   states that steps in flight write if they reach the end of a block, in order of the steps
+    covered      lower bound of the tokens that the state covers after the last planned step
+    reached      tokens that the state covers after the last committed step
+    latest       id and key of the last checkpoint that was made while decoding
+    loaded       if the request started from a checkpoint that was loaded from a tier: number of tokens that this
+                 checkpoint covers; else -1
+    """
+
+    own: Lease
+    source: Lease | None
+    turns: Turns
+    unpublished: list[tuple[int, Lease]] = field(default_factory=list)
+    read: list[tuple[int, Lease]] = field(default_factory=list)
+    candidates: list[Lease] = field(default_factory=list)
+    covered: int = 0
+    reached: int = 0
+    latest: tuple[int, Key] | None = None
+    loaded: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +123,7 @@ class Request:
     slot: Lease | None = field(init=False, default=None)
     """Its request slot on the device, while it runs."""
     blocks: Lease | None = field(init=False, default=None)
-    table: tuple[BlockId, ...] = field(init=False, default=())
+    block_table: tuple[BlockId, ...] = field(init=False, default=())
     """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
     states: RequestStates | None = field(init=False, default=None)
     """Its recurrent states, while it runs; None: the model has no recurrent state."""
@@ -198,3 +248,82 @@ class Request:
             if outputs + count >= self.max_outputs:
                 return count, "length"
         return count, None
+
+
+class RequestQueues:
+    """Unfinished requests by id. Other parts of the scheduler read the three mappings; only this class changes them.
+
+    unfinished  all requests that have not finished
+    waiting     requests in the states WAITING and LOADING
+    running     requests in the state RUNNING; they have a request slot and blocks
+
+    Invariants: `waiting` and `running` are disjoint, and `unfinished` is their union. Requests are ranked by level (the
+    priority, improved by aging), then by arrival: an earlier request has a smaller id.
+    """
+
+    def __init__(self, aging_steps: int) -> None:
+        self.unfinished: dict[RequestId, Request] = {}
+        self.waiting: dict[RequestId, Request] = {}
+        self.running: dict[RequestId, Request] = {}
+        self._aging_steps = aging_steps
+        self._ranked: list[Request] | None = None  # running requests by rank; None: to be sorted again
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self.unfinished[request.id] = request
+        self.waiting[request.id] = request
+
+    def start(self, request: Request) -> None:
+        """Move a request from `waiting` to `running`."""
+        request.state = State.RUNNING
+        del self.waiting[request.id]
+        self.running[request.id] = request
+        self._ranked = None
+
+    def requeue(self, request: Request) -> None:
+        """Move a request from `running` back to `waiting`, and begin its next epoch: results of steps that were
+        launched before are dropped.
+        """
+        self._stop(request)
+        request.state = State.WAITING
+        request.epoch += 1  # rule: preemption-begins-an-epoch
+        request.promotions = 0
+        self.waiting[request.id] = request
+
+    def remove(self, request: Request) -> None:
+        """Remove a finished request."""
+        self._stop(request)
+        self.waiting.pop(request.id, None)  # rule: finish-leaves-the-queue
+        self.unfinished.pop(request.id, None)
+        request.state = State.FINISHED  # rule: finished-request-is-finished
+
+    def _stop(self, request: Request) -> None:
+        if self.running.pop(request.id, None) is not None:
+            self._ranked = None
+
+    def by_rank(self, requests: Iterable[Request]) -> list[Request]:
+        """Sort requests by rank, highest first."""
+        aging = self._aging_steps
+        # The code of `Request.level`, inlined: hundreds of calls would cost more than the computation.
+        return sorted(requests, key=lambda request: (request.priority - request.waited_steps // aging, request.id))
+
+    def running_by_rank(self) -> Sequence[Request]:
+        """The running requests by rank, highest first."""
+        if self._ranked is None:
+            self._ranked = self.by_rank(self.running.values())
+        return self._ranked
+
+    def age(self, batch: BatchPlan) -> None:
+        """Count one more skipped step for every request that has work but no row in the planned step. Ignores a plan
+        without rows.
+        """
+        if not batch.num_rows:
+            return
+        for request in self.waiting.values():
+            request.waited_steps += 1
+        if batch.num_rows < len(self.running):
+            served = set(batch.columns.request_id)
+            for request in self.running.values():
+                if request.id not in served and (request.in_prefill or request.can_decode):
+                    request.waited_steps += 1
+                    self._ranked = None

@@ -5,14 +5,19 @@ clock.
 tokens in `launched_*`, but decisions rely only on committed tokens and blocks (hazard H12). Called from the engine
 thread only.
 
-    plan ──▶ preemption.py   takes blocks for a waiting request of higher priority
-             decoding.py     adds a row for each request whose prompt is computed
-             prefill.py      adds a chunk for each request whose prompt is not computed
-             admission.py    starts waiting requests
+    plan ──▶ planning.py     preempts, adds decode rows and chunks of prompts, starts waiting requests
     commit ─▶ commit.py      appends tokens, publishes complete blocks
 
-These modules share the queues (queues.py), the prefix cache (prefix_cache.py), leases (allocation.py), tiers
-(tiers.py), recurrent states (states.py), and the search for blocks to reuse (reuse.py).
+Both use, from above to below:
+
+    allocation.py            blocks to reuse, and leases of slots and blocks
+    prefix_cache.py          keys, and the blocks that are findable under them
+    tiers.py                 loads and promotions from other tiers
+    states.py                recurrent states and their checkpoints
+    request.py, limits.py    requests and their queues; sizes of a step, and where a prompt is cut
+    spec_policy.py           numbers of drafts
+
+validation.py checks a request before the scheduler gets it.
 """
 
 from __future__ import annotations
@@ -23,20 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.errors import InvariantError
-from sidestream.schedule.admission import Admission
-from sidestream.schedule.allocation import Allocator
+from sidestream.schedule.allocation import Allocator, ReuseFinder
 from sidestream.schedule.commit import Committed, Committer
-from sidestream.schedule.decoding import DecodePlanner
 from sidestream.schedule.limits import Limits
-from sidestream.schedule.preemption import Preemption
-from sidestream.schedule.prefill import PrefillPlanner
+from sidestream.schedule.planning import Admission, DecodePlanner, Preemption, PrefillPlanner, StepBuilder
 from sidestream.schedule.prefix_cache import PrefixCache
-from sidestream.schedule.queues import RequestQueues
-from sidestream.schedule.request import Request, State
-from sidestream.schedule.reuse import ReuseFinder
+from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.schedule.states import StateCache
-from sidestream.schedule.step_builder import StepBuilder
 from sidestream.schedule.tiers import NoTiers, TierLoads, TierView
 from sidestream.types import BatchPlan, RowResult, StepPlan
 from sidestream_kv.kv.key_log import DeviceKeyLog

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Protocol
 
 from sidestream.errors import InvariantError
-from sidestream.schedule.chunking import reusable_tokens
-from sidestream.schedule.limits import Limits
+from sidestream.schedule.limits import Limits, reusable_tokens
+from sidestream.schedule.request import RequestStates, Turn, Turns
 from sidestream.types import StateIds
 from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.kv.state_layout import StateRegion
@@ -54,56 +53,6 @@ class TierUses(Protocol):
         have released them already.
         """
         ...
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """The keys of a request's checkpoints at the end of its prompt and of its answer, and the number of requests that
-    have started from one of them.
-    """
-
-    keys: list[Key] = field(default_factory=list)
-    starts: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Turns:
-    """What a request knows of its conversation, also after it was preempted.
-
-    earlier   checkpoints of the turn that the request continues
-    own       checkpoints at the ends of the request's own prompt and answer
-    """
-
-    earlier: Turn | None = None
-    own: Turn = field(default_factory=Turn)
-
-
-@dataclass(slots=True)
-class RequestStates:
-    """The states of one running request.
-
-    own          the request's own state, which its steps write
-    source       the checkpoint that the next step reads; None: the next step reads `own`
-    unpublished  checkpoints that steps in flight write, each with the number of tokens that it covers
-    read         checkpoints that steps in flight read, each with the position at which its step ends
-    candidates   states that steps in flight write if they reach the end of a block, in order of the steps
-    covered      lower bound of the tokens that the state covers after the last planned step
-    reached      tokens that the state covers after the last committed step
-    latest       id and key of the last checkpoint that was made while decoding
-    loaded       if the request started from a checkpoint that was loaded from a tier: number of tokens that this
-                 checkpoint covers; else -1
-    """
-
-    own: Lease
-    source: Lease | None
-    turns: Turns
-    unpublished: list[tuple[int, Lease]] = field(default_factory=list)
-    read: list[tuple[int, Lease]] = field(default_factory=list)
-    candidates: list[Lease] = field(default_factory=list)
-    covered: int = 0
-    reached: int = 0
-    latest: tuple[int, Key] | None = None
-    loaded: int = -1
 
 
 class StateCache:

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sidestream.schedule.limits import Limits
-from sidestream.schedule.queues import RequestQueues
-from sidestream.schedule.request import Request, State
+from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.schedule.states import Source
-from sidestream.schedule.step_builder import StepBuilder
 from sidestream.types import CachedTokens
 from sidestream_kv.types import DEVICE, HOST, Fence, Key, PromotePlan, RequestId
 
@@ -101,26 +99,20 @@ class TierLoads:
         )
 
     def promote(
-        self,
-        request: Request,
-        keys: Sequence[Key],
-        sources: Sequence[Source],
-        step: StepBuilder,
-        *,
-        num_partial: int,
-    ) -> bool:
+        self, request: Request, keys: Sequence[Key], sources: Sequence[Source], *, num_partial: int
+    ) -> PromotePlan | None:
         """Plan a promotion of the first `keys`, which are in the tiers `sources`, and make the request wait for it.
-        Returns False if the promotion is not worth the time, or if the request has waited too often.
+        Returns None if the promotion is not worth the time, or if the request has waited too often.
         """
         if not self.may_promote(request, sources, num_partial=num_partial):
-            return False
-        step.transfers.append(PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)])))
+            return None
+        plan = PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)]))
         request.promotions += 1
         request.promoted_from.update(
             (key, source) for key, source in zip(keys, sources, strict=False) if source != HOST
         )
         request.state = State.LOADING
-        return True
+        return plan
 
     def num_in_host(self, sources: Sequence[Source]) -> int:
         """Number of leading blocks in host memory, which can be loaded at once; the others must be promoted first."""

@@ -15,8 +15,7 @@ from proof.mutations import Change, Mutation, applied, find
 from proof.mutations.marks import Mark, find_marks
 from proof.mutations.operators import Become, Delete, Operator, Value
 from sidestream.errors import InvariantError
-from sidestream_kv.kv.pool import FencedPool, Lease
-from sidestream_kv.kv.prefix import PrefixIndex
+from sidestream_kv.kv.pool import FencedPool, Lease, PrefixIndex
 
 SOURCE = """\
 from contextlib import contextmanager

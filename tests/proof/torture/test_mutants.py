@@ -18,7 +18,7 @@ from proof.torture.reach import reach_of, seeds_that_reach
 from sidestream.errors import ConfigError
 
 NAME = "auto:kv.pool:Lease.release:delete:0"
-BY_TESTS = "kv.prefix:PrefixIndex.add:operand:1"
+BY_TESTS = "kv.pool:PrefixIndex.add:operand:1"
 
 
 @pytest.fixture(autouse=True)

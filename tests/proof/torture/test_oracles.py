@@ -74,7 +74,7 @@ LOST_FENCE = doctored(
 )
 NOT_EVER_FINISHED = doctored(
     _Schedule._busy,
-    "return engine.loop.in_flight is not None or (transfers is not None and transfers.busy)",
+    "return engine.loop.in_flight is not None or (transfers is not None and transfers.has_work)",
     Value("True"),
 )
 

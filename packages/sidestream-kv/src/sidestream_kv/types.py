@@ -142,10 +142,10 @@ class Tracer(Protocol):
 
     Devices, channels (queues between threads) and pools call it, from any thread. For each stream, a device calls
     `submitted`, `waited`, `started`, `touched` and `finished` in the stream's order. All host threads share one
-    timeline, as if they were one thread, except for threads that called `apart`: each of these has its own timeline.
+    timeline, as if they were one thread, except for threads that called `own_timeline`.
     """
 
-    def apart(self, name: str) -> None:
+    def own_timeline(self, name: str) -> None:
         """From now on, the calling thread has its own timeline, `name`. Only messages and fences order it with other
         timelines.
         """

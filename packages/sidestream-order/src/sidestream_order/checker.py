@@ -75,7 +75,7 @@ class Checker:
 
     # ------------------------------------------------------------------ events of host threads
 
-    def apart(self, name: str) -> None:
+    def own_timeline(self, name: str) -> None:
         with self._lock:
             self._order.split(name)
 

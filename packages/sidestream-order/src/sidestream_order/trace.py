@@ -99,8 +99,8 @@ class Recorder:
 
     # ------------------------------------------------------------------ Tracer
 
-    def apart(self, name: str) -> None:
-        self._checker.apart(name)
+    def own_timeline(self, name: str) -> None:
+        self._checker.own_timeline(name)
 
     def joined(self, name: str) -> None:
         self._checker.joined(name)

@@ -17,9 +17,8 @@ from queue import SimpleQueue
 
 import torch
 
-from sidestream_kv.device.base import CopyBatch, Memory, WakeUp, no_accesses, wait_in_capture
+from sidestream_kv.device.base import CopyBatch, Memory, StreamFence, no_accesses, wait_in_capture
 from sidestream_kv.device.channel import Bell
-from sidestream_kv.device.fence import StreamFence
 from sidestream_kv.errors import DeviceLost, InvariantError
 from sidestream_kv.metrics import Timeline
 from sidestream_kv.types import Accesses, Fence, Tracer
@@ -322,7 +321,7 @@ class TurnTaker:
 
     def _run(self) -> None:
         if self._tracer is not None:
-            self._tracer.apart(self.name)
+            self._tracer.own_timeline(self.name)
             self._tracer.received(f"start of {self.name}", 1)
         try:
             self._prepare()

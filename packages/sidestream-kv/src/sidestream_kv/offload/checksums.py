@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from sidestream_kv.device.base import Device
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.copy import BlockMemory
-from sidestream_kv.offload.tiers.host import HostTier
+from sidestream_kv.offload.tiers.stack import HostTier
 from sidestream_kv.types import Access
 
 logger = logging.getLogger(__name__)

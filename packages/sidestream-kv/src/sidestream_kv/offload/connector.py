@@ -282,13 +282,13 @@ class OffloadConnector:
     # ------------------------------------------------------------------ completion: never blocks
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any transfer is in flight, including writes to persistent tiers, or an event was not polled yet."""
         idle = self._worker.idle_after == self._num_sent
         return not idle or len(self._events) > 0 or any(pool.is_settling for pool in self._pools) or bool(self._loads)
 
     @property
-    def awaited(self) -> bool:
+    def has_waiters(self) -> bool:
         """Whether any request waits for a transfer."""
         return bool(self._num_promotions or self._loads)
 
@@ -378,7 +378,7 @@ class OffloadConnector:
         which loses only cached blocks.
         """
         deadline = self._clock() + timeout_s
-        while self.busy:
+        while self.has_work:
             if self._clock() >= deadline or self._failed:
                 self._switches.abandoned = True
                 self._thread.wake()

@@ -24,13 +24,12 @@ from sidestream_kv.errors import TierCorrupt
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.checksums import Checksums
 from sidestream_kv.offload.copy import BlockMemory, layers_batch
 from sidestream_kv.offload.costs import CostModel
 from sidestream_kv.offload.messages import LoadMissed, LoadSubmitted, Part
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency
-from sidestream_kv.offload.tickets import LoadJob
+from sidestream_kv.offload.tickets import LoadJob, Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.tiers.stack import TierStack
 from sidestream_kv.types import HOST, Key, LoadPlan
 
@@ -83,7 +82,7 @@ class Loads:
         return bool(self._waiting)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any block is waiting or being copied."""
         return bool(self._waiting or self._jobs)
 

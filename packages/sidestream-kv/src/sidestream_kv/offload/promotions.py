@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from sidestream_kv.kv.pool import Lease
-from sidestream_kv.offload.bookkeeping import Switches
 from sidestream_kv.offload.messages import Promoted
-from sidestream_kv.offload.tickets import ReadTicket, Waiter
+from sidestream_kv.offload.tickets import ReadTicket, Switches, Waiter
 from sidestream_kv.offload.tier_io import TierIO
 from sidestream_kv.offload.tiers.stack import TierStack
 from sidestream_kv.types import Key, PromotePlan
@@ -45,7 +44,7 @@ class Promotions:
         self._waiters: list[Waiter] = []
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any request waits."""
         return bool(self._waiters)
 

@@ -18,11 +18,10 @@ from itertools import islice
 from sidestream_kv.device.base import Device
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.checksums import Checksums
 from sidestream_kv.offload.copy import BlockMemory, layers_batch
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency
-from sidestream_kv.offload.tickets import StoreJob, StoreTicket
+from sidestream_kv.offload.tickets import StoreJob, StoreTicket, Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.tiers.stack import TierStack
 from sidestream_kv.types import Key, StorePlan
 
@@ -73,7 +72,7 @@ class Stores:
         return bool(self._waiting)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any block is waiting, being copied, or deferred."""
         return bool(self._waiting or self._tickets or self._deferred)
 

@@ -18,11 +18,10 @@ from itertools import islice
 
 from sidestream_kv.device.base import Device
 from sidestream_kv.errors import TierFull, TierLost, TierTimeout
-from sidestream_kv.offload.bookkeeping import Switches, TransferLog
 from sidestream_kv.offload.checksums import Checksums
 from sidestream_kv.offload.copy import BlockMemory
 from sidestream_kv.offload.costs import CostModel
-from sidestream_kv.offload.tickets import ReadTicket, Stopwatch, StoreTicket, WriteTicket
+from sidestream_kv.offload.tickets import ReadTicket, Stopwatch, StoreTicket, Switches, TransferLog, WriteTicket
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.offload.tiers.index import Entry, WriteGrant
 from sidestream_kv.offload.tiers.stack import TierStack
@@ -91,7 +90,7 @@ class TierIO:
         self._report(None)
 
     @property
-    def busy(self) -> bool:
+    def has_work(self) -> bool:
         """Whether any read or write is in flight."""
         return bool(self._writes or self.reads)
 

@@ -26,7 +26,6 @@ from sidestream_kv.errors import TierTimeout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.checksums import Checksums
 from sidestream_kv.offload.copy import BlockMemory
 from sidestream_kv.offload.costs import CostModel
@@ -35,7 +34,7 @@ from sidestream_kv.offload.messages import Command, Forget, StoreAgain, SubmitPl
 from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.promotions import Promotions
 from sidestream_kv.offload.stores import Stores
-from sidestream_kv.offload.tickets import StoreTicket
+from sidestream_kv.offload.tickets import StoreTicket, Switches, TransferLog, UnsettledJobs
 from sidestream_kv.offload.tier_io import TierIO
 from sidestream_kv.offload.tiers.stack import TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
@@ -56,7 +55,7 @@ _GROWTH_POLL_S = 0.05
 
 class _Part(Protocol):
     @property
-    def busy(self) -> bool: ...
+    def has_work(self) -> bool: ...
 
     def sizes(self) -> dict[str, int]: ...
 
@@ -307,7 +306,7 @@ class OffloadWorker:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
         if self._stores.growing:
             until_s.append(self._clock() + _GROWTH_POLL_S)
-        self.idle_after = -1 if more or any(part.busy for part in self._parts) else self._num_taken
+        self.idle_after = -1 if more or any(part.has_work for part in self._parts) else self._num_taken
         return WakeUp(tuple(dict.fromkeys(self._awaited())), min(until_s, default=None))
 
     def _awaited(self) -> Iterator[Fence]:

@@ -51,7 +51,7 @@ class SimThread:
 
     def _run(self) -> None:
         if self._device.tracer is not None:
-            self._device.tracer.apart(self.name)
+            self._device.tracer.own_timeline(self.name)
             self._device.tracer.received(f"start of {self.name}", 1)
         while self.failure is None:
             self._woken, self._busy = False, True

@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sidestream_kv.device.base import StreamFence
 from sidestream_kv.device.cuda.driver import Event, Table
 from sidestream_kv.device.cuda.history import History
-from sidestream_kv.device.fence import StreamFence
 from sidestream_kv.errors import DeviceLost, InvariantError
 from sidestream_kv.metrics import Timeline
 from sidestream_kv.types import Accesses, Tracer

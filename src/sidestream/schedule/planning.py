@@ -1,0 +1,483 @@
+"""Plans a step: its rows, and which requests it starts and preempts for them. `Scheduler.plan` calls
+
+Preemption        takes the slot and the blocks of a running request for a request of higher rank
+DecodePlanner     adds one token, and drafts after it, for each running request whose prompt is computed
+PrefillPlanner    adds the next chunk of each running request whose prompt is not completely computed
+Admission         starts waiting requests: each gets a slot, blocks whose KV it reuses (from the device or from
+                  tiers, such as host memory) and new blocks, and its first chunk
+StepBuilder       collects their rows, transfers and fences
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sidestream.schedule.allocation import Allocator, Reuse, ReuseFinder
+from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
+from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.schedule.request import Request, RequestQueues, State
+from sidestream.schedule.spec_policy import SpecPolicy
+from sidestream.schedule.tiers import TierLoads, TierView
+from sidestream.types import BatchPlan, RowPlan, RowStart, StateIds, StepPlan
+from sidestream_kv.types import Fence, LoadPlan, TransferPlan
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """Exists during one call of `Scheduler.plan`, or of `Scheduler.plan_loads` (`loads_only`: there is no step).
+
+    prefill_budget  number of prompt tokens that may still be added
+    lead_s, step_s  see `Scheduler.plan`
+    speculates      some row has drafts, or begins at a position that depends on drafts of a step in flight
+    plain           decode rows without drafts
+    drafting        decode rows with drafts
+    prefills        rows that compute a chunk of a prompt
+    after           fences that the step waits for: last uses of the blocks that were allocated for it
+    undrafted       number of rows without drafts by reason, see `StepPlan`
+    arriving        requests, by rank, that get no row because their loads end later than the step could begin
+    """
+
+    prefill_budget: int
+    lead_s: float
+    step_s: float
+    loads_only: bool = False
+    speculates: bool = False
+    plain: list[RowPlan] = field(default_factory=list)
+    drafting: list[RowPlan] = field(default_factory=list)
+    prefills: list[RowPlan] = field(default_factory=list)
+    transfers: list[TransferPlan] = field(default_factory=list)
+    after: list[Fence] = field(default_factory=list)
+    undrafted: Counter[str] = field(default_factory=Counter)
+    arriving: list[Request] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step has no row."""
+        return not (self.plain or self.drafting or self.prefills)
+
+    def build(self) -> StepPlan:
+        """The finished plan. Its rows: decode rows without drafts, decode rows with drafts, prefill rows."""
+        batch = BatchPlan((*self.plain, *self.drafting, *self.prefills), self.speculates)
+        return StepPlan(tuple(self.transfers), batch, tuple(self.after), self.undrafted)
+
+
+class PrefillPlanner:
+    """Adds a request's next chunk to a step.
+
+    Invariants:
+    - Where outputs are bitwise equal (`tail_apart`), a chunk is never cut to fit the budget, because its shape affects
+      the rounding of the result: a chunk that does not fit waits. Elsewhere it is cut at a block border, so that the
+      waiting prompts fill the step.
+    - No chunk is planned before all copies of the request's load were submitted, so that the step can wait for their
+      fences (hazard H5).
+    - A token is sampled only after the chunk that ends at the last known token (hazard H25).
+    """
+
+    def __init__(self, limits: Limits, *, tiers: TierView, allocator: Allocator) -> None:
+        self._limits = limits
+        self._tiers = tiers
+        self._allocator = allocator
+
+    def plan(self, request: Request, step: StepBuilder) -> None:
+        """Add the request's next chunk, if it has one and the step has room for it."""
+        if not request.in_prefill or request.state is not State.RUNNING or request.loading:  # rule: prefill-is-possible
+            return
+        if request.arriving:
+            if self._tiers.seconds_left(request.id, request.epoch, step_s=step.step_s) > step.lead_s:
+                step.arriving.append(request)  # otherwise all rows of the step would wait for the load of this one
+                return
+            request.arriving = False
+        self._add_chunk(request, step)
+
+    def plan_arriving(self, step: StepBuilder) -> None:
+        """If the step is empty because all its requests wait for long loads, add the first of these requests: there is
+        no other row to delay.
+        """
+        if step.arriving and step.is_empty:
+            request = step.arriving[0]
+            request.arriving = False
+            self.plan(request, step)
+
+    def _add_chunk(self, request: Request, step: StepBuilder) -> None:
+        start, known, limits = request.launched_len, request.prefill_end, self._limits
+        stop = chunk_stop(
+            start,
+            known,
+            chunk_tokens=limits.chunk_tokens,
+            block_tokens=limits.block_tokens,
+            tail_apart=limits.tail_apart or request.states is not None,
+        )
+        if request.states is not None:
+            stop = self._cut_for_state(request, start, stop)
+        if stop - start > step.prefill_budget:
+            stop = (start + step.prefill_budget) // limits.block_tokens * limits.block_tokens
+            if limits.tail_apart or request.states is not None or stop <= start:
+                return
+        step.prefill_budget -= stop - start
+        states, after = self._allocator.plan_states(
+            request, start, stop, checkpoint=self._wants_checkpoint(request, stop)
+        )
+        step.after.extend(after)  # rule: checkpoint-waits-for-its-last-use
+        # rule: only-the-last-chunk-samples
+        step.prefills.append(self._row(request, start, stop, states, samples=stop == known))
+
+    def _cut_for_state(self, request: Request, start: int, stop: int) -> int:
+        """The end of the chunk `[start, stop)`: `stop`, or an earlier position at which to make a checkpoint (a
+        recurrent state that is kept for reuse).
+        """
+        size = self._limits.block_tokens
+        branch, interval = request.branch_blocks * size, self._limits.state_interval * size
+        wanted = [branch] if start < branch else []
+        if interval:
+            wanted.append((start // interval + 1) * interval)
+        return min([stop, *wanted])
+
+    def _wants_checkpoint(self, request: Request, stop: int) -> bool:
+        """Whether to make a checkpoint at `stop`. True at the last block border of the prompt, where earlier prompts
+        branch off, and at the configured interval.
+        """
+        size = self._limits.block_tokens
+        interval = self._limits.state_interval * size
+        return stop > 0 and (
+            stop == reusable_tokens(request.prefill_end, size)
+            or stop == request.branch_blocks * size
+            or (interval > 0 and stop % interval == 0)
+        )
+
+    def _row(self, request: Request, start: int, stop: int, states: StateIds | None, *, samples: bool) -> RowPlan:
+        assert request.slot is not None
+        begin, tokens, outputs = None, tuple(request.tokens[start:stop]), request.launched_outputs
+        if not request.begun:
+            begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
+            request.begun = True
+        self._allocator.extend_block_table(request, stop)
+        row = RowPlan(
+            request.id,
+            request.slot.ids[0],
+            request.epoch,
+            start,
+            stop,
+            tokens,
+            request.block_table,
+            samples,
+            outputs,
+            begin,
+            states=states,
+        )
+        request.launched_len = stop
+        request.launched_outputs += samples
+        return row
+
+
+class Admission:
+    """Starts waiting requests in order of rank.
+
+    Invariants:
+    - While a request waits for a slot or for free blocks, no request of lower rank starts (hazard H26). While a request
+      waits for the disk, or for blocks that a running request is about to complete, requests of lower rank may start.
+    - Reused blocks are leased before new blocks are allocated, so the request cannot evict its own prefix (hazard H11).
+    - While admission is paused, only preempted requests are admitted (hazard H8).
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        queues: RequestQueues,
+        prefix_cache: PrefixCache,
+        allocator: Allocator,
+        tiers: TierLoads,
+        reuse: ReuseFinder,
+        prefill: PrefillPlanner,
+    ) -> None:
+        self.paused = False
+        """If True, requests that were never admitted stay in the queue."""
+        self._limits = limits
+        self._queues = queues
+        self._prefix_cache = prefix_cache
+        self._allocator = allocator
+        self._tiers = tiers
+        self._reuse = reuse
+        self._prefill = prefill
+
+    def admit(self, step: StepBuilder) -> None:
+        """Start waiting requests in order of rank, until there is no room for the next one. Adds their loads and first
+        chunks to the step.
+        """
+        if not self._queues.waiting or not self._allocator.has_free_slot:
+            return
+        for request in self._queues.by_rank(self.candidates())[: self._limits.max_probes]:
+            if not self._allocator.has_free_slot or not self._try_admit(request, step):
+                return
+
+    def candidates(self) -> list[Request]:
+        """Waiting requests that may start now, if there is room."""
+        return [request for request in self._queues.waiting.values() if self._may_start(request)]
+
+    def has_room(self, request: Request, reuse: Reuse, *, preempted: Sequence[Request] = ()) -> bool:
+        """Whether the request finds enough blocks. `preempted`: requests whose blocks count as available."""
+        return self._allocator.fits(request, reuse, num_running=len(self._queues.running), preempted=preempted)
+
+    def _may_start(self, request: Request) -> bool:
+        return request.state is State.WAITING and (not self.paused or request.has_begun)  # rule: request-may-start
+
+    def _try_admit(self, request: Request, step: StepBuilder) -> bool:
+        """Start the request, or leave it waiting for the disk or for blocks of a running request. Returns False if
+        there is no room, or if the plan may only start requests with loads (`loads_only`) and this request has none.
+        Then no further request is tried.
+        """
+        wanted = self._prefix_cache.wanted_keys(request)
+        reuse = self._reuse.find(request, wanted)
+        promotion = self._tiers.promote(request, reuse.keys, reuse.sources, num_partial=reuse.num_partial)
+        if promotion is not None:
+            step.transfers.append(promotion)
+            return True
+        reuse = self._reuse.loadable(request, wanted, reuse)
+        hits = reuse.hits
+        # rule: request-joins-one-that-computes-the-same
+        if self._prefix_cache.is_pending(wanted[len(hits) : reuse.num_joinable + 1]):
+            return True
+        if step.loads_only and not reuse.keys:  # rule: order-of-admission-is-kept-during-a-wait
+            return False
+        if not self.has_room(request, reuse):  # rule: admission-needs-room
+            return False
+        num_hits, num_found = len(hits), reuse.num_blocks
+        loaded_ids, after = self._allocator.start(request, reuse)
+        step.after.extend(after)  # rule: fresh-blocks-wait-for-their-last-use
+        if reuse.keys:
+            # rule: load-waits-for-its-blocks-last-use
+            step.transfers.append(
+                LoadPlan(
+                    request.id,
+                    request.epoch,
+                    tuple(reuse.keys),
+                    tuple(loaded_ids),
+                    after,
+                    num_whole=reuse.num_state_parts,
+                    covers=num_found * self._limits.block_tokens,
+                    num_partial=reuse.num_partial,
+                )
+            )
+        request.branch_blocks = reuse.num_joinable  # rule: checkpoint-is-made-where-prompts-branch
+        request.start(
+            num_hits=num_hits,
+            num_found=num_found,
+            num_partial=num_hits + reuse.num_partial,
+            block_tokens=self._limits.block_tokens,
+        )
+        self._queues.start(request)
+        request.loading = request.arriving = bool(reuse.keys)  # rule: request-with-a-load-is-loading
+        if request.cached is None:
+            loaded = tuple(reuse.keys[reuse.num_state_parts :])
+            request.cached = self._tiers.cached_tokens(request, num_hits=num_hits, loaded=loaded)
+        self._prefill.plan(request, step)
+        return True
+
+
+class Preemption:
+    """Chooses victims (requests to preempt) and preempts them.
+
+    Invariants (hazard H26):
+    - A victim ranks below the request that takes its blocks. So the request of the highest rank is never preempted, and
+      it ends.
+    - A request that has not run a step since its admission is preempted only for the request of the highest rank. So
+      every admission makes progress.
+    - Aging improves the rank of a waiting request, but causes no preemption: otherwise two requests of one priority
+      would preempt each other in turn.
+    """
+
+    def __init__(
+        self,
+        aging_steps: int,
+        *,
+        queues: RequestQueues,
+        prefix_cache: PrefixCache,
+        allocator: Allocator,
+        tiers: TierLoads,
+        admission: Admission,
+        reuse: ReuseFinder,
+    ) -> None:
+        self.count = 0
+        """Requests preempted to make room for others."""
+        self._aging_steps = aging_steps
+        self._queues = queues
+        self._prefix_cache = prefix_cache
+        self._allocator = allocator
+        self._tiers = tiers
+        self._admission = admission
+        self._reuse = reuse
+
+    def preempt(self, request: Request) -> None:
+        """Release the request's slot and blocks at once. Published blocks stay findable. Tokens that a step in flight
+        samples are dropped, and sampled again later.
+        """
+        self._allocator.release(request)
+        self._queues.requeue(request)
+
+    def make_room(self, request: Request, num_blocks: int) -> bool:
+        """Preempt requests of lower rank than `request` until `num_blocks` blocks are available. Returns False if that
+        is impossible in this step.
+        """
+        while not self._allocator.has_blocks(num_blocks):
+            if self._allocator.is_settling:
+                return False  # some released blocks become available when a transfer ends
+            victim = self.victim_for(request)
+            if victim is None:
+                return False
+            self._take_room_of(victim)
+        return True
+
+    def make_room_for_priority(self) -> None:
+        """Preempt requests of lower priority and lower rank than the first waiting request, so that it can start.
+        Preempts none if that would not free enough blocks.
+        """
+        if (
+            not self._queues.waiting
+            or len({request.priority for request in self._queues.unfinished.values()}) == 1
+            or not (waiting := self._admission.candidates())
+        ):
+            return
+        first = self._queues.by_rank(waiting)[0]
+        victims = self._queues.by_rank(self._lower_priority(first))
+        wanted = self._prefix_cache.wanted_keys(first)
+        reuse = self._reuse.find(first, wanted)
+        if self._tiers.may_promote(first, reuse.sources, num_partial=reuse.num_partial):
+            return  # the waiting request will first wait for the disk, and needs no blocks then
+        if self._prefix_cache.is_pending(wanted[len(reuse.hits) : len(reuse.hits) + 1]):
+            return
+        if not self._admission.has_room(first, reuse, preempted=victims):
+            return
+        while victims and not (self._allocator.has_free_slot and self._admission.has_room(first, reuse)):
+            self._take_room_of(victims.pop())
+
+    def _lower_priority(self, first: Request) -> list[Request]:
+        aging = self._aging_steps
+        # rule: request-steps-before-it-yields-to-priority
+        return [
+            request
+            for request in self._queues.running.values()
+            if request.stepped and request.priority > first.priority and request.level(aging) > first.level(aging)
+        ]
+
+    def victim_for(self, request: Request) -> Request | None:
+        """The request of the lowest rank among those that have run a step since their admission and rank below
+        `request`.
+        """
+        ranked = self._queues.running_by_rank()
+        below = ranked[ranked.index(request) + 1 :]  # rule: older-requests-are-not-preempted
+        stepped = [other for other in below if other.stepped]  # rule: request-steps-before-it-is-preempted
+        if stepped:
+            return stepped[-1]
+        return below[-1] if below and ranked[0] is request else None
+
+    def _take_room_of(self, victim: Request) -> None:
+        self.preempt(victim)
+        self.count += 1
+
+
+class DecodePlanner:
+    """Adds the decode rows of a step. `plan` is hot code: it handles every running request in every step.
+
+    Invariants:
+    - A row is planned only if the request's blocks cover every token that it may write (hazard H11).
+    - A request may be preempted to get a block for a token of a request of higher rank, but never for drafts.
+    - While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds; if `drafts_in_flight` is
+      subtracted, they are lower bounds (hazard H19).
+    """
+
+    def __init__(self, limits: Limits, *, policy: SpecPolicy, allocator: Allocator, preemption: Preemption) -> None:
+        self._limits = limits
+        self._policy = policy
+        self._allocator = allocator
+        self._preemption = preemption
+
+    def plan(self, requests: Sequence[Request], step: StepBuilder) -> None:
+        """Add a row for each request that has enough blocks or gets them. In the common case, a row is one token, and
+        the request's block table already covers it.
+        """
+        size, running, new = self._limits.block_tokens, State.RUNNING, tuple.__new__
+        plain, drafting = step.plain, step.drafting
+        for request, wanted in zip(requests, self._choose_drafts(requests, step), strict=True):
+            # rule: preempted-request-is-not-planned
+            if request.state is not running:  # it was preempted for an earlier row of this step
+                continue
+            length, in_flight, block_table = request.launched_len, request.drafts_in_flight, request.block_table
+            drafts = wanted
+            if length + 1 + drafts > len(block_table) * size:
+                room = self._make_room(request, wanted, step)
+                if room is None:
+                    continue
+                drafts, block_table = room, request.block_table
+            assert request.slot is not None
+            states = None
+            if request.states is not None:
+                states, after = self._allocator.plan_decode_states(request)
+                step.after.extend(after)  # rule: candidate-waits-for-its-last-use
+            outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
+            # Same as RowPlan(...), in half the time, because RowPlan.__new__ is not called.
+            # rule: decode-row
+            row = new(
+                RowPlan,
+                (
+                    request.id,
+                    slot,
+                    request.epoch,
+                    length - in_flight,
+                    stop,
+                    None,
+                    block_table,
+                    True,
+                    outputs - in_flight,
+                    None,
+                    drafts,
+                    states,
+                ),
+            )
+            request.launched_len = stop
+            request.launched_outputs = outputs + 1 + drafts
+            if drafts or in_flight:
+                request.drafts_in_flight = in_flight + drafts
+                step.speculates = True
+            (drafting if drafts else plain).append(row)
+
+    def _choose_drafts(self, requests: Sequence[Request], step: StepBuilder) -> Sequence[int]:
+        """Number of drafts for each request."""
+        if not (self._policy.max_drafts and requests):
+            return [0] * len(requests)
+        chosen = self._policy.reuse(len(requests))
+        if chosen is None:
+            room = [request.max_outputs - request.launched_outputs - 1 for request in requests]
+            chosen = self._policy.choose([request.spec_record for request in requests], room)
+        step.undrafted.update(chosen.undrafted)
+        return chosen.counts
+
+    def _make_room(self, request: Request, wanted: int, step: StepBuilder) -> int | None:
+        """Extend the block table to cover one token and `wanted` drafts, or only the token if there are too few blocks.
+        Returns the number of drafts; None: there is no block even for the token.
+        """
+        drafts = wanted
+        # rule: drafts-reserve-their-blocks
+        if drafts and not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False):
+            drafts = 0
+        stop = request.launched_len + 1 + drafts
+        # rule: decode-reserves-its-block
+        if not (drafts or self._reserve(request, stop, step, preempting=not request.drafts_in_flight)):
+            return None
+        self._allocator.extend_block_table(request, stop)
+        if drafts < wanted:
+            step.undrafted["blocks"] += 1
+        return drafts
+
+    def _reserve(self, request: Request, length: int, step: StepBuilder, *, preempting: bool) -> bool:
+        """Make the request's blocks cover `length` tokens. Returns False if that is impossible in this step."""
+        missing = self._allocator.missing_blocks(request, length)
+        if missing <= 0:
+            return True
+        if not self._allocator.has_blocks(missing) and not (
+            preempting and self._preemption.make_room(request, missing)
+        ):
+            return False
+        step.after.extend(self._allocator.grow(request, missing))  # rule: grown-block-waits-for-its-last-use
+        return True
