@@ -21,6 +21,7 @@ from sidestream.runner.step_inputs import (
     StepInputs,
     TableChanges,
     demand_of,
+    hidden_source_of,
     keys_that_fit,
     pack,
 )

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import torch
 
-from sidestream_kv.device.base import CopyBatch, Memory, StreamFence, no_accesses, wait_in_capture
+from sidestream_kv.device.base import CopyBatch, Memory, StreamFence, WakeUp, no_accesses, wait_in_capture
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.errors import DeviceLost, InvariantError
 from sidestream_kv.metrics import Timeline
