@@ -1,4 +1,4 @@
-"""Write the tables of README and docs from the files in bench/results and from the code.
+"""Write the tables of README, docs and bench/results/README.md from the files in bench/results and from the code.
 
     python -m bench.tables            # rewrite stale tables
     python -m bench.tables --check    # only name the pages with stale tables; exit status 1 if there are any
@@ -7,6 +7,7 @@ A table stands between its marker and `<!-- end -->`. NAME is a file of bench/re
 
     <!-- figures: NAME … -->          all figures of these files
     <!-- bounds: NAME … -->           those that have a bound
+    <!-- compared figures: NAME … --> all figures of these files, a column for each file; also `compared bounds`
     <!-- served: NAME -->             percentiles of every server in this result of `bench serve` (`served.py`)
     <!-- selected                     one row for each line, with words of its own
     NAME FIGURE: what it means
@@ -14,6 +15,7 @@ A table stands between its marker and `<!-- end -->`. NAME is a file of bench/re
     <!-- hazards -->                  the hazards, from the code (`hazards.py`)
     <!-- mutants: NAME -->            the automatic mutants of this file that nothing detected (`mutants.py`)
     <!-- campaigns -->                campaigns of torture schedules, from bench/results/campaigns (`campaigns.py`)
+    <!-- campaigns together -->       their sums
     <!-- races -->                    other engines' races, from examples/races (`races.py`)
     <!-- sampling options -->         the sampling options, from the code (`sampling_options.py`)
 """
@@ -27,7 +29,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from bench.campaigns import campaign_table, cpu_of
+from bench.campaigns import campaign_sums, campaign_table, cpu_of
 from bench.hazards import hazard_table
 from bench.mutants import mutant_table
 from bench.races import race_table
@@ -39,17 +41,24 @@ RESULTS = ROOT / "bench" / "results"
 _FILES = re.compile(
     r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\-. ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
+_COMPARED = re.compile(
+    r"(<!-- compared (?P<which>figures|bounds): (?P<names>[\w\-.\s]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)",
+    re.DOTALL,
+)
 _SELECTED = re.compile(
-    r"(<!-- selected\n(?P<rows>(?:[\w\-.]+ \w+: .+\n)+)-->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
+    r"(<!-- selected\n(?P<rows>(?:[\w\-.]+ \w+: [^\n]+\n)+)-->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
 _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _MUTANTS = re.compile(r"(<!-- mutants: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _CAMPAIGNS = re.compile(r"(<!-- campaigns -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_SUMS = re.compile(r"(<!-- campaigns together -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _SERVED = re.compile(r"(<!-- served: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
-_TABLES = (_FILES, _SERVED, _SELECTED, _MUTANTS, _CAMPAIGNS, _HAZARDS, _RACES, _OPTIONS)
-_MARKER = re.compile(r"<!-- (?:figures|bounds|served|selected|mutants|campaigns|hazards|races|sampling options)\b")
+_TABLES = (_FILES, _COMPARED, _SERVED, _SELECTED, _MUTANTS, _CAMPAIGNS, _SUMS, _HAZARDS, _RACES, _OPTIONS)
+_MARKER = re.compile(
+    r"<!-- (?:figures|bounds|compared|served|selected|mutants|campaigns|hazards|races|sampling options)\b"
+)
 
 
 def table(names: list[str], *, bounded: bool = False) -> str:
@@ -58,16 +67,35 @@ def table(names: list[str], *, bounded: bool = False) -> str:
     bounded   only figures that have a bound
     """
     reports = [_report(name) for name in names]
-    lines = ["| figure | measured | unit | bound | holds |", "| --- | ---: | --- | --- | --- |"]
+    lines = ["| figure | measured | unit | bound |", "| --- | ---: | --- | --- |"]
     for report in reports:
         for figure in report["figures"]:
             if bounded and figure["bound"] is None:
                 continue
-            cells = (f"`{figure['name']}`", _value(figure), figure["unit"], figure["bound"] or "", _holds(figure))
+            cells = (f"`{figure['name']}`", _judged(figure), figure["unit"], figure["bound"] or "")
             lines.append(f"| {' | '.join(cells)} |")
-    machines = "; ".join(sorted({_machine(report) for report in reports}))
-    commands = ", ".join(f"`{report['command']}`" for report in reports)
-    return "\n".join([*lines, "", _wrapped(f"Machine: {machines}. Commands: {commands}."), ""])
+    return "\n".join([*lines, "", _sources(reports), ""])
+
+
+def compared_table(names: list[str], *, bounded: bool = False) -> str:
+    """Markdown table of all figures in several result files of one kind: a row for each figure, a column for each file.
+
+    bounded   only figures of a file that have a bound there
+    """
+    reports = [_report(name) for name in names]
+    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    for column, report in enumerate(reports):
+        for figure in report["figures"]:
+            if not bounded or figure["bound"] is not None:
+                rows.setdefault(figure["name"], {})[column] = figure
+    labels = " | ".join(f"`{label}`" for label in _different_parts(names))
+    lines = [f"| figure | {labels} | unit | bound |", f"| --- |{' ---: |' * len(names)} --- | --- |"]
+    for name, figures in rows.items():
+        cells = [_judged(figures[column]) if column in figures else "" for column in range(len(names))]
+        bounds = " / ".join(dict.fromkeys(figure["bound"] for figure in figures.values() if figure["bound"]))
+        unit = next(iter(figures.values()))["unit"]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {unit} | {bounds} |")
+    return "\n".join([*lines, "", _sources(reports), ""])
 
 
 def selected_table(rows: str) -> str:
@@ -96,11 +124,18 @@ def rewritten(text: str) -> str:
     text = _FILES.sub(
         lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text
     )
+    text = _COMPARED.sub(
+        lambda found: (
+            found[1] + compared_table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"]
+        ),
+        text,
+    )
     text = _SELECTED.sub(lambda found: found[1] + selected_table(found["rows"]) + found["end"], text)
     text = _MUTANTS.sub(lambda found: found[1] + mutant_table(_report(found["name"])) + found["end"], text)
     text = _SERVED.sub(lambda found: found[1] + served_table(_report(found["name"])) + found["end"], text)
     text = _OPTIONS.sub(lambda found: found[1] + option_table() + found[3], text)
     text = _CAMPAIGNS.sub(lambda found: found[1] + campaign_table(_campaigns()) + found["end"], text)
+    text = _SUMS.sub(lambda found: found[1] + campaign_sums(_campaigns()) + found["end"], text)
     text = _RACES.sub(lambda found: found[1] + race_table() + found["end"], text)
     return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found["end"], text)
 
@@ -123,10 +158,36 @@ def _holds(figure: dict[str, Any]) -> str:
     return {True: "yes", False: "**no**", None: ""}[figure["holds"]]
 
 
+def _judged(figure: dict[str, Any]) -> str:
+    return f"{_value(figure)} **no**" if figure["holds"] is False else _value(figure)
+
+
+def _different_parts(names: list[str]) -> list[str]:
+    """The names without the first and last words that all of them have; whole, if one would be empty."""
+    words = [name.split("-") for name in names]
+    first = next((at for at, column in enumerate(zip(*words, strict=False)) if len(set(column)) > 1), 0)
+    backwards = [list(reversed(name)) for name in words]
+    last = next((at for at, column in enumerate(zip(*backwards, strict=False)) if len(set(column)) > 1), 0)
+    parts = ["-".join(name[first : len(name) - last]) for name in words]
+    return parts if all(parts) else names
+
+
+def _sources(reports: list[dict[str, Any]]) -> str:
+    runs: dict[tuple[str, str], list[str]] = {}
+    for report in reports:
+        environment = report["environment"]
+        runs.setdefault((_machine(report), environment["date"]), []).append(environment["model"])
+    machines = "; ".join(
+        f"{where}, {'; '.join(dict.fromkeys(of))}, {date}" for (where, date), of in sorted(runs.items())
+    )
+    commands = ", ".join(f"`{report['command']}`" for report in reports)
+    return _wrapped(f"Machine: {machines}. Commands: {commands}.")
+
+
 def _machine(report: dict[str, Any]) -> str:
     e = report["environment"]
     gpu = f"{e['gpu']}, " if "gpu" in e else ""
-    return f"{gpu}{cpu_of(e)}, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
+    return f"{gpu}{cpu_of(e)}, torch {e['torch']}, transformers {e['transformers']}"
 
 
 def _wrapped(text: str) -> str:
@@ -136,7 +197,7 @@ def _wrapped(text: str) -> str:
 def main() -> int:
     """Rewrite, or check; 1 when `--check` found a stale table."""
     stale = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for path in (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         if (new := rewritten(text)) != text:
             stale.append(path.relative_to(ROOT))

@@ -24,9 +24,11 @@ def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
         "<!-- figures: engine,h200 -->\n<!-- end -->",  # no name of a file
         "<!-- figures: engine-h200 -->\n",
         "<!-- bounds:engine-h200 -->\n<!-- end -->",
+        "<!-- compared: engine-h200 -->\n<!-- end -->",
         "<!-- selected\nengine-h200\n-->\n<!-- end -->",
         "<!-- mutants: auto-mutants -->\n",
         "<!-- campaigns -->\n",
+        "<!-- campaigns together -->\n",
         "<!-- races -->\nwords\n",
     ],
 )
@@ -44,6 +46,37 @@ def test_single_figures_are_selected_by_name_with_words_of_their_own() -> None:
     assert row.endswith(" | NVIDIA H200 |")
     with pytest.raises(KeyError, match="decode_b33"):
         tables.rewritten(marker.format("decode_b33"))
+
+
+def test_two_tables_of_selected_figures_keep_the_words_between_them() -> None:
+    marker = "<!-- selected\nengine-h200 decode_b32_over_floor: a step\n-->\n<!-- end -->\n"
+    assert "\nwords\n" in tables.rewritten(f"{marker}words\n{marker}")
+
+
+def test_files_of_one_kind_have_a_column_each_that_their_names_differ_in() -> None:
+    lines = tables.compared_table(["ranks-qwen3-8b-h100-x2", "ranks-qwen3-32b-h100-x2"], bounded=True).splitlines()
+    assert lines[0] == "| figure | `8b` | `32b` | unit | bound |"
+    assert lines[2] == "| `tp2_over_tp1_decode_b1` | 0.6605 **no** | 0.5628 | ratio | at most 0.62 |"
+    assert tables.compared_table(["torture-mutations", "torture-mutations-1000"]).startswith(
+        "| figure | `torture-mutations` | `torture-mutations-1000` |"
+    )
+
+
+def test_campaigns_together_are_their_sums() -> None:
+    reports = [
+        {
+            "environment": {"date": date},
+            "figures": [
+                {"name": "schedules", "value": schedules},
+                {"name": "findings", "value": 1},
+                {"name": "schedules_per_minute", "value": schedules / 2},
+            ],
+        }
+        for date, schedules in (("2026-11-28", 1000), ("2026-11-27", 600))
+    ]
+    assert campaigns.campaign_sums(reports).splitlines()[-1] == (
+        "| 2 | 1,600 | 2 | 300 to 500 | 2026-11-27 to 2026-11-28 |"
+    )
 
 
 def test_campaigns_are_added_up_if_no_workload_ran_twice() -> None:
