@@ -1,6 +1,4 @@
-"""Tables of campaigns of torture schedules, from the files in bench/results/campaigns: each of them for
-bench/results/README.md, all together for docs/benchmarks.md.
-"""
+"""The table of campaigns of torture schedules, for bench/results/README.md, from the files in its `campaigns`."""
 
 from __future__ import annotations
 
@@ -36,24 +34,6 @@ def campaign_table(reports: Sequence[Mapping[str, Any]]) -> str:
         )
     lines.append(f"| all | | | {schedules:,} | {findings} | | |")
     return "\n".join([*lines, ""])
-
-
-def campaign_sums(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown table of one row: all campaigns together."""
-    figures = [{figure["name"]: figure["value"] for figure in report["figures"]} for report in reports]
-    dates = sorted(report["environment"]["date"] for report in reports)
-    rates = sorted(figure["schedules_per_minute"] for figure in figures)
-    cells = (
-        f"{len(reports)}",
-        f"{sum(figure['schedules'] for figure in figures):,}",
-        f"{sum(figure['findings'] for figure in figures)}",
-        f"{rates[0]:.0f} to {rates[-1]:.0f}",
-        f"{dates[0]} to {dates[-1]}",
-    )
-    return (
-        "| campaigns | schedules | findings | schedules a minute and worker | dates |\n"
-        f"| ---: | ---: | ---: | ---: | --- |\n| {' | '.join(cells)} |\n"
-    )
 
 
 def cpu_of(environment: Mapping[str, Any]) -> str:

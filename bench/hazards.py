@@ -1,6 +1,4 @@
-"""The table of hazards for docs/ordering.md, from the code: each hazard's miniatures, the tests that play them, and the
-number of its mutations.
-"""
+"""The table of hazards for docs/ordering.md, from the code: miniatures, their tests, the number of mutations."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
         "<!-- selected\nengine-h200\n-->\n<!-- end -->",
         "<!-- mutants: auto-mutants -->\n",
         "<!-- campaigns -->\n",
-        "<!-- campaigns together -->\n",
         "<!-- races -->\nwords\n",
     ],
 )
@@ -53,30 +52,11 @@ def test_two_tables_of_selected_figures_keep_the_words_between_them() -> None:
     assert "\nwords\n" in tables.rewritten(f"{marker}words\n{marker}")
 
 
-def test_files_of_one_kind_have_a_column_each_that_their_names_differ_in() -> None:
-    lines = tables.compared_table(["ranks-qwen3-8b-h100-x2", "ranks-qwen3-32b-h100-x2"], bounded=True).splitlines()
-    assert lines[0] == "| figure | `8b` | `32b` | unit | bound |"
+def test_compared_files_have_a_column_each() -> None:
+    names = ["ranks-qwen3-8b-h100-x2", "ranks-qwen3-32b-h100-x2"]
+    lines = tables.table(names, bounded=True, compared=True).splitlines()
+    assert lines[0] == f"| figure | `{names[0]}` | `{names[1]}` | unit | bound |"
     assert lines[2] == "| `tp2_over_tp1_decode_b1` | 0.6605 **no** | 0.5628 | ratio | at most 0.62 |"
-    assert tables.compared_table(["torture-mutations", "torture-mutations-1000"]).startswith(
-        "| figure | `torture-mutations` | `torture-mutations-1000` |"
-    )
-
-
-def test_campaigns_together_are_their_sums() -> None:
-    reports = [
-        {
-            "environment": {"date": date},
-            "figures": [
-                {"name": "schedules", "value": schedules},
-                {"name": "findings", "value": 1},
-                {"name": "schedules_per_minute", "value": schedules / 2},
-            ],
-        }
-        for date, schedules in (("2026-11-28", 1000), ("2026-11-27", 600))
-    ]
-    assert campaigns.campaign_sums(reports).splitlines()[-1] == (
-        "| 2 | 1,600 | 2 | 300 to 500 | 2026-11-27 to 2026-11-28 |"
-    )
 
 
 def test_campaigns_are_added_up_if_no_workload_ran_twice() -> None:
