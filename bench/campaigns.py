@@ -1,4 +1,4 @@
-"""The table of campaigns of torture schedules, for docs/benchmarks.md, from the files in bench/results/campaigns."""
+"""The table of campaigns of torture schedules, for bench/results/README.md, from the files in its `campaigns`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The table of hazards for docs/ordering.md, from the code: each hazard's miniatures, the tests that play them, and its
-mutations.
-"""
+"""The table of hazards for docs/ordering.md, from the code: miniatures, their tests, the number of mutations."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def hazard_table() -> str:
     lines = ["| | hazard | miniature: its test | mutations |", "| --- | --- | --- | --- |"]
     for hazard, sentence in HAZARDS.items():
         played = [f"{one.name}: {_code(tests[one.name])}" for one in MINIATURES if one.hazard == hazard]
-        mutated = _code(mutation.name for mutation in MUTATIONS if mutation.hazard == hazard)
+        mutated = sum(mutation.hazard == hazard for mutation in MUTATIONS)
         lines.append(f"| {hazard} | {sentence} | {'<br>'.join(played)} | {mutated or 'none: ' + ELSEWHERE[hazard]} |")
     return "\n".join([*lines, ""])
 

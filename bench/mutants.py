@@ -1,4 +1,4 @@
-"""The table of automatic mutants that nothing detected, for docs/ordering.md, from a file of bench/results."""
+"""The table of automatic mutants that nothing detected, for bench/results/README.md, from a file of bench/results."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 _NAME = re.compile(
     r"(?P<label>\w+?)_(?P<quantity>(?:ttft|itl|tpot|e2e)_ms)_p(?P<percent>\d+)_(?P<load>b\d+|poisson\d+)"
 )
-_RATE = re.compile(r"(?P<label>\w+?)_(?P<quantity>(?:steady_)?tok_s|requests_per_s)_(?P<load>b\d+|poisson\d+)")
+_RATE = re.compile(r"(?P<label>\w+?)_(?P<quantity>tok_s|requests_per_s)_(?P<load>b\d+|poisson\d+)")
 _PERCENTS = ("50", "90", "99")
 
 

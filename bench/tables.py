@@ -1,4 +1,4 @@
-"""Write the tables of README and docs from the files in bench/results and from the code.
+"""Write the tables of README, docs and bench/results/README.md from the files in bench/results and from the code.
 
     python -m bench.tables            # rewrite stale tables
     python -m bench.tables --check    # only name the pages with stale tables; exit status 1 if there are any
@@ -7,6 +7,7 @@ A table stands between its marker and `<!-- end -->`. NAME is a file of bench/re
 
     <!-- figures: NAME … -->          all figures of these files
     <!-- bounds: NAME … -->           those that have a bound
+    <!-- compared figures: NAME … --> all figures of these files, a column for each file; also `compared bounds`
     <!-- served: NAME -->             percentiles of every server in this result of `bench serve` (`served.py`)
     <!-- selected                     one row for each line, with words of its own
     NAME FIGURE: what it means
@@ -24,6 +25,8 @@ import json
 import re
 import sys
 import textwrap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,43 +39,43 @@ from bench.served import served_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_FILES = re.compile(
-    r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\-. ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
+_NAMED = "figures|bounds|compared figures|compared bounds|served|mutants"
+_ALONE = "campaigns|hazards|races|sampling options"
+_TABLE = re.compile(
+    rf"(?P<marker><!-- (?:(?P<named>{_NAMED}): (?P<names>[\w\-.\s]+) -->|(?P<alone>{_ALONE}) -->"
+    r"|selected\n(?P<rows>(?:[\w\-.]+ \w+: [^\n]+\n)+)-->)\n).*?(?P<end><!-- end -->)",
+    re.DOTALL,
 )
-_SELECTED = re.compile(
-    r"(<!-- selected\n(?P<rows>(?:[\w\-.]+ \w+: .+\n)+)-->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
-)
-_HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_RACES = re.compile(r"(<!-- races -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_MUTANTS = re.compile(r"(<!-- mutants: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_CAMPAIGNS = re.compile(r"(<!-- campaigns -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_SERVED = re.compile(r"(<!-- served: (?P<name>[\w\-.]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
-_OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
-_TABLES = (_FILES, _SERVED, _SELECTED, _MUTANTS, _CAMPAIGNS, _HAZARDS, _RACES, _OPTIONS)
-_MARKER = re.compile(r"<!-- (?:figures|bounds|served|selected|mutants|campaigns|hazards|races|sampling options)\b")
+_MARKER = re.compile(rf"<!-- (?:{_NAMED}|{_ALONE}|compared|selected)\b")
 
 
-def table(names: list[str], *, bounded: bool = False) -> str:
+def table(names: list[str], *, bounded: bool = False, compared: bool = False) -> str:
     """Markdown table of all figures in several result files, with the machines and commands below it.
 
-    bounded   only figures that have a bound
+    bounded    only figures that have a bound
+    compared   a column for each file, instead of one file below the other
     """
     reports = [_report(name) for name in names]
-    lines = ["| figure | measured | unit | bound | holds |", "| --- | ---: | --- | --- | --- |"]
-    for report in reports:
-        for figure in report["figures"]:
-            if bounded and figure["bound"] is None:
-                continue
-            cells = (f"`{figure['name']}`", _value(figure), figure["unit"], figure["bound"] or "", _holds(figure))
-            lines.append(f"| {' | '.join(cells)} |")
-    machines = "; ".join(sorted({_machine(report) for report in reports}))
-    commands = ", ".join(f"`{report['command']}`" for report in reports)
-    return "\n".join([*lines, "", _wrapped(f"Machine: {machines}. Commands: {commands}."), ""])
+    labels = " | ".join(f"`{name}`" for name in names) if compared else "measured"
+    columns = len(names) if compared else 1
+    lines = [f"| figure | {labels} | unit | bound |", f"| --- |{' ---: |' * columns} --- | --- |"]
+    for first in range(0, len(names), columns):
+        rows: dict[str, list[dict[str, Any] | None]] = {}
+        for column, report in enumerate(reports[first : first + columns]):
+            for figure in report["figures"]:
+                if not bounded or figure["bound"] is not None:
+                    rows.setdefault(figure["name"], [None] * columns)[column] = figure
+        for name, row in rows.items():
+            figures = [figure for figure in row if figure is not None]
+            bounds = " / ".join(dict.fromkeys(figure["bound"] for figure in figures if figure["bound"]))
+            values = " | ".join(_value(figure) if figure else "" for figure in row)
+            lines.append(f"| `{name}` | {values} | {figures[0]['unit']} | {bounds} |")
+    return "\n".join([*lines, "", _sources(reports), ""])
 
 
 def selected_table(rows: str) -> str:
     """Markdown table of single figures, one for each line `NAME FIGURE: words`. Raises KeyError for another."""
-    lines = ["| figure | measured | bound | holds | machine |", "| --- | ---: | --- | --- | --- |"]
+    lines = ["| figure | measured | bound | machine |", "| --- | ---: | --- | --- |"]
     for row in rows.splitlines():
         where, words = row.split(": ", 1)
         name, wanted = where.split()
@@ -80,29 +83,32 @@ def selected_table(rows: str) -> str:
         figure = {figure["name"]: figure for figure in report["figures"]}[wanted]
         environment = report["environment"]
         machine = environment.get("gpu") or cpu_of(environment)
-        lines.append(f"| {words} | {_value(figure)} | {figure['bound'] or ''} | {_holds(figure)} | {machine} |")
+        lines.append(f"| {words} | {_value(figure)} | {figure['bound'] or ''} | {machine} |")
     return "\n".join([*lines, ""])
 
 
 def rewritten(text: str) -> str:
     """The text with every marked table made anew. Raises ValueError if a marker matches no table."""
-    marked = sum(len(pattern.findall(text)) for pattern in _TABLES)
-    markers = len(_MARKER.findall(text))
+    marked, markers = len(_TABLE.findall(text)), len(_MARKER.findall(text))
     if marked != markers:
-        raise ValueError(
-            f"{markers} markers of tables, of which {marked} name files and have an end: "
-            "see the head of bench/tables.py"
-        )
-    text = _FILES.sub(
-        lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text
-    )
-    text = _SELECTED.sub(lambda found: found[1] + selected_table(found["rows"]) + found["end"], text)
-    text = _MUTANTS.sub(lambda found: found[1] + mutant_table(_report(found["name"])) + found["end"], text)
-    text = _SERVED.sub(lambda found: found[1] + served_table(_report(found["name"])) + found["end"], text)
-    text = _OPTIONS.sub(lambda found: found[1] + option_table() + found[3], text)
-    text = _CAMPAIGNS.sub(lambda found: found[1] + campaign_table(_campaigns()) + found["end"], text)
-    text = _RACES.sub(lambda found: found[1] + race_table() + found["end"], text)
-    return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found["end"], text)
+        raise ValueError(f"{markers} markers of tables, of which {marked} name files and have an end: see tables.py")
+    return _TABLE.sub(lambda found: found["marker"] + _table_of(found) + found["end"], text)
+
+
+def _table_of(found: re.Match[str]) -> str:
+    names, kind = (found["names"] or "").split(), found["named"] or found["alone"]
+    if kind is None:
+        return selected_table(found["rows"])
+    made: dict[str, Callable[[], str]] = {
+        "served": lambda: served_table(_report(*names)),
+        "mutants": lambda: mutant_table(_report(*names)),
+        "campaigns": lambda: campaign_table(_campaigns()),
+        "hazards": hazard_table,
+        "races": race_table,
+        "sampling options": option_table,
+    }
+    figures = partial(table, names, bounded="bounds" in kind, compared="compared" in kind)
+    return made.get(kind, figures)()
 
 
 def _report(name: str) -> dict[str, Any]:
@@ -115,28 +121,29 @@ def _campaigns() -> list[dict[str, Any]]:
 
 
 def _value(figure: dict[str, Any]) -> str:
+    """The value, and **no** if it misses its bound."""
     value = figure["value"]
-    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+    number = f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+    return f"{number} **no**" if figure["holds"] is False else number
 
 
-def _holds(figure: dict[str, Any]) -> str:
-    return {True: "yes", False: "**no**", None: ""}[figure["holds"]]
-
-
-def _machine(report: dict[str, Any]) -> str:
-    e = report["environment"]
-    gpu = f"{e['gpu']}, " if "gpu" in e else ""
-    return f"{gpu}{cpu_of(e)}, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
-
-
-def _wrapped(text: str) -> str:
+def _sources(reports: list[dict[str, Any]]) -> str:
+    runs: dict[tuple[str, str], list[str]] = {}
+    for report in reports:
+        e = report["environment"]
+        gpu = f"{e['gpu']}, " if "gpu" in e else ""
+        machine = f"{gpu}{cpu_of(e)}, torch {e['torch']}, transformers {e['transformers']}"
+        runs.setdefault((machine, e["date"]), []).append(e["model"])
+    machines = "; ".join(f"{on}, {'; '.join(dict.fromkeys(of))}, {date}" for (on, date), of in sorted(runs.items()))
+    commands = ", ".join(f"`{report['command']}`" for report in reports)
+    text = f"Machine: {machines}. Commands: {commands}."
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:
     """Rewrite, or check; 1 when `--check` found a stale table."""
     stale = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for path in (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         if (new := rewritten(text)) != text:
             stale.append(path.relative_to(ROOT))

@@ -44,6 +44,8 @@ from sidestream.errors import ProcessFailed
 from sidestream.processes import child as child_module
 from sidestream.types import Delta
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [f"The {name} " * 3 for name in ("whale", "ship", "sea", "crew")]
 QUESTION = [{"role": "user", "content": "Why do whales sing?"}]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from proof.tiny_models import tiny_model_dir
-from sidestream import LLM, ConfigError, EngineConfig, loading
-from sidestream.engine import build_engine
+from sidestream import LLM, ConfigError, EngineConfig
+from sidestream.engine import build_engine, loading
 from sidestream.models import cache_parts, load_model, loader
 
 

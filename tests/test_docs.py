@@ -18,7 +18,7 @@ PACKAGES = (
     ROOT / "packages" / "sidestream-order" / "src" / "sidestream_order",
 )
 LABORATORY = (ROOT / "proof", ROOT / "bench")
-PAGES = [path for pattern in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(pattern))]
+PAGES = [path for pattern in ("*.md", "docs/**/*.md", "bench/**/*.md") for path in sorted(ROOT.glob(pattern))]
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

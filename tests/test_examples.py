@@ -16,6 +16,8 @@ from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ModelError
 from sidestream_kv.offload.tiers import registry
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

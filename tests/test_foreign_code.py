@@ -27,6 +27,8 @@ from sidestream.models.distil import load_teacher
 from sidestream.models.loader import weights_digest
 from sidestream.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(sidestream.__file__).parent
 TRAP = """
 from pathlib import Path

@@ -7,7 +7,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from proof.tiny_models import tiny_model_dir
+
+pytestmark = pytest.mark.slow
 
 SERVES = """
 import sys

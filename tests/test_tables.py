@@ -24,6 +24,7 @@ def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
         "<!-- figures: engine,h200 -->\n<!-- end -->",  # no name of a file
         "<!-- figures: engine-h200 -->\n",
         "<!-- bounds:engine-h200 -->\n<!-- end -->",
+        "<!-- compared: engine-h200 -->\n<!-- end -->",
         "<!-- selected\nengine-h200\n-->\n<!-- end -->",
         "<!-- mutants: auto-mutants -->\n",
         "<!-- campaigns -->\n",
@@ -44,6 +45,18 @@ def test_single_figures_are_selected_by_name_with_words_of_their_own() -> None:
     assert row.endswith(" | NVIDIA H200 |")
     with pytest.raises(KeyError, match="decode_b33"):
         tables.rewritten(marker.format("decode_b33"))
+
+
+def test_two_tables_of_selected_figures_keep_the_words_between_them() -> None:
+    marker = "<!-- selected\nengine-h200 decode_b32_over_floor: a step\n-->\n<!-- end -->\n"
+    assert "\nwords\n" in tables.rewritten(f"{marker}words\n{marker}")
+
+
+def test_compared_files_have_a_column_each() -> None:
+    names = ["ranks-qwen3-8b-h100-x2", "ranks-qwen3-32b-h100-x2"]
+    lines = tables.table(names, bounded=True, compared=True).splitlines()
+    assert lines[0] == f"| figure | `{names[0]}` | `{names[1]}` | unit | bound |"
+    assert lines[2] == "| `tp2_over_tp1_decode_b1` | 0.6605 **no** | 0.5628 | ratio | at most 0.62 |"
 
 
 def test_campaigns_are_added_up_if_no_workload_ran_twice() -> None:

@@ -24,6 +24,8 @@ pytest.importorskip("triton", reason="triton is not installed: it comes with tor
 from sidestream.attention.triton.gated_delta import GatedDeltaShape, Projected, gated_delta
 from sidestream.models.gated_delta import GatedDelta
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device(CUDA if torch.cuda.is_available() else "cpu")
 KINDS = ("qwen3_next", "qwen3_5")  # the two ways of projecting
 TOLERANCE = {"atol": 3e-4, "rtol": 1e-3}  # transformers computes a chunk in another order

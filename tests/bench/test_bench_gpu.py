@@ -15,6 +15,8 @@ from proof.report import Figure
 from proof.tiny_models import tiny_model_dir
 from sidestream.types import StepPlan
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = {
     "transfer": ["--mib", "8", "--rounds", "1"],
     "interference": ["--rounds", "1"],

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from command_runner import Run
+
+pytestmark = pytest.mark.slow
 
 
 def test_answers_are_compared_from_every_tier_with_and_without_drafts(run: Run) -> None:

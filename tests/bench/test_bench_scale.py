@@ -16,6 +16,8 @@ from sidestream.ranks.follower import Follower
 from sidestream.ranks.messages import StepDecoder, StepEncoder
 from sidestream_kv.types import LayerGates
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_way_brings_each_plan_to_every_rank() -> None:
     result = measure_broadcast(3, steps=12, rate=200.0, idle_s=0.1)

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from command_runner import Run
 
 from sidestream.cli.answer import Answer, printable
 from sidestream.types import CachedTokens
+
+pytestmark = pytest.mark.slow
 
 ENGINE = ("--kv-memory", "32MiB", "--threads", "1", "--temperature", "0", "--ignore-eos")
 WAIT_S = 600.0  # ends a test that hangs; no claim about speed

@@ -11,11 +11,10 @@ import pytest
 import typer
 from command_runner import Run
 
+from sidestream.cli.app import app
 from sidestream.cli.declare import Command
 from sidestream.cli.errors import Commands
 from sidestream.cli.serve import serve
-
-from . import conftest
 
 Write = Callable[[str], Path]
 
@@ -46,7 +45,7 @@ class _Seen:
         tree = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
         tree.command("serve", cls=Command)(note)
         tree.command("other", cls=Command)(lambda: None)
-        monkeypatch.setattr(conftest, "app", tree)
+        monkeypatch.setattr(app, "registered_commands", tree.registered_commands)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os, sys, torch
 from sidestream_kv.device.cuda import peer_kernels

@@ -17,6 +17,8 @@ from proof.tiny_models import FAMILIES, tiny_model_dir
 from sidestream.attention.paged import PagedBatch
 from sidestream.models import PagedModel, load_model
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 24
 BLOCK_TOKENS = 4
 

@@ -18,6 +18,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from proof.tiny_models import tiny_model_dir
 from sidestream.models.gpu_functions import keep_kernels_on_gpu
 
+pytestmark = pytest.mark.slow
+
 # Each package's functions, by the module that transformers takes them from.
 _FUNCTIONS = {
     "fla/ops/gated_delta_rule/__init__.py": ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),

@@ -28,6 +28,8 @@ from sidestream.models.recurrent import StatefulLayers, state_layout_of, statefu
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.kv.state_layout import RESERVED_STATES
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_running": 3, "compute_threads": 1, "chunk_tokens": 32}
 

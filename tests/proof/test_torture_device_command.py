@@ -11,6 +11,8 @@ from proof.mutations import applied, find
 from proof.torture import hunt_device, torture_device
 from proof.torture.hardware import WORLDS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -9,6 +9,8 @@ import pytest
 from proof.miniatures import MINIATURES, RULES, Miniature, as_program
 from sidestream_order.exhaust import exhaust
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1500
 # Their orders are too many: work that declares nothing depends on every step of the host, and one of them fills a
 # queue of a thousand places.

@@ -16,6 +16,8 @@ from sidestream.ops.rules import COLUMNS, sampling_row, uniforms
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
 
+pytestmark = pytest.mark.slow
+
 DRAWS = 8_000
 PROBS = np.array([0.02, 0.3, 0.05, 0.2, 0.03, 0.25, 0.05, 0.1])
 

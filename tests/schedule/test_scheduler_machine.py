@@ -4,6 +4,7 @@ starves.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -11,6 +12,8 @@ from scheduler_world import World
 
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.tiers import Source
+
+pytestmark = pytest.mark.slow
 
 PICK = st.integers(0, 1 << 16)
 # Few beginnings, so that requests meet in the cache; few lengths, so that block and chunk borders are hit often.

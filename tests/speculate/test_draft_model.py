@@ -17,6 +17,8 @@ from sidestream.errors import ConfigError, ModelError
 from sidestream.models import load_model
 from sidestream.models.draft import attach_draft
 
+pytestmark = pytest.mark.slow
+
 DRAFTS = 3
 # Other heads, other layers, and five numbers where the model has some power of two.
 SMALLER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 10}

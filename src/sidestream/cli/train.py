@@ -1,5 +1,5 @@
-"""`sidestream train-mtp`: trains a draft head (MTP) for a model by distillation, on the model's own answers and on
-texts.
+"""`sidestream models train-mtp`: trains a draft head (MTP) for a model by distillation, on the model's own answers and
+on texts.
 """
 
 from __future__ import annotations

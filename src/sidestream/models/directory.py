@@ -83,7 +83,7 @@ def _certain_miss(hub_id: str) -> str | None:
         return None
     from huggingface_hub import constants
 
-    snapshots = f"{constants.HF_HUB_CACHE}/models--{hub_id.replace('/', '--')}/snapshots"
+    snapshots = f"{constants.HF_HUB_CACHE}/models--{'--'.join(hub_id.split('/'))}/snapshots"
     if os.path.isdir(snapshots):  # noqa: PTH112 - Path.is_dir raises if a parent cannot be read
         return None
     if constants.HF_HUB_OFFLINE:

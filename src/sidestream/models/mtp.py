@@ -283,7 +283,7 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
     if not tensors:
         raise ModelError(
             f"{directory} contains no head: it has no tensors named mtp.* or {prefix}*; "
-            "give the file of a head (--draft-head); `sidestream train-mtp` makes one"
+            "give the file of a head (--draft-head); `sidestream models train-mtp` makes one"
         )
     return tensors, qwen
 

@@ -13,6 +13,8 @@ import pytest
 from proof.mutations import EQUIVALENT, MUTATIONS, Mutation, changed_trees, product_marks
 from proof.mutations.marks import Mark, marks_in
 
+pytestmark = pytest.mark.slow
+
 ALL = (*MUTATIONS, *(equivalent.mutation for equivalent in EQUIVALENT))
 _RENAMED = "_by_another_name"
 

@@ -11,6 +11,8 @@ from proof.torture import excuses
 from proof.torture.excuses import check_excuse, check_excuses
 from sidestream.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_sample_of_the_rows_is_right() -> None:
     report = check_excuses(["unused-lease-keeps-fences"], schedules=4)

@@ -17,6 +17,8 @@ from proof.torture.apart import HANG_STATUS, Apart, ProcessEnded, watched
 from proof.torture.reach import reach_of, seeds_that_reach
 from sidestream.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NAME = "auto:kv.pool:Lease.release:delete:0"
 BY_TESTS = "kv.pool:PrefixIndex.add:operand:1"
 

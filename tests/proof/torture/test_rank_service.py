@@ -21,6 +21,8 @@ from sidestream.errors import ConfigError
 from sidestream.types import TokenLogprob
 from sidestream_kv.device.cpu import CpuDevice
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,6 +13,8 @@ from proof.mutations import applied, find
 from proof.torture import EAGER_GATES, GATES, hunt_service, torture_service
 from sidestream.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 # What wrong indexes end a process on a GPU with.
 DEVICE_FAULTS = ("device-side assert", "misaligned address", "illegal memory access")

@@ -16,6 +16,8 @@ from proof.torture.workload import blocks_for
 from sidestream.errors import ConfigError
 from sidestream_order.steering import minimise
 
+pytestmark = pytest.mark.slow
+
 RULES = ("release-waits-for-the-last-step", "settled-blocks-are-released", "store-waits-for-step")
 """Missed by the checker, by the loop, and by the checker again, in bytes that nobody has written yet."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from proof.torture.workers import spread
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads to cores")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads to cores")]
 
 
 @dataclass(frozen=True)
