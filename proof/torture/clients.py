@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from proof.tokenizer import ToyTokenizer
-from proof.torture.border import Border
-from proof.torture.life import Life
+from proof.torture.client_transport import Border
+from proof.torture.engine_run import Life
 from proof.torture.oracle import Sample, params_of
 from proof.torture.workload import Workload
 from sidestream.client.output import OutputProcessor

@@ -28,12 +28,12 @@ from pathlib import Path
 from proof.mutations.automatic import PREFIX, Mutant, find_mutant, modules, mutants
 from proof.mutations.marks import PACKAGES
 from proof.mutations.mutant_tables import conftest_folder, equivalent_mutants, needs_of, paths_of
-from proof.torture.apart import HANG_STATUS, Apart, ProcessEnded, watched
 from proof.torture.campaign import POLICIES, SCHEDULES_PER_WORKLOAD, deal, run_one
+from proof.torture.coverage import Reach, reach_of, seeds_that_reach
 from proof.torture.drawing import draw_workload
 from proof.torture.hunting import workloads_with
+from proof.torture.isolated_job import HANG_STATUS, Apart, ProcessEnded, watched
 from proof.torture.oracle import Reference, reference_of
-from proof.torture.reach import Reach, reach_of, seeds_that_reach
 from proof.torture.verdict import Finding
 from sidestream.errors import ConfigError, InvariantError
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from proof.torture.clients import Clients
+from proof.torture.engine_run import Life, scratch
 from proof.torture.judge import wrong_accept_lengths
-from proof.torture.life import Life, scratch
 from proof.torture.narrow import narrow_lanes
 from proof.torture.oracle import Reference, reference_of
 from proof.torture.script import Script

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 
 from proof.mutations import applied, find
 from proof.rig import busy
-from proof.torture.apart import Apart, ProcessEnded
 from proof.torture.hardware import Missed, open_device
+from proof.torture.isolated_job import Apart, ProcessEnded
 from proof.torture.traffic import Habits, Meddler, draw_delay
 from proof.toy import ToyItself, ToyModel
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig

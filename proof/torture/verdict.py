@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from proof.torture.clients import Clients
 from proof.torture.contents import contents_of
+from proof.torture.engine_run import Life
 from proof.torture.judge import (
     disagreements,
     still_findable,
@@ -19,7 +20,6 @@ from proof.torture.judge import (
     wrong_entries,
     wrong_states,
 )
-from proof.torture.life import Life
 from proof.torture.oracle import Reference
 from proof.torture.workload import DAMAGE, Workload
 from sidestream_order.findings import Finding as Objection

@@ -13,8 +13,8 @@ import pytest
 from proof.mutations.automatic import find_mutant, modules
 from proof.mutations.mutant_tables import EquivalentMutant
 from proof.torture import MutantHunt, hunt_mutants, mutants
-from proof.torture.apart import HANG_STATUS, Apart, ProcessEnded, watched
-from proof.torture.reach import reach_of, seeds_that_reach
+from proof.torture.coverage import reach_of, seeds_that_reach
+from proof.torture.isolated_job import HANG_STATUS, Apart, ProcessEnded, watched
 from sidestream.errors import ConfigError
 
 pytestmark = pytest.mark.slow

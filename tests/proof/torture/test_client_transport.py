@@ -10,7 +10,7 @@ import pytest
 
 from proof.mutations import applied, find
 from proof.torture import POLICIES, Workload, draw_workload, run_one
-from proof.torture.border import Border
+from proof.torture.client_transport import Border
 from proof.torture.shrinking import simpler_workloads
 from proof.wire import wire_pair
 from sidestream.client.messages import Failure as Said
