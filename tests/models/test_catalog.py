@@ -28,6 +28,8 @@ from sidestream.models.catalog import (
     resolve,
 )
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = b"weights" * 1000
 STAGES = ("downloading", "unpacking", "converting", "checking")
 

@@ -16,6 +16,8 @@ from sidestream.errors import ModelError
 from sidestream.models import PagedModel, load_model
 from sidestream.models.self_check import check_paged, reference
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("float32", "float16", "bfloat16")
 _OWN = paged.paged_attention
 

@@ -21,6 +21,8 @@ from sidestream.processes.frames import FrameEncoder
 from sidestream.schedule.validation import CheckedRequest
 from sidestream.types import Delta
 
+pytestmark = pytest.mark.slow
+
 BEHIND_FRONT_ENDS = [workload for workload in map(draw_workload, range(240)) if workload.front_ends]
 
 
