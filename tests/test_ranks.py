@@ -20,7 +20,7 @@ from sidestream.config import EngineConfig
 from sidestream.errors import OutOfDeviceMemory, ProcessFailed, RequestError
 from sidestream.ranks.worker_pool import RankProcesses
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
 PROMPTS = [[(7 * at + 3 * token) % 90 + 1 for token in range(60)] for at in range(6)]
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)

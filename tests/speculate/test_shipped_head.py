@@ -15,6 +15,8 @@ from sidestream import LLM, SamplingParams, SpeculativeConfig
 from sidestream.models.catalog import CATALOG, MARKER, prepared, shipped_head
 from sidestream.text import sample_tasks
 
+pytestmark = pytest.mark.slow
+
 DEMO = "smollm2-135m-instruct"
 
 
