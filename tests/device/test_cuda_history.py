@@ -194,6 +194,6 @@ def test_the_checker_finds_nothing_where_each_writer_waits_for_the_last_one() ->
         assert program(seed, forget_waits=False) == []
 
 
-def test_the_checker_finds_writers_that_do_not_wait_though_the_device_ran_them_in_order() -> None:
+def test_the_checker_finds_writers_that_do_not_wait() -> None:
     for seed in range(20):
         assert program(seed, forget_waits=True) != []

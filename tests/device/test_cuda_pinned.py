@@ -89,7 +89,7 @@ def test_no_border_cuts_an_item_or_a_page_and_all_is_covered() -> None:
 # ---------------------------------------------------------------------- from front to back
 
 
-def test_the_first_chunk_is_pinned_before_anybody_gets_the_memory_and_the_rest_by_a_thread(small_chunks: None) -> None:
+def test_the_first_chunk_is_pinned_at_once_and_the_rest_by_a_thread(small_chunks: None) -> None:
     pins = Pins(let_through=1)
     slab = Slab("host", 11 * PAGE + 5, item_bytes=1, pins=pins)
     start = slab.memory.data.data_ptr()

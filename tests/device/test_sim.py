@@ -236,7 +236,7 @@ def test_waiting_for_an_event_that_was_never_recorded_does_nothing() -> None:
     assert {order_of(program, "random", seed) for seed in SEEDS} == {"ab", "ba"}
 
 
-def test_blocking_streams_are_ordered_with_the_default_stream_and_other_streams_are_not() -> None:
+def test_only_blocking_streams_are_ordered_with_the_default_stream() -> None:
     def program(device: SimDevice, work: Callable[[str], Callable[[], None]]) -> None:
         default, other = device.default_stream(), device.stream("other")
         a, b = (device.stream(name, blocking=True) for name in "ab")
@@ -388,7 +388,7 @@ def test_a_wait_for_another_stream_ends_a_capture() -> None:
         compute.wait(other)  # the capture has ended
 
 
-def test_a_captured_graph_ignores_a_wait_for_an_event_that_was_not_recorded_at_capture() -> None:
+def test_a_captured_graph_ignores_a_wait_for_an_unrecorded_event() -> None:
     assert {"read", "load"} == {replayed("host", "random", seed)[0] for seed in SEEDS}
     assert replayed("host", "starve:load", 0) == ["read", "read", "load", "load"]
 
@@ -400,7 +400,7 @@ def test_an_external_wait_is_honoured_at_each_replay_for_the_record_of_that_time
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_a_graph_inside_work_waits_for_what_its_events_stood_for_when_the_work_was_submitted(policy: str) -> None:
+def test_a_graph_inside_work_waits_for_events_as_of_its_submission(policy: str) -> None:
     """And for nothing later: a load that comes behind this very work would never end."""
     for seed in range(10):
         ran: list[str] = []

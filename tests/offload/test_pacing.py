@@ -287,7 +287,7 @@ def test_copy_that_waits_for_something_else_than_room_does_not_wake_the_worker_e
     assert list(world.lane.awaited()) == [world.streams[0].fences[3], waiting]
 
 
-def test_copy_is_reported_once_when_its_last_slice_was_submitted_and_ends_when_all_are_done() -> None:
+def test_copy_is_reported_at_its_last_slice_and_ends_when_all_are_done() -> None:
     world = World(Pace(slice_bytes=1 << 20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=4, streams=1))
     copy = world.copy("a", 2, 3)
     assert world.lane.fill() == []  # two of three slices
@@ -341,7 +341,7 @@ def test_copies_that_are_seen_done_at_once_share_the_time_by_bytes() -> None:
     assert later.seconds == 1.0
 
 
-def test_slice_that_fails_ends_its_copy_once_the_others_are_done_and_no_more_is_given() -> None:  # H9, H15
+def test_a_failed_slice_ends_its_copy_once_the_others_are_done() -> None:  # H9, H15
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=2))
     copy, error = world.copy("a", 4), OSError("injected")
     world.lane.fill()

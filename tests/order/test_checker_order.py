@@ -22,7 +22,7 @@ def test_a_store_that_does_not_wait_for_the_step_is_a_race_whichever_ran_first()
     assert (race.kind, race.memory, race.start, race.stop, race.streams) == ("race", "kv", 0, 64, ("compute", "copy"))
 
 
-def test_the_race_is_reported_in_the_order_of_submission_with_the_edge_that_is_missing() -> None:
+def test_a_race_is_reported_in_submission_order_with_the_missing_edge() -> None:
     for policy, seed in RUNS:
         with rig(policy, seed) as made:
             made.host_write(0, 64)
@@ -101,7 +101,7 @@ def test_work_of_one_stream_is_in_order() -> None:
     assert kinds(program) == set()
 
 
-def test_a_wait_orders_what_comes_after_it_and_behind_what_came_before_its_fence_only() -> None:
+def test_a_wait_orders_later_work_behind_work_before_its_fence_only() -> None:
     def wait_too_late(rig: Rig) -> None:
         rig.host_write(0, 64)
         step = rig.write(rig.compute, 0, 64)

@@ -56,7 +56,7 @@ def settled(counts: Sequence[int]) -> int:
     return max(set(counts), key=counts.count)
 
 
-def test_steps_without_drafts_come_first_and_the_first_with_drafts_says_what_they_cost() -> None:
+def test_the_first_step_with_drafts_measures_their_cost() -> None:
     policy, rows = drafting([0.9] * 4)
     assert [fly(policy, rows, flat(6.0))[0] for _ in range(8)] == [0, 0, 0, 0, 0, 4, 0, 0]
 
