@@ -69,7 +69,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_heads() -> None:
+def test_a_draft_models_kv_behind_the_blocks_has_its_own_heads() -> None:
     """Rows in splits and whole; more heads than the pool's own model has, and fewer numbers in all."""
     inner, shape = Shape(heads=4, kv_heads=1, head_dim=16), Shape(heads=3, kv_heads=1, head_dim=32)
     other = KVShape(1, inner.kv_heads, inner.head_dim, inner.heads)
@@ -126,7 +126,7 @@ def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
             assert torch.equal(ours, theirs)
 
 
-def test_chunks_of_which_none_has_more_than_half_of_the_tokens_are_read_from_their_blocks(
+def test_chunks_below_half_of_the_tokens_are_read_from_their_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "LONG_TOKENS", 64)
@@ -243,9 +243,7 @@ def assert_only_written(rows: Any, shape: Shape, before: torch.Tensor, after: to
     [(torch.float32, Options()), (torch.float16, Options(sliding_window=33)), (torch.float16, Options(softcap=1.5))],
     ids=str,
 )
-def test_a_row_gives_the_same_bits_alone_in_any_batch_in_any_order_and_with_any_padding(
-    dtype: torch.dtype, options: Options
-) -> None:
+def test_a_row_gives_the_same_bits_in_any_batch_order_and_padding(dtype: torch.dtype, options: Options) -> None:
     shape = Shape(dtype=dtype)
     rows = make_rows([(1, 30), (3, 80), (1, 1), (9, 9), (1, 13), (20, 45)], shape)
     together = attend(rows, shape, options, replace(IN_SPLITS, short_rows=1, short_queries=9))

@@ -430,7 +430,7 @@ def test_process_has_no_more_openmp_threads_with_a_compute_stream_than_before(de
     assert counts == [2, 2]
 
 
-def test_openmp_team_of_the_thread_that_makes_the_compute_stream_is_ended_before_the_stream_runs(
+def test_openmp_team_of_the_creating_thread_ends_before_the_stream_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[tuple[threading.Thread, list[str]]] = []

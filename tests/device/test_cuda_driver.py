@@ -171,9 +171,9 @@ def test_streams_are_apart_from_the_default_stream(high: bool, priority: int) ->
     assert library.made("cuStreamCreateWithPriority")[0][1:] == (1, priority)
 
 
-@pytest.mark.parametrize(
-    ("rc", "error"),
-    [
+@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync_v2", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuGraphLaunch"])
+def test_failures_have_names(call: str) -> None:
+    for rc, error in [
         (1, DeviceError),
         (2, OutOfDeviceMemory),
         (700, DeviceLost),
@@ -181,28 +181,33 @@ def test_streams_are_apart_from_the_default_stream(high: bool, priority: int) ->
         (719, DeviceLost),
         (999, DeviceLost),
         (712, DeviceError),
-    ],
-)
-@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync_v2", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuGraphLaunch"])
-def test_failures_have_names(call: str, rc: int, error: type[DeviceError]) -> None:
-    library = Library()
-    driver = Driver(library)
-    library.results[call] = [rc]
-    with pytest.raises(
-        error, match=rf"{call.removesuffix('_v2')} failed: CUDA_ERROR_SOMETHING \({rc}\), something"
-    ) as caught:
-        match call:
-            case "cuMemcpyAsync":
-                driver.copy_each(table((1, 2, 3)), 99)
-            case "cuMemcpy2DAsync_v2":
-                driver.copy_grid(
-                    [1], [2], 99, from_device=True, to_device=False, target_pitch=8, source_pitch=8, width=8, height=1
-                )
-            case "cuGraphLaunch":
-                driver.launch_graph(7, 99)
-            case _:
-                driver.copy_batch(table((1, 2, 3)), 99, from_device=True, to_device=False)
-    assert type(caught.value) is error
+    ]:
+        library = Library()
+        driver = Driver(library)
+        library.results[call] = [rc]
+        with pytest.raises(
+            error, match=rf"{call.removesuffix('_v2')} failed: CUDA_ERROR_SOMETHING \({rc}\), something"
+        ) as caught:
+            match call:
+                case "cuMemcpyAsync":
+                    driver.copy_each(table((1, 2, 3)), 99)
+                case "cuMemcpy2DAsync_v2":
+                    driver.copy_grid(
+                        [1],
+                        [2],
+                        99,
+                        from_device=True,
+                        to_device=False,
+                        target_pitch=8,
+                        source_pitch=8,
+                        width=8,
+                        height=1,
+                    )
+                case "cuGraphLaunch":
+                    driver.launch_graph(7, 99)
+                case _:
+                    driver.copy_batch(table((1, 2, 3)), 99, from_device=True, to_device=False)
+        assert type(caught.value) is error
 
 
 def test_a_gpu_that_is_not_there_is_the_users_to_mend() -> None:

@@ -60,7 +60,7 @@ def test_results_up_to_the_last_byte_of_host_memory_are_delivered(size: int) -> 
         device.close()
 
 
-def test_kernels_read_what_the_host_wrote_into_mapped_memory_while_copies_keep_the_copy_engine_busy() -> None:
+def test_kernels_read_mapped_memory_beside_copies() -> None:
     device = CudaDevice()
     try:
         size = 256 << 20

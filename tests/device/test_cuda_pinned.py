@@ -77,19 +77,19 @@ def test_small_memory_is_one_chunk_and_large_memory_begins_with_a_small_one() ->
     assert chunk_borders(12345, 7) == [12345]
 
 
-@pytest.mark.parametrize("item_bytes", [1, 4096, 3000, 36 * 65536, 36 * 65536 + 512, 5 * MIB + 3])
-@pytest.mark.parametrize("num_bytes", [READY_AT_ONCE_BYTES + 1, 5 * GIB + 12345])
-def test_no_border_cuts_an_item_or_a_page_and_all_is_covered(item_bytes: int, num_bytes: int) -> None:
-    borders = chunk_borders(num_bytes, item_bytes)
-    assert borders == sorted(set(borders))
-    assert borders[-1] == num_bytes
-    assert not any(border % item_bytes or border % PAGE for border in borders[:-1])
+def test_no_border_cuts_an_item_or_a_page_and_all_is_covered() -> None:
+    for item_bytes in [1, 4096, 3000, 36 * 65536, 36 * 65536 + 512, 5 * MIB + 3]:
+        for num_bytes in [READY_AT_ONCE_BYTES + 1, 5 * GIB + 12345]:
+            borders = chunk_borders(num_bytes, item_bytes)
+            assert borders == sorted(set(borders))
+            assert borders[-1] == num_bytes
+            assert not any(border % item_bytes or border % PAGE for border in borders[:-1])
 
 
 # ---------------------------------------------------------------------- from front to back
 
 
-def test_the_first_chunk_is_pinned_before_anybody_gets_the_memory_and_the_rest_by_a_thread(small_chunks: None) -> None:
+def test_the_first_chunk_is_pinned_at_once_and_the_rest_by_a_thread(small_chunks: None) -> None:
     pins = Pins(let_through=1)
     slab = Slab("host", 11 * PAGE + 5, item_bytes=1, pins=pins)
     start = slab.memory.data.data_ptr()

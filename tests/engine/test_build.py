@@ -15,9 +15,7 @@ class OpensNoDevice(Exception):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_kernels_have_their_place_before_a_gpu_is_opened_which_compiles_the_first_of_them(
-    eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_cache_is_set_before_a_gpu_is_opened(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def opened(*_: object) -> None:

@@ -71,7 +71,7 @@ def test_the_least_that_is_enough_draws_the_same_tokens(
     assert set(watched.drawn) == {expected}
 
 
-def test_a_step_samples_in_the_mode_of_its_most_demanding_row_and_no_other_row_samples_differently(
+def test_a_step_samples_in_the_mode_of_its_most_demanding_row(
     watched: Watched,
 ) -> None:
     ways: list[dict[str, Any]] = [

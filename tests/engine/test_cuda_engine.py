@@ -554,7 +554,7 @@ def test_nothing_is_compiled_once_it_serves_p3(
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("proposer", ["ngram", "mtp", "draft"])
-def test_no_step_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_it_p1_p3(
+def test_a_step_with_drafts_neither_blocks_the_host_nor_compiles_p1_p3(
     llama: Path,
     tmp_path: Path,
     proposer: str,
@@ -582,7 +582,7 @@ def test_no_step_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_it_
 
 @compiles
 @pytest.mark.parametrize("max_running", [6, 1])  # the first step has so many tokens
-def test_layers_are_compiled_once_for_any_number_of_tokens_and_never_once_it_serves_p3(
+def test_layers_are_compiled_once_and_never_while_serving_p3(
     max_running: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
@@ -656,9 +656,7 @@ def test_what_drafts_is_compiled_and_captured_with_the_model(
 # ---------------------------------------------------------------------- what goes wrong
 
 
-def test_a_step_that_the_gpu_has_no_memory_for_ends_its_request_and_the_engine_goes_on(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_gpu_memory_ends_its_request_only(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(llama) as llm:
         expected = tokens(llm.generate([PROMPTS[1]], GREEDY))
         model = llm.engine.parts.executor._model

@@ -219,7 +219,7 @@ def test_an_offload_worker_that_fails_ends_the_engine_and_every_client_gets_an_e
     expect_on_disk(model, tmp_path)
 
 
-def test_a_step_that_the_device_has_no_memory_for_ends_its_requests_and_the_engine_goes_on(tmp_path: Path) -> None:
+def test_a_step_without_device_memory_ends_its_requests_only(tmp_path: Path) -> None:
     device, model = MortalDevice(), Slow()
     engine = start(device, model, tmp_path)
     model.gate.clear()

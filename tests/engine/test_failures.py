@@ -266,7 +266,7 @@ class EndlessTokenizer(ToyTokenizer):
         return Endless(text_bytes)
 
 
-def test_aborted_sample_receives_its_end_though_the_tokenizer_cannot_make_the_rest_of_its_text(
+def test_aborted_sample_gets_its_end_though_the_tokenizer_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with serving(tokenizer=EndlessTokenizer()) as rig:
@@ -280,7 +280,7 @@ def test_aborted_sample_receives_its_end_though_the_tokenizer_cannot_make_the_re
     assert "sample 0: the tokenizer failed at token" in caplog.text
 
 
-def test_requests_that_are_left_when_the_engine_closes_are_ended_though_the_tokenizer_is_broken() -> None:
+def test_close_ends_requests_though_the_tokenizer_is_broken() -> None:
     rig = Rig(tokenizer=EndlessTokenizer())
     replies = [rig.submit(prompt, 60) for prompt in prompts(34, 6)]
     replies[0].wait_for_tokens(1)

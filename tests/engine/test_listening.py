@@ -51,7 +51,7 @@ def test_a_client_that_leaves_while_a_step_is_awaited_gets_its_end_at_once(rig: 
         assert reply.reason == "abort"
 
 
-def test_a_request_that_takes_the_blocks_of_an_aborted_one_while_a_step_is_awaited_gets_its_tokens() -> None:  # H3
+def test_blocks_of_a_request_aborted_during_a_wait_are_safe_to_reuse() -> None:  # H3
     with serving(blocks=10, slots=24) as rig:
         rig.ask(PROMPT)
         rig.settle()

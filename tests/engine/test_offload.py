@@ -123,7 +123,7 @@ def test_restart_on_the_same_directory_serves_from_disk(tmp_path: Path) -> None:
         assert reply.cached.disk == REUSABLE
 
 
-def test_blocks_that_found_no_slot_while_host_memory_was_pinned_are_stored_once_it_is(
+def test_blocks_without_a_slot_are_stored_once_host_memory_is_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slots, pinned = 24, [2]
@@ -440,7 +440,7 @@ def test_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, fault: faults.Fault)
             rig.ask(PROMPT)
 
 
-def test_fifos_in_place_of_entries_on_disk_hang_neither_a_request_nor_flush_nor_close(tmp_path: Path) -> None:
+def test_fifos_in_place_of_entries_on_disk_hang_nothing(tmp_path: Path) -> None:
     with serving(slots=24, disk=tmp_path, load_deadline_s=PATIENCE_S) as rig:
         rig.ask(PROMPT)
         rig.settle()

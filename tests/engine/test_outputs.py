@@ -141,7 +141,7 @@ def test_rig_notices_a_single_wrong_bit_from_a_tier(tmp_path: Path) -> None:
         rig.close()
 
 
-def test_outputs_of_running_requests_precede_the_publication_of_blocks_and_ends_follow_it(
+def test_outputs_precede_the_publication_of_blocks_and_ends_follow_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Publishing a thousand blocks that came back takes half a millisecond, which is others' time between tokens."""

@@ -70,7 +70,7 @@ def answers(rig: Rig, *, tokens: int) -> list[tuple[list[int], list[Any]]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_two_runs_of_every_step_are_equal_and_so_are_the_tokens_without_the_check(way: str) -> None:
+def test_second_runs_equal_the_first_and_change_no_token(way: str) -> None:
     options, prepare = WAYS[way]
     tokens = 30 if way == "preempted" else 6
     with serving(**{"slots": 64, "self_check": 1.0, **options()}) as rig:

@@ -63,7 +63,7 @@ def runs_out_in_a_graph(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kept", range(len(SHAPES)))
 @pytest.mark.parametrize("run_out", [runs_out_in_a_run, runs_out_in_a_graph])
-def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes_no_token(
+def test_out_of_memory_at_capture_drops_shapes_and_changes_no_token(
     run_out: Callable[[Rig, int, pytest.MonkeyPatch], None],
     kept: int,
     monkeypatch: pytest.MonkeyPatch,

@@ -25,7 +25,7 @@ def test_engine_makes_no_text_and_looks_for_no_stop_string() -> None:
         assert [delta.text for delta in reply.deltas] == [""] * len(reply.deltas)
 
 
-def test_sample_that_a_stop_string_ended_counts_as_stopped_and_leaves_the_other_samples() -> None:
+def test_a_stop_string_ends_its_own_sample_only() -> None:
     with serving() as rig:
         text = rig.tokenizer.decode(rig.model.expected(PROMPT, 60))
         doomed = rig.submit(PROMPT, 60, stop=(text[4:7],)).wait()

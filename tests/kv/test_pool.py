@@ -278,7 +278,7 @@ def test_free_ids_go_before_cached_ones(pool: FencedPool) -> None:
     assert pool.num_keys == 2
 
 
-def test_the_least_recently_used_sequence_is_evicted_first_and_its_end_before_its_start(pool: FencedPool) -> None:
+def test_the_least_recently_used_sequence_is_evicted_from_its_end(pool: FencedPool) -> None:
     old, recent = cached(pool, 1, 2), cached(pool, 3, 4)
     pool.share(old).release()  # used again: now the other one is older
     assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]

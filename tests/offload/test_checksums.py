@@ -69,9 +69,7 @@ def test_a_flipped_byte_is_a_miss_and_is_counted(rig: Rig, caplog: pytest.LogCap
     assert rig.blocks.num_used == 0
 
 
-def test_a_flipped_byte_in_a_later_piece_fails_the_load_when_its_earlier_pieces_have_ended(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_byte_in_a_later_piece_fails_the_load(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOAD_PIECE_BYTES", "LAST_PIECE_BYTES"):
         monkeypatch.setattr(pacing, name, 0)
     monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 1)

@@ -264,20 +264,18 @@ def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -
 
 
 @pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(80, 100), (1000, 8)])
-@pytest.mark.parametrize(("slices", "awaited"), [(9, 0), (11, 2), (12, 3), (13, 4), (40, 4)])
-def test_thread_rests_no_longer_than_until_all_that_is_left_fits(
-    bytes_in_flight: int, segments_in_flight: int, slices: int, awaited: int
-) -> None:
+def test_thread_rests_no_longer_than_until_all_that_is_left_fits(bytes_in_flight: int, segments_in_flight: int) -> None:
     """Until all of a load was given, no step may be launched behind it."""
-    world = World(Pace(10, 1, bytes_in_flight, segments_in_flight, streams=1))
-    failing = world.copy("failing", 30, urgency=Urgency.DEMAND)
-    world.lane.fill()
-    for _ in range(8):
-        world.end("failing", error=OSError("injected"))
-    assert world.lane.retire() == [failing]  # what was left of it is not left any more
-    world.copy("a", slices)
-    world.lane.fill()
-    assert list(world.lane.awaited()) == [world.streams[0].fences[8 + awaited]]
+    for slices, awaited in [(9, 0), (11, 2), (12, 3), (13, 4), (40, 4)]:
+        world = World(Pace(10, 1, bytes_in_flight, segments_in_flight, streams=1))
+        failing = world.copy("failing", 30, urgency=Urgency.DEMAND)
+        world.lane.fill()
+        for _ in range(8):
+            world.end("failing", error=OSError("injected"))
+        assert world.lane.retire() == [failing]  # what was left of it is not left any more
+        world.copy("a", slices)
+        world.lane.fill()
+        assert list(world.lane.awaited()) == [world.streams[0].fences[8 + awaited]]
 
 
 def test_copy_that_waits_for_something_else_than_room_does_not_wake_the_worker_early() -> None:
@@ -289,7 +287,7 @@ def test_copy_that_waits_for_something_else_than_room_does_not_wake_the_worker_e
     assert list(world.lane.awaited()) == [world.streams[0].fences[3], waiting]
 
 
-def test_copy_is_reported_once_when_its_last_slice_was_submitted_and_ends_when_all_are_done() -> None:
+def test_copy_is_reported_at_its_last_slice_and_ends_when_all_are_done() -> None:
     world = World(Pace(slice_bytes=1 << 20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=4, streams=1))
     copy = world.copy("a", 2, 3)
     assert world.lane.fill() == []  # two of three slices
@@ -343,7 +341,7 @@ def test_copies_that_are_seen_done_at_once_share_the_time_by_bytes() -> None:
     assert later.seconds == 1.0
 
 
-def test_slice_that_fails_ends_its_copy_once_the_others_are_done_and_no_more_is_given() -> None:  # H9, H15
+def test_a_failed_slice_ends_its_copy_once_the_others_are_done() -> None:  # H9, H15
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=2))
     copy, error = world.copy("a", 4), OSError("injected")
     world.lane.fill()

@@ -93,7 +93,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
-def test_registered_tier_serves_a_second_engine_and_shows_in_cached_tokens_and_metrics(tmp_path: Path) -> None:
+def test_registered_tier_serves_a_second_engine_and_is_counted(tmp_path: Path) -> None:
     """The whole of what a tier touches: its own module, and one call of `register` (or one row in the registry)."""
     prompt = list(range(1, 33))
     answers, found = [], []

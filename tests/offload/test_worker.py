@@ -31,9 +31,7 @@ def test_a_turn_takes_a_bounded_number_of_commands(rig: Rig, monkeypatch: pytest
     lease.release()
 
 
-def test_others_get_the_interpreter_lock_between_turns_that_can_give_the_link_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_turns_yield_the_interpreter_lock(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a hundred thousand orders behind a step, the engine thread would wait for it in each of its steps."""
     monkeypatch.setattr(rig._thread, "wake", lambda: None)
     monkeypatch.setattr(worker, "_CROWDED_LANE", 2)

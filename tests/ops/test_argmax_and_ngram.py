@@ -21,24 +21,22 @@ SEEDS = range(40 if HERE == "cuda" else 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [3, 4096, 9000])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_argmax_takes_the_lowest_id_and_marks_rows_that_are_not_finite(
-    seed: int, width: int, dtype: torch.dtype
-) -> None:
-    rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
-    logits = torch.randint(-3, rng.choice([2, 400]), (6, width), generator=draws).to(dtype)
-    for row, odd in enumerate((torch.nan, torch.inf, -torch.inf)):
-        logits[row, rng.randrange(width)] = odd
-    logits[3] = -torch.inf
-    logits[4, : width - 1] = -torch.inf
+def test_argmax_takes_the_lowest_id_and_marks_rows_that_are_not_finite(dtype: torch.dtype) -> None:
+    for width in [3, 4096, 9000]:
+        for seed in SEEDS:
+            rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
+            logits = torch.randint(-3, rng.choice([2, 400]), (6, width), generator=draws).to(dtype)
+            for row, odd in enumerate((torch.nan, torch.inf, -torch.inf)):
+                logits[row, rng.randrange(width)] = odd
+            logits[3] = -torch.inf
+            logits[4, : width - 1] = -torch.inf
 
-    tokens, finite = TritonOps().argmax(logits.to(HERE))
-    wanted, wanted_finite = TorchOps().argmax(logits)
+            tokens, finite = TritonOps().argmax(logits.to(HERE))
+            wanted, wanted_finite = TorchOps().argmax(logits)
 
-    assert (tokens.tolist(), finite.tolist()) == (wanted.tolist(), wanted_finite.tolist())
-    assert wanted_finite.tolist() == [False, False, True, False, True, True]
-    assert tokens[4] == width - 1
+            assert (tokens.tolist(), finite.tolist()) == (wanted.tolist(), wanted_finite.tolist())
+            assert wanted_finite.tolist() == [False, False, True, False, True, True]
+            assert tokens[4] == width - 1
 
 
 def test_argmax_of_some_columns() -> None:
@@ -47,17 +45,17 @@ def test_argmax_of_some_columns() -> None:
 
 
 @pytest.mark.parametrize(("longest", "shortest"), [(4, 1), (2, 2), (3, 1)])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ngram_finds_the_longest_earlier_occurrence(seed: int, longest: int, shortest: int) -> None:
-    rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
-    width = rng.choice([9, 1500])
-    history = torch.randint(rng.choice([2, 5, 60]), (7, width + 1), generator=draws, dtype=torch.int32)
-    rows = torch.tensor(rng.sample(range(7), 4))
-    lengths = torch.tensor([1, 2, width, rng.randint(1, width)])
+def test_ngram_finds_the_longest_earlier_occurrence(longest: int, shortest: int) -> None:
+    for seed in SEEDS:
+        rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
+        width = rng.choice([9, 1500])
+        history = torch.randint(rng.choice([2, 5, 60]), (7, width + 1), generator=draws, dtype=torch.int32)
+        rows = torch.tensor(rng.sample(range(7), 4))
+        lengths = torch.tensor([1, 2, width, rng.randint(1, width)])
 
-    wanted = TorchOps().match_ngram(history[:, :-1], rows, lengths, 5, longest=longest, shortest=shortest)
-    got = TritonOps().match_ngram(
-        history.to(HERE)[:, :-1], rows.to(HERE), lengths.to(HERE), 5, longest=longest, shortest=shortest
-    )
+        wanted = TorchOps().match_ngram(history[:, :-1], rows, lengths, 5, longest=longest, shortest=shortest)
+        got = TritonOps().match_ngram(
+            history.to(HERE)[:, :-1], rows.to(HERE), lengths.to(HERE), 5, longest=longest, shortest=shortest
+        )
 
-    assert got.tolist() == wanted.tolist()
+        assert got.tolist() == wanted.tolist()

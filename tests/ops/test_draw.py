@@ -99,32 +99,32 @@ def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list
 
 
 @pytest.mark.parametrize(("width", "programs", "dtype"), CUTS)
-@pytest.mark.parametrize("seed", SEEDS)
 def test_rows_draw_what_their_rules_say(
-    seed: int, width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_ops, "_PROGRAMS", programs)  # into how many parts a row is cut
-    generator, count = torch.Generator().manual_seed(seed), len(ASKED)
-    here, there = states(ASKED, width, seed)
-    logits = (torch.randn(2 * count + 4, width, generator=generator) * 3).to(dtype)
-    logits[: count // 2] = logits[: count // 2].mul(2).round().div(2)  # many equals
-    for place, odd in enumerate((torch.nan, torch.inf, -torch.inf)):
-        logits[place, seed % width] = odd
-    rows = torch.tensor([*range(count), *reversed(range(count)), *[here.padding_slot] * 4])
-    indices = torch.randint(0, 1000, (len(rows),), generator=generator)
+    for seed in SEEDS:
+        monkeypatch.setattr(triton_ops, "_PROGRAMS", programs)  # into how many parts a row is cut
+        generator, count = torch.Generator().manual_seed(seed), len(ASKED)
+        here, there = states(ASKED, width, seed)
+        logits = (torch.randn(2 * count + 4, width, generator=generator) * 3).to(dtype)
+        logits[: count // 2] = logits[: count // 2].mul(2).round().div(2)  # many equals
+        for place, odd in enumerate((torch.nan, torch.inf, -torch.inf)):
+            logits[place, seed % width] = odd
+        rows = torch.tensor([*range(count), *reversed(range(count)), *[here.padding_slot] * 4])
+        indices = torch.randint(0, 1000, (len(rows),), generator=generator)
 
-    wanted, wanted_finite = TorchOps().draw(logits, rows, indices, here.rules.numbers)
-    moved = logits.to(HERE)
-    tokens, finite = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
+        wanted, wanted_finite = TorchOps().draw(logits, rows, indices, here.rules.numbers)
+        moved = logits.to(HERE)
+        tokens, finite = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
 
-    assert finite.tolist() == wanted_finite.tolist() and not finite[0] and not finite[1]
-    drawn, different = tokens.tolist(), 0
-    for place, (row, expected) in enumerate(zip(rows.tolist(), wanted.tolist(), strict=True)):
-        if drawn[place] != expected:  # the exponential is not the same to the last bit
-            different += 1
-            assert between(logits, place, row, here, [drawn[place], expected]) < 1e-5, (place, row)
-    assert different <= 1
-    assert tokens[-4:].tolist() == TorchOps().argmax(logits)[0][-4:].tolist()  # of padding
+        assert finite.tolist() == wanted_finite.tolist() and not finite[0] and not finite[1]
+        drawn, different = tokens.tolist(), 0
+        for place, (row, expected) in enumerate(zip(rows.tolist(), wanted.tolist(), strict=True)):
+            if drawn[place] != expected:  # the exponential is not the same to the last bit
+                different += 1
+                assert between(logits, place, row, here, [drawn[place], expected]) < 1e-5, (place, row)
+        assert different <= 1
+        assert tokens[-4:].tolist() == TorchOps().argmax(logits)[0][-4:].tolist()  # of padding
 
 
 @pytest.mark.parametrize(
@@ -172,22 +172,24 @@ def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
 
 
 @pytest.mark.parametrize("drafted", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("width", "stride"), [(60, 60), (9000, 9000), (9000, 9010)])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_penalties(seed: int, width: int, stride: int, dtype: torch.dtype, drafted: bool) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    here, there = states(PENALTIES, width, seed)
-    logits = torch.randn(9, stride, generator=generator).mul(3).to(dtype)[:, :width]
-    rows = torch.tensor([0, 1, 2, 3, 4, here.padding_slot, 4, 3, 0])
-    before = torch.randint(-1, width, (9, 3), generator=generator) if drafted else None
+def test_penalties(width: int, stride: int, drafted: bool) -> None:
+    for dtype in [torch.float32, torch.bfloat16]:
+        for seed in SEEDS:
+            generator = torch.Generator().manual_seed(seed)
+            here, there = states(PENALTIES, width, seed)
+            logits = torch.randn(9, stride, generator=generator).mul(3).to(dtype)[:, :width]
+            rows = torch.tensor([0, 1, 2, 3, 4, here.padding_slot, 4, 3, 0])
+            before = torch.randint(-1, width, (9, 3), generator=generator) if drafted else None
 
-    moved = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=HERE).copy_(logits)
-    drafts = None if before is None else before.to(HERE)
-    got = triton_ops.TritonOps().penalise(moved, rows.to(HERE), there.rules.numbers, *there.seen_tables(), drafts)
-    wanted = TorchOps().penalise(logits.clone(), rows, here.rules.numbers, *here.seen_tables(), before)
+            moved = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=HERE).copy_(logits)
+            drafts = None if before is None else before.to(HERE)
+            got = triton_ops.TritonOps().penalise(
+                moved, rows.to(HERE), there.rules.numbers, *there.seen_tables(), drafts
+            )
+            wanted = TorchOps().penalise(logits.clone(), rows, here.rules.numbers, *here.seen_tables(), before)
 
-    assert wanted.dtype == got.dtype == torch.float32
-    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)
-    assert torch.equal(got[[0, 5, 8]].cpu(), logits[[0, 5, 8]].float())
-    assert not torch.equal(wanted[1:5], logits[1:5].float())
+            assert wanted.dtype == got.dtype == torch.float32
+            torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)
+            assert torch.equal(got[[0, 5, 8]].cpu(), logits[[0, 5, 8]].float())
+            assert not torch.equal(wanted[1:5], logits[1:5].float())

@@ -125,7 +125,7 @@ def test_work_that_says_inside_that_it_writes_a_published_id_was_there_before_or
         assert made.kinds == ["early_publish" if submitted_first else "published_write"]
 
 
-def test_a_late_write_of_the_tenant_before_is_not_a_write_to_what_the_next_one_published() -> None:
+def test_a_late_write_of_the_earlier_tenant_is_not_one_of_the_next() -> None:
     with rig("late") as made:
         made.leased(0)
         gate = made.copy.submit(nothing)

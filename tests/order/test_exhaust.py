@@ -262,12 +262,12 @@ def outcomes(seed: int, *, reduce: bool) -> tuple[set[object], int]:
 
 # The first seven need a rule each that earlier versions lacked: a poll and a wait that did not block must not count as
 # enabled by the end of the work.
-@pytest.mark.parametrize("seed", [10, 79, 104, 139, 227, 255, 368, 3, 5, 7, 12, 31, 36])
-def test_the_reduction_leaves_out_no_outcome(seed: int) -> None:
-    every, all_runs = outcomes(seed, reduce=False)
-    some, runs = outcomes(seed, reduce=True)
-    assert some == every
-    assert runs <= all_runs
+def test_the_reduction_leaves_out_no_outcome() -> None:
+    for seed in [10, 79, 104, 139, 227, 255, 368, 3, 5, 7, 12, 31, 36]:
+        every, all_runs = outcomes(seed, reduce=False)
+        some, runs = outcomes(seed, reduce=True)
+        assert some == every
+        assert runs <= all_runs
 
 
 def test_the_reduction_leaves_out_most_runs() -> None:

@@ -150,7 +150,7 @@ def test_a_hang_is_a_finding() -> None:
     assert "first waits for second" in found.problem.text
 
 
-def test_an_assertion_of_work_and_any_other_exception_are_findings_unless_the_rules_expect_them() -> None:
+def test_exceptions_of_work_are_findings_unless_the_rules_expect_them() -> None:
     def raising(error: BaseException) -> None:
         raise error
 
@@ -187,7 +187,7 @@ def offload_and_free(device: SimDevice, *, recorded: bool) -> None:
     assert [row[0].item() for row in host[:2]] == [0, 1]
 
 
-def test_a_tensor_that_is_freed_while_another_stream_reads_it_is_a_race_unless_it_was_recorded() -> None:
+def test_freeing_a_tensor_that_another_stream_reads_is_a_race() -> None:
     found = explore(partial(offload_and_free, recorded=False)).found
     assert found is not None and found.problem.kind == ("checker", "race")
     assert "`make` (compute:2" in found.problem.text and "`copy` (copies:1" in found.problem.text

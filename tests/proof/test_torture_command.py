@@ -207,7 +207,7 @@ def interrupted(*_: object, **__: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_while_a_failure_is_shrunk_loses_neither_the_schedule_nor_the_figures(
+def test_an_interrupt_during_shrinking_keeps_the_schedule_and_figures(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torture, "shrink", interrupted)
@@ -305,9 +305,7 @@ def test_an_unknown_rule_is_refused_with_a_few_of_the_known_ones(run: Run) -> No
     assert len(refused.stderr) < 3000
 
 
-def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_rule_out_itself(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_named_mutation_is_shown_and_its_replay_applies_it(run: Run, tmp_path: Path) -> None:
     result = run("torture", "--mutations", RULE, "--json", "--save", tmp_path)
     assert result.exit_code == 0
     assert figures(result.stdout) == {
@@ -361,7 +359,7 @@ def test_names_in_brackets_are_printed_as_they_are(run: Run, tmp_path: Path) -> 
     assert "tokens: [blue]" in result.stdout
 
 
-def test_an_interrupt_in_the_middle_of_a_schedule_ends_with_130_or_with_1_if_there_were_findings(
+def test_an_interrupt_ends_with_130_or_with_1_after_findings(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, step = [0], Engine.step

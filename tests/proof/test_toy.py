@@ -37,12 +37,12 @@ class Rig:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)
-@pytest.mark.parametrize("cuts", [(), (4,), (1, 2, 3), (5, 8), (8, 9, 10)])
-def test_chunks_draw_what_the_reference_draws_wherever_they_are_cut(model: ToyModel, cuts: tuple[int, ...]) -> None:
-    rig = Rig(model)
-    for start, stop in zip((0, *cuts), (*cuts, len(PROMPT)), strict=True):
-        drawn = rig.compute(PROMPT, start, stop, (5, 2, 7, 0))
-        assert drawn == model.expected(PROMPT[:stop], 1)[0]
+def test_chunks_draw_what_the_reference_draws_wherever_they_are_cut(model: ToyModel) -> None:
+    for cuts in [(), (4,), (1, 2, 3), (5, 8), (8, 9, 10)]:
+        rig = Rig(model)
+        for start, stop in zip((0, *cuts), (*cuts, len(PROMPT)), strict=True):
+            drawn = rig.compute(PROMPT, start, stop, (5, 2, 7, 0))
+            assert drawn == model.expected(PROMPT[:stop], 1)[0]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)

@@ -128,9 +128,7 @@ def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_early_as_may_be(
         assert rig.shown == [[rig.expected(tokens[: known - 1])] * 2]
 
 
-def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_once_the_layers_are_through(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_with_drafts_or_loads_are_kept_up_with_after_the_layers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     through = rig.model._run_layers
 
     def layers(*given: Any) -> Any:

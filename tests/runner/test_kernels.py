@@ -209,7 +209,7 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
     equal(there_kv[:blocks], kv[:blocks])
 
 
-def test_a_draft_goes_where_its_block_table_says_and_no_further_than_its_row_has_room_h11() -> None:
+def test_a_draft_is_written_by_its_block_table_within_its_rows_room_h11() -> None:
     draws = torch.Generator().manual_seed(5)
     tables = torch.randint(500, (9, WIDTH), generator=draws, dtype=torch.int32)
     positions, bounds = (torch.randint(WIDTH * BLOCK_TOKENS, (9,), generator=draws) for _ in range(2))

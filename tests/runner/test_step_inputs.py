@@ -181,13 +181,13 @@ def check_exact(host: Host, batch: BatchPlan, drafts: torch.Tensor | None = None
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("seed", range(100))
-def test_an_eager_step_has_the_exact_inputs_of_its_batch(seed: int, drafts: int) -> None:
-    rng, host = random.Random(seed), Host()
-    for _ in range(4):
-        batch = random_batch(rng, drafts)
-        host.place_rows(batch, rng)
-        check_exact(host, batch, random_drafts(seed, max(row.drafts for row in batch.rows)))
+def test_an_eager_step_has_the_exact_inputs_of_its_batch(drafts: int) -> None:
+    for seed in range(100):
+        rng, host = random.Random(seed), Host()
+        for _ in range(4):
+            batch = random_batch(rng, drafts)
+            host.place_rows(batch, rng)
+            check_exact(host, batch, random_drafts(seed, max(row.drafts for row in batch.rows)))
 
 
 def test_nothing_is_left_of_a_slots_former_owner() -> None:  # H16
@@ -228,55 +228,55 @@ def test_inputs_are_fetched_by_one_kernel_and_positions_begin_their_memory() -> 
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("seed", range(50))
-def test_a_captured_step_reads_its_batch_and_padding_is_of_no_request_h18(seed: int, drafts: int) -> None:
-    rng, host, key = random.Random(seed), Host(), GraphKey(9, 60, drafts)
-    state, sizes = host.state, key.sizes
-    inputs = StepInputs.allocate(key, torch.device("cpu"), padding_slot=state.padding_slot, table_width=WIDTH)
-    for _ in range(4):  # over one another: what an earlier batch left must not show
-        batch = random_batch(rng, drafts)
-        host.pack(batch, inputs)
-        host.place_rows(batch, rng)
-        guesses = random_drafts(seed, drafts)
-        tokens, positions, kv_lens, slot_mapping, tables = host.resolve(inputs, guesses)
+def test_a_captured_step_reads_its_batch_and_padding_is_of_no_request_h18(drafts: int) -> None:
+    for seed in range(50):
+        rng, host, key = random.Random(seed), Host(), GraphKey(9, 60, drafts)
+        state, sizes = host.state, key.sizes
+        inputs = StepInputs.allocate(key, torch.device("cpu"), padding_slot=state.padding_slot, table_width=WIDTH)
+        for _ in range(4):  # over one another: what an earlier batch left must not show
+            batch = random_batch(rng, drafts)
+            host.pack(batch, inputs)
+            host.place_rows(batch, rng)
+            guesses = random_drafts(seed, drafts)
+            tokens, positions, kv_lens, slot_mapping, tables = host.resolve(inputs, guesses)
 
-        expected, decodes = Expected.of(batch, state, guesses), batch.num_decodes
-        count = len(expected.tokens)
-        assert tokens[:count].tolist() == expected.tokens
-        assert positions[:count].tolist() == expected.positions
-        assert slot_mapping[:count].tolist() == expected.slot_mapping
-        assert slot_mapping[count:].eq(-1).all()
-        assert positions[count:].eq(0).all()
-        assert inputs.token_slots[count:].eq(state.padding_slot).all()
+            expected, decodes = Expected.of(batch, state, guesses), batch.num_decodes
+            count = len(expected.tokens)
+            assert tokens[:count].tolist() == expected.tokens
+            assert positions[:count].tolist() == expected.positions
+            assert slot_mapping[:count].tolist() == expected.slot_mapping
+            assert slot_mapping[count:].eq(-1).all()
+            assert positions[count:].eq(0).all()
+            assert inputs.token_slots[count:].eq(state.padding_slot).all()
 
-        starts = inputs.cu_seqlens_q.tolist()
-        places = [*range(decodes), *range(key.decodes, key.decodes + len(batch.rows) - decodes)]
-        for at, (place, row) in enumerate(zip(places, batch.rows, strict=True)):
-            assert starts[place : place + 2] == expected.starts[at : at + 2]
-            assert kv_lens[place] == expected.kv_lens[at]
-            assert inputs.hidden_sources[place] == hidden_source_of(row, BLOCK_TOKENS)
-            held = -(-expected.kv_lens[at] // BLOCK_TOKENS)
-            assert tables[place, :held].tolist() == list(row.block_table[:held])
-        for place in set(range(sizes.rows)) - set(places):
-            assert starts[place] == starts[place + 1]
-            assert kv_lens[place] == 0
-            assert inputs.hidden_sources[place] == FROM_SLOT
-            assert inputs.slots[place] == state.padding_slot
-        assert starts[-1] == count
-        sampling = len(expected.logits_indices)
-        assert inputs.logits_indices[:sampling].tolist() == expected.logits_indices
-        assert inputs.logits_indices[sampling:].eq(-1).all()
-        drawing = [place for place, row in zip(places, batch.rows, strict=True) if row.samples]
-        assert inputs.sampling_rows.tolist() == drawing + [-1] * (sizes.rows - len(drawing))
-        assert inputs.mailbox_offset.tolist() == [640]
+            starts = inputs.cu_seqlens_q.tolist()
+            places = [*range(decodes), *range(key.decodes, key.decodes + len(batch.rows) - decodes)]
+            for at, (place, row) in enumerate(zip(places, batch.rows, strict=True)):
+                assert starts[place : place + 2] == expected.starts[at : at + 2]
+                assert kv_lens[place] == expected.kv_lens[at]
+                assert inputs.hidden_sources[place] == hidden_source_of(row, BLOCK_TOKENS)
+                held = -(-expected.kv_lens[at] // BLOCK_TOKENS)
+                assert tables[place, :held].tolist() == list(row.block_table[:held])
+            for place in set(range(sizes.rows)) - set(places):
+                assert starts[place] == starts[place + 1]
+                assert kv_lens[place] == 0
+                assert inputs.hidden_sources[place] == FROM_SLOT
+                assert inputs.slots[place] == state.padding_slot
+            assert starts[-1] == count
+            sampling = len(expected.logits_indices)
+            assert inputs.logits_indices[:sampling].tolist() == expected.logits_indices
+            assert inputs.logits_indices[sampling:].eq(-1).all()
+            drawing = [place for place, row in zip(places, batch.rows, strict=True) if row.samples]
+            assert inputs.sampling_rows.tolist() == drawing + [-1] * (sizes.rows - len(drawing))
+            assert inputs.mailbox_offset.tolist() == [640]
 
-        exact, without = host.pack(batch), inputs.without_padding()  # as attention by torch takes it
-        for name in ("tokens", "positions", "token_slots", "cu_seqlens_q", "kv_lens", "slots", "hidden_sources"):
-            assert getattr(without, name).tolist() == getattr(exact, name).tolist(), name
-        assert without.logits_indices.tolist() == exact.logits_indices.tolist()
-        assert (without.sizes.decodes, without.sizes.num_tokens) == (exact.sizes.decodes, exact.sizes.num_tokens)
-        if drafts:
-            assert without.sizes.first_drafting == exact.sizes.first_drafting
+            exact, without = host.pack(batch), inputs.without_padding()  # as attention by torch takes it
+            for name in ("tokens", "positions", "token_slots", "cu_seqlens_q", "kv_lens", "slots", "hidden_sources"):
+                assert getattr(without, name).tolist() == getattr(exact, name).tolist(), name
+            assert without.logits_indices.tolist() == exact.logits_indices.tolist()
+            assert (without.sizes.decodes, without.sizes.num_tokens) == (exact.sizes.decodes, exact.sizes.num_tokens)
+            if drafts:
+                assert without.sizes.first_drafting == exact.sizes.first_drafting
 
 
 def test_inputs_that_were_never_filled_are_padding() -> None:

@@ -53,7 +53,7 @@ def test_a_buffer_is_overwritten_whole(uploads: Uploads) -> None:
     assert target.tolist() == [0, 1, 2, 3]
 
 
-def test_captured_inputs_are_fetched_from_the_steps_own_region_beside_its_other_numbers(
+def test_captured_inputs_are_fetched_from_the_steps_own_region(
     staging: torch.Tensor,
 ) -> None:  # H17
     uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), input_bytes=64), torch.full((4,), -1)

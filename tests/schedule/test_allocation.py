@@ -38,7 +38,7 @@ def test_a_step_that_was_planned_before_a_preemption_or_an_abort_is_no_last_use(
     assert request.last_fence is None
 
 
-def test_blocks_of_an_ended_request_are_not_free_until_earlier_transfers_have_settled() -> None:
+def test_blocks_of_an_ended_request_stay_used_until_transfers_settle() -> None:
     """H2, H10: no stream can wait for a transfer that the device has not been given yet, so the ledger does."""
     world = World()
     request = world.submit(prompt(18))

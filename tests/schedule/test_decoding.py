@@ -43,7 +43,7 @@ def test_a_step_behind_drafts_is_planned_within_bounds_that_come_down_when_they_
 
 
 @pytest.mark.parametrize("right", [WRONG, 1, RIGHT])
-def test_the_answer_is_as_long_as_it_was_asked_for_and_no_position_behind_it_is_written(right: int) -> None:
+def test_no_position_behind_the_answers_end_is_written(right: int) -> None:
     for outputs in range(1, 12):
         world = drafting_world(right=right)
         request = world.submit(prompt(5), outputs=outputs)
@@ -74,7 +74,7 @@ def test_right_drafts_save_steps() -> None:
     assert steps[WRONG] >= 23
 
 
-def test_a_row_without_room_for_drafts_goes_on_without_them_and_takes_no_blocks_of_others() -> None:
+def test_a_row_without_room_for_drafts_decodes_without_them() -> None:
     world = drafting_world(right=WRONG, num_blocks=7)
     older, younger = world.submit(prompt(7), outputs=10), world.submit(prompt(7, beginning=21), outputs=10)
     world.run()

@@ -109,7 +109,7 @@ def test_requests_that_need_the_same_blocks_join_the_load_in_flight() -> None:
     assert (loader.cached, joined.cached) == (CachedTokens(host=16), CachedTokens(device=16))
 
 
-def test_requests_with_different_cache_salts_neither_join_nor_find_each_others_blocks() -> None:
+def test_requests_with_different_cache_salts_share_no_blocks() -> None:
     world = World(num_blocks=48)
     loader = world.submit(prompt(18), cache_salt="a")
     world.tiers.where = dict.fromkeys(world.keys_of(loader)[:4], "host")

@@ -56,7 +56,7 @@ def settled(counts: Sequence[int]) -> int:
     return max(set(counts), key=counts.count)
 
 
-def test_steps_without_drafts_come_first_and_the_first_with_drafts_says_what_they_cost() -> None:
+def test_the_first_step_with_drafts_measures_their_cost() -> None:
     policy, rows = drafting([0.9] * 4)
     assert [fly(policy, rows, flat(6.0))[0] for _ in range(8)] == [0, 0, 0, 0, 0, 4, 0, 0]
 
@@ -99,21 +99,19 @@ def test_rows_whose_drafts_fail_do_without_beside_others_and_try_again_now_and_t
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
-@pytest.mark.parametrize("ratio", [1.3, 2.0, 4.0])
-@pytest.mark.parametrize("chance", [0.02, 0.5])
-def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(
-    num_rows: int, ratio: float, chance: float
-) -> None:
+def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(num_rows: int) -> None:
     """Rows do not try one after another, each in a step that all of them pay for."""
-    policy, rows = drafting([chance] * num_rows)
-    takes = flat(ratio)
-    depths(policy, rows, takes, 20)
-    tokens = seconds = 0.0
-    for _ in range(2000):
-        counts = fly(policy, rows, takes)
-        tokens += sum(1 + sum(chance**at for at in range(1, count + 1)) for count in counts)
-        seconds += takes(max(counts))
-    assert tokens / seconds > 0.97 * num_rows / PLAIN_S
+    for ratio in [1.3, 2.0, 4.0]:
+        for chance in [0.02, 0.5]:
+            policy, rows = drafting([chance] * num_rows)
+            takes = flat(ratio)
+            depths(policy, rows, takes, 20)
+            tokens = seconds = 0.0
+            for _ in range(2000):
+                counts = fly(policy, rows, takes)
+                tokens += sum(1 + sum(chance**at for at in range(1, count + 1)) for count in counts)
+                seconds += takes(max(counts))
+            assert tokens / seconds > 0.97 * num_rows / PLAIN_S
 
 
 def together(
@@ -149,14 +147,14 @@ def together(
     return ends
 
 
-@pytest.mark.parametrize("ratio", [1.15, 1.3, 2.0])
 @pytest.mark.parametrize("failing", [1, 16, 31])
-def test_no_row_is_slowed_down_more_than_allowed_by_drafts_of_others(failing: int, ratio: float) -> None:
-    ends = together(SpecPolicy(4, max_slowdown=0.02), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
-    assert max(ends) < 1.03 * 400
-    alone = together(SpecPolicy(4, max_slowdown=math.inf), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
-    if failing < 31:
-        assert max(alone) > 1.03 * 400  # for more tokens a second of all together
+def test_no_row_is_slowed_down_more_than_allowed_by_drafts_of_others(failing: int) -> None:
+    for ratio in [1.15, 1.3, 2.0]:
+        ends = together(SpecPolicy(4, max_slowdown=0.02), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
+        assert max(ends) < 1.03 * 400
+        alone = together(SpecPolicy(4, max_slowdown=math.inf), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
+        if failing < 31:
+            assert max(alone) > 1.03 * 400  # for more tokens a second of all together
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.22, 0.4])
@@ -189,13 +187,13 @@ def test_a_row_at_its_answers_end_does_not_try_again_either() -> None:
     assert policy.choose(rows, [0, 4, 4, 4]) == ([0, 4, 4, 4], {"end": 1})
 
 
-def test_who_gains_alike_is_drafted_for_however_many_they_are_and_whatever_others_gained_before() -> None:
+def test_rows_with_equal_gain_all_get_drafts() -> None:
     policy = SpecPolicy(4)
     together(policy, [0.0, 0.9] * 16, flat(1.5))
     assert max(together(policy, [0.8] * 64, flat(1.5))) < 0.6 * 400
 
 
-def test_a_request_that_wants_few_drafts_is_not_slowed_down_by_what_it_could_have_gained() -> None:
+def test_a_request_that_wants_few_drafts_is_not_slowed_down() -> None:
     def end(max_slowdown: float) -> float:
         """Of one whose only draft is right four times of five, beside others that gain by four."""
         policy, draws = SpecPolicy(4, max_slowdown=max_slowdown), random.Random(0)
@@ -239,7 +237,7 @@ def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -
     assert 2000 * PLAIN_S < seconds < 1.03 * 2000 * PLAIN_S
 
 
-def test_costs_are_those_of_steps_of_about_so_many_rows_and_at_first_those_of_the_next_best_number() -> None:
+def test_costs_are_estimated_from_steps_of_about_as_many_rows() -> None:
     policy, rows = drafting([0.6] * 64)
     depths(policy, rows, flat(5.0), 10)
     depths(policy, rows[:2], flat(1.2), 200)
@@ -322,7 +320,7 @@ def test_a_row_alone_whose_drafts_failed_tries_one_every_so_many_steps() -> None
     assert 30 < depths(policy, rows, flat(1.0), 200).index(1) < 36
 
 
-def test_rows_without_drafts_try_again_after_as_many_steps_as_if_each_step_were_chosen_for() -> None:
+def test_reusing_a_choice_does_not_delay_the_next_try() -> None:
 
     def first(ask_each_time: bool) -> int:
         policy, rows = drafting([0.06] * 4)
@@ -338,7 +336,7 @@ def test_rows_without_drafts_try_again_after_as_many_steps_as_if_each_step_were_
     assert 40 < first(True) < 70
 
 
-def test_steps_are_compared_with_those_over_as_much_kv_not_with_those_of_the_last_answers_end() -> None:
+def test_steps_are_compared_with_steps_over_as_much_kv() -> None:
     """Over its life an answer's steps get half as long again: what drafts bring and cost in the mean would be 3 % too
     little.
     """
@@ -358,21 +356,21 @@ def test_steps_are_compared_with_those_over_as_much_kv_not_with_those_of_the_las
 
 
 @pytest.mark.parametrize("held_up", [0.5, 0.97, 30.0])
-@pytest.mark.parametrize("at", range(12))
-def test_a_host_that_is_held_up_once_does_not_change_the_estimated_cost_of_drafts(held_up: float, at: int) -> None:
+def test_one_late_host_step_does_not_change_the_cost_of_drafts(held_up: float) -> None:
     """A step then seems long; and the next one short, whose end was seen as late as it was."""
-    policy, rows = drafting([0.3] * 8)
-    depths(policy, rows, proportional(0.05), 5 + 320)  # now some go without, to be measured
-    chosen = [0]
-    for number in range(600):
-        chosen.append(max(chosen_of(policy, rows)))
-        seen = proportional(0.05)(chosen[-2])  # of the step before, as it is in an engine
-        if number == at:
-            seen += held_up * PLAIN_S
-        elif number == at + 1:
-            seen = max(0.03 * PLAIN_S, seen - held_up * PLAIN_S)
-        policy.record_step(8, chosen[-2], seen, 1000)
-    assert chosen.count(0) < 25
+    for at in range(12):
+        policy, rows = drafting([0.3] * 8)
+        depths(policy, rows, proportional(0.05), 5 + 320)  # now some go without, to be measured
+        chosen = [0]
+        for number in range(600):
+            chosen.append(max(chosen_of(policy, rows)))
+            seen = proportional(0.05)(chosen[-2])  # of the step before, as it is in an engine
+            if number == at:
+                seen += held_up * PLAIN_S
+            elif number == at + 1:
+                seen = max(0.03 * PLAIN_S, seen - held_up * PLAIN_S)
+            policy.record_step(8, chosen[-2], seen, 1000)
+        assert chosen.count(0) < 25
 
 
 def test_a_machine_that_got_slower_is_measured_anew() -> None:
@@ -484,13 +482,13 @@ def test_why_rows_go_without_drafts_is_counted() -> None:
     assert policy.choose([*rows, unwilling], [4, 4, 0, 4, 4]) == ([4, 4, 0, 0, 0], {"end": 1, "chance": 1})
 
 
-@pytest.mark.parametrize("most", [0, 3])
-def test_without_adapting_a_row_always_gets_what_there_may_be(most: int) -> None:
-    policy = SpecPolicy(3, adaptive=False)
-    row = policy.add_request(8)
-    assert policy.choose([row], [8]).counts == [3]
-    assert policy.choose([row], [most]).counts == [most]
-    assert policy.choose([policy.add_request(1)], [8]).counts == [1]
+def test_without_adapting_a_row_always_gets_what_there_may_be() -> None:
+    for most in [0, 3]:
+        policy = SpecPolicy(3, adaptive=False)
+        row = policy.add_request(8)
+        assert policy.choose([row], [8]).counts == [3]
+        assert policy.choose([row], [most]).counts == [most]
+        assert policy.choose([policy.add_request(1)], [8]).counts == [1]
 
 
 def test_who_is_computed_beside_drafts_waits_for_them_too() -> None:

@@ -250,7 +250,7 @@ def test_a_failed_load_is_a_miss() -> None:
     assert world.said(request) == world.expected(request)
 
 
-def test_a_load_that_fails_after_the_first_token_does_not_change_what_was_reported_as_cached() -> None:
+def test_a_load_that_fails_late_does_not_change_the_reported_cached_tokens() -> None:
     world = World()
     request = loading(world)
     steps_until(world, lambda: request.num_outputs == 1)

@@ -55,7 +55,7 @@ def test_a_mark_may_stand_on_any_line_of_its_statement(line: str) -> None:
     assert marked(text)["moved"] == "self.keep(" + ("  # rule: moved" if line == "self.keep(" else "")
 
 
-def test_a_mark_alone_on_a_line_inside_an_expression_belongs_to_the_statement_around_it() -> None:
+def test_a_mark_inside_an_expression_belongs_to_the_statement_around_it() -> None:
     text = SOURCE.replace("            after=after,\n", "            # rule: inside\n            after=after,\n")
     assert marked(text)["inside"] == "self.keep("
 

@@ -76,7 +76,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Modu
         monkeypatch.delitem(importlib.sys.modules, name)  # type: ignore[attr-defined]
 
 
-def test_a_rule_is_gone_inside_and_back_outside_also_for_objects_that_were_there_before() -> None:
+def test_a_rule_is_gone_inside_and_back_outside_for_older_objects_too() -> None:
     pool = FencedPool("blocks", 2)
     bound = pool.take(1).release
     with applied(mutation("release-keeps-its-fences", Delete())):

@@ -41,7 +41,7 @@ def test_every_second_workload_is_an_ordinary_one() -> None:
     assert all(seed % CANDIDATES for seed in seeds[::2])
 
 
-def test_the_first_schedules_of_a_campaign_share_a_workload_in_twos_and_later_ones_in_eights(
+def test_schedules_share_a_workload_in_twos_and_later_in_eights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(campaign, "SHORT_CAMPAIGN", 6)

@@ -91,7 +91,7 @@ def test_workloads_become_simpler_without_their_front_ends() -> None:
     assert direct.requests == workload.requests
 
 
-def test_a_request_that_goes_on_without_its_client_is_found_though_every_answer_is_right() -> None:
+def test_a_request_that_goes_on_without_its_client_is_found() -> None:
     workloads = [
         workload for workload in BEHIND_FRONT_ENDS if "hang_up" in workload.features and not workload.meanwhile
     ]

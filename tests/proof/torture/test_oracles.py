@@ -226,7 +226,7 @@ def test_an_answer_is_right_or_an_oracle_says_which_way_it_is_wrong(told: Sample
     assert objections(told) == expected
 
 
-def test_the_output_of_an_aborted_request_may_be_a_prefix_of_its_answer_and_nothing_else() -> None:
+def test_the_output_of_an_aborted_request_is_a_prefix_of_its_answer() -> None:
     asked = dataclasses.replace(PLAIN.requests[0], abort_at=2)
     leaves = dataclasses.replace(PLAIN, requests=(asked, PLAIN.requests[1]))
     assert objections(Sample([5, 6], "ab", (-0.1, -0.2), "abort"), leaves) == []
@@ -285,7 +285,7 @@ def test_what_is_spoilt_at_the_end_is_noticed(spoilt: str, oracle: str, text: st
     assert any(finding.oracle == oracle and text in finding.text for finding in outcome.findings), outcome.findings
 
 
-def test_a_block_that_is_wrong_when_it_becomes_findable_is_noticed_though_it_is_right_at_the_end() -> None:
+def test_a_block_that_is_wrong_when_it_becomes_findable_is_noticed() -> None:
     early = doctored(
         Verdict.judge_idle,
         'self.judge_balance(life, clients, "idle")',

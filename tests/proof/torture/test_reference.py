@@ -28,7 +28,7 @@ def test_greedy_tokens_are_those_of_the_model_alone() -> None:
 
 
 @pytest.mark.parametrize("weights", [0, 1])
-def test_an_engine_that_does_one_thing_after_another_gives_the_answers_of_the_closed_form(weights: int) -> None:
+def test_a_synchronous_engine_gives_the_closed_form_answers(weights: int) -> None:
     """With penalties, biases, `min_tokens`, log-probabilities, ends of sequence and recurrent states."""
     compared = set[str]()
     for seed in range(weights, 24, 2):
@@ -62,7 +62,7 @@ def test_it_knows_every_sample_and_every_version_of_the_weights() -> None:
     assert (before,) == reference_of(PLAIN).samples
 
 
-def test_it_holds_the_bytes_of_each_complete_block_and_shares_those_of_a_shared_prefix() -> None:
+def test_the_reference_holds_the_bytes_of_complete_and_shared_blocks() -> None:
     blocks = contents_of(PLAIN, reference_of(PLAIN)).blocks
     size = ToyModel().layout.block_bytes
     assert {len(block) for block in blocks.values()} == {size}

@@ -145,9 +145,7 @@ def test_workloads_damage_headers_blocks_and_several_files() -> None:
 
 @pytest.mark.parametrize("front_ends", [0, 2])
 @pytest.mark.parametrize("kind", ["device_lost", "copies_lost"])
-def test_an_engine_whose_device_is_lost_ends_its_requests_and_the_next_one_answers_them(
-    kind: EventKind, front_ends: int
-) -> None:
+def test_after_a_lost_device_the_next_engine_answers_the_requests(kind: EventKind, front_ends: int) -> None:
     lost = dataclasses.replace(workload(), front_ends=front_ends, waiting=64, events=(Event(14, kind),))
     assert "device_loss" in lost.features
     outcome = run(lost)
