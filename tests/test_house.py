@@ -68,9 +68,16 @@ def test_no_part_has_more_lines_than_its_budget() -> None:
     assert not {part: found for part, found in lines.items() if found > LINES[part]}
 
 
-def test_a_request_is_traced_from_http_to_disk_and_back(tmp_path: Path) -> None:
-    files = house.files_of_a_request(tmp_path)
-    assert {"sidestream/server/app.py", "sidestream/engine/loop.py", "sidestream_kv/offload/tiers/disk.py"} <= set(
-        files
-    )
-    assert not [name for name in files if name.startswith("sidestream/cli/")]
+@pytest.fixture(scope="module")
+def files_of_a_request(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return house.files_of_a_request(tmp_path_factory.mktemp("request"))
+
+
+def test_a_request_is_traced_from_http_to_disk_and_back(files_of_a_request: list[str]) -> None:
+    wanted = {"sidestream/server/app.py", "sidestream/engine/loop.py", "sidestream_kv/offload/tiers/disk.py"}
+    assert wanted <= set(files_of_a_request)
+    assert not [name for name in files_of_a_request if name.startswith("sidestream/cli/")]
+
+
+def test_a_request_goes_through_at_most_55_files(files_of_a_request: list[str]) -> None:
+    assert len(files_of_a_request) <= 55, files_of_a_request

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scheduler_world import World
 
 from sidestream.schedule.limits import Limits
-from sidestream.schedule.tiers import Source
+from sidestream.schedule.prefix_cache import Source
 
 PICK = st.integers(0, 1 << 16)
 # Few beginnings, so that requests meet in the cache; few lengths, so that block and chunk borders are hit often.

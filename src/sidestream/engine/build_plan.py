@@ -20,7 +20,7 @@ from sidestream.engine.capacity import MAX_BLOCKS, num_states, pool_bytes
 from sidestream.errors import ConfigError
 from sidestream.runner.forward import ForwardModel
 from sidestream.runner.step_inputs import SHORT_TOKENS
-from sidestream.schedule.validation import Bounds
+from sidestream.schedule.limits import Bounds
 from sidestream.speculate import NgramProposer, Proposer
 from sidestream_kv.config import parse_bytes
 from sidestream_kv.device.base import Device

@@ -18,7 +18,7 @@ from sidestream.client.messages import Rejected, decoder_of_outputs
 from sidestream.engine import Engine, Handle
 from sidestream.errors import InvariantError
 from sidestream.processes.frames import FrameEncoder
-from sidestream.schedule.validation import CheckedRequest
+from sidestream.schedule.limits import CheckedRequest
 from sidestream.types import Delta
 
 BEHIND_FRONT_ENDS = [workload for workload in map(draw_workload, range(240)) if workload.front_ends]
