@@ -10,15 +10,17 @@ import logging
 import reprlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sidestream.client.base import EngineClient
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
-from sidestream.tokenizer import Tokenizer
 from sidestream.types import Delta, Health
 from sidestream_kv.metrics import MetricsSnapshot
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from sidestream.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
