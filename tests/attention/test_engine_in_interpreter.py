@@ -18,7 +18,8 @@ from sidestream.attention.triton import DeviceBatch, SplitKVWorkspace, TritonAtt
 from sidestream.engine import rank_parts
 from sidestream.engine.parts import Parts
 from sidestream.engine.warm_up import WarmUpSteps
-from sidestream.ops import Ops, TorchOps, select_ops
+from sidestream.ops import Ops, TorchOps
+from sidestream.ops.registry import select_ops
 from sidestream.runner.executor import Executor
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
 

@@ -278,7 +278,7 @@ def _attention_spec(
     model: ServableModel, sizes: EngineSizes, max_drafts: int, device: torch.device, proposer: Proposer | None = None
 ) -> AttentionSpec:
     """Counts the query tokens of one decode row for each running request, and of the short prefill rows of a step."""
-    from sidestream.speculate.draft_model import DraftModelProposer
+    from sidestream.speculate.proposer import DraftModelProposer
 
     layout = model.layout
     return AttentionSpec(
