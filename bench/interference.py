@@ -18,7 +18,7 @@ from proof.report import Figure, at_most
 from proof.rig import Rig
 from sidestream_kv.device.base import Device, Stream
 from sidestream_kv.device.kinds import CUDA
-from sidestream_kv.offload.copy import layers_batch
+from sidestream_kv.offload.pacing import layers_batch
 from sidestream_kv.types import Fence
 
 _LAYERS, _ROWS = 36, 32

@@ -16,7 +16,7 @@ from bench.gpu import QWEN3_8B_BLOCK, open_device, stamp
 from proof.report import Figure, at_most
 from proof.rig import Rig, busy
 from sidestream_kv.device.base import Device
-from sidestream_kv.offload.copy import layers_batch
+from sidestream_kv.offload.pacing import layers_batch
 from sidestream_kv.types import Fence
 
 _ROWS = 128

@@ -16,7 +16,7 @@ from proof.report import Figure, at_least
 from proof.rig import Rig
 from sidestream_kv.device.base import CopyBatch
 from sidestream_kv.device.kinds import CUDA
-from sidestream_kv.offload.copy import layers_batch
+from sidestream_kv.offload.pacing import layers_batch
 from sidestream_kv.types import Key
 
 # Number of consecutive submissions, each of all blocks. With only one submission, its latency would count as transfer

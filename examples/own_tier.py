@@ -18,7 +18,7 @@ from sidestream import ConfigError, OffloadConfig, SidestreamError
 from sidestream.errors import TierCorrupt, TierError, TierFull
 from sidestream_kv.config import parse_bytes
 from sidestream_kv.offload.tiers.base import Block, Entry, TierContext, TierIndex, TierKind, WriteGrant
-from sidestream_kv.offload.tiers.registry import register
+from sidestream_kv.offload.tiers.stack import register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,9 +19,8 @@ from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.connector import LoadFailed, OffloadConnector
-from sidestream_kv.offload.copy import BlockMemory
-from sidestream_kv.offload.costs import CostModel
-from sidestream_kv.offload.tiers.stack import HostTier, TierStack
+from sidestream_kv.offload.loads import CostModel
+from sidestream_kv.offload.tiers.stack import BlockMemory, HostTier, TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, StorePlan
 
 # Longest wait between two polls for the end of transfers.

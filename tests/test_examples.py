@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ModelError
-from sidestream_kv.offload.tiers import registry
+from sidestream_kv.offload.tiers import stack
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ def test_an_architecture_of_ones_own_is_served(
 def test_an_example_with_a_wrong_argument_ends_with_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
 ) -> None:
-    monkeypatch.setattr(registry, "_KINDS", [*registry._KINDS])  # own_tier.py registers a tier in this process
+    monkeypatch.setattr(stack, "_KINDS", [*stack._KINDS])  # own_tier.py registers a tier in this process
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, name, *arguments)
     assert str(ended.value.code).startswith("error: " if arguments else "usage: python examples/offline_batch.py")

@@ -53,9 +53,9 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 10_500,
+    "sidestream_kv": 10_450,
     "sidestream_order": 5_950,
-    "sidestream": 33_300,
+    "sidestream": 33_150,
     "proof": 19_300,
     "bench": 8_500,
     "tests": 52_050,
@@ -68,9 +68,16 @@ def test_no_part_has_more_lines_than_its_budget() -> None:
     assert not {part: found for part, found in lines.items() if found > LINES[part]}
 
 
-def test_a_request_is_traced_from_http_to_disk_and_back(tmp_path: Path) -> None:
-    files = house.files_of_a_request(tmp_path)
-    assert {"sidestream/server/app.py", "sidestream/engine/loop.py", "sidestream_kv/offload/tiers/disk.py"} <= set(
-        files
-    )
-    assert not [name for name in files if name.startswith("sidestream/cli/")]
+@pytest.fixture(scope="module")
+def files_of_a_request(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return house.files_of_a_request(tmp_path_factory.mktemp("request"))
+
+
+def test_a_request_is_traced_from_http_to_disk_and_back(files_of_a_request: list[str]) -> None:
+    wanted = {"sidestream/server/app.py", "sidestream/engine/loop.py", "sidestream_kv/offload/tiers/disk.py"}
+    assert wanted <= set(files_of_a_request)
+    assert not [name for name in files_of_a_request if name.startswith("sidestream/cli/")]
+
+
+def test_a_request_goes_through_at_most_55_files(files_of_a_request: list[str]) -> None:
+    assert len(files_of_a_request) <= 55, files_of_a_request

@@ -19,7 +19,7 @@ import sidestream_kv
         ("sidestream.testing.fake_backend", "proof.fake_backend"),
         ("sidestream.kv.accesses", "sidestream.runner.accesses"),
         ("sidestream.progress", "sidestream.processes.progress"),
-        ("sidestream.text_bound", "sidestream.text.length_bound"),
+        ("sidestream.text_bound", "sidestream.tokenizer"),
     ],
 )
 def test_a_module_under_its_old_name_is_the_same_module(old: str, new: str) -> None:

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from sidestream.errors import ContextTooLong
-from sidestream.text.length_bound import TextBound, check_length, text_bound
+from sidestream.tokenizer import TextBound, check_length, text_bound
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -51,8 +51,8 @@ TESTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("schedule", _SCHEDULE),
     ("schedule.prefix_cache", ("schedule/test_prefix_cache.py", "schedule/test_states.py", "engine/test_windows.py")),
     ("offload", _TRANSFERS),
-    ("offload.checksums", ("offload/test_checksums.py",)),
     ("offload.tiers", _TIERS),
+    ("offload.tiers.stack", ("offload/test_checksums.py", *_TIERS)),
     (
         "engine",
         ("engine/test_requests.py", "engine/test_close.py", "engine/test_failures.py", "engine/test_offload.py"),
@@ -137,7 +137,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "the pending blocks of a request follow its findable ones without a gap",
     ),
     EquivalentMutant(
-        "auto:schedule.commit:Committer.commit:operand:2",
+        "auto:schedule.scheduler:Committer.commit:operand:2",
         "if request is None or request.epoch != epoch or request.state is not running: → if request is None or "
         "request.epoch != epoch:",
         "see `result-of-a-request-that-does-not-run-is-dropped`: the request has another epoch, or is not found",

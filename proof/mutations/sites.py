@@ -15,8 +15,8 @@ from pathlib import Path
 from proof.mutations.marks import Function, below_package, modules_in
 
 ROOMS = ("kv", "schedule", "offload", "runner", "engine", "client", "device", "attention", "speculate", "models")
-LEFT_OUT = ("client/process.py", "client/prompts.py", "engine/loading.py", "models/catalog.py")
-"""They start and end a process, check prompts, load an engine, download models. No schedule runs them."""
+LEFT_OUT = ("client/process.py", "engine/loading.py", "models/catalog.py")
+"""They start and end a process, load an engine, download models. No schedule runs them."""
 
 CALLS = re.compile(
     # waits, their fences, and the order of work

@@ -22,7 +22,7 @@ from sidestream.config import SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.errors import SidestreamError
 from sidestream.processes.frames import FrameEncoder
-from sidestream.schedule.validation import CheckedRequest
+from sidestream.schedule.limits import CheckedRequest
 from sidestream.types import Delta
 
 _MOST_TURNS = 20_000

@@ -12,7 +12,7 @@ from proof.torture.client_transport import Border
 from proof.torture.engine_run import Life
 from proof.torture.oracle import Sample, params_of
 from proof.torture.workload import Workload
-from sidestream.client.output import OutputProcessor
+from sidestream.client.front_end import OutputProcessor
 from sidestream.engine import Handle
 from sidestream.errors import SidestreamError
 from sidestream.types import Delta

@@ -20,7 +20,7 @@ from proof.torture.script import Script, ScriptedDevice, ScriptedModel
 from proof.torture.workload import VOCAB, Asked, Workload, blocks_for
 from proof.toy import StatefulToyModel, ToyModel
 from sidestream.attention.paged import PagedBatch
-from sidestream.client.output import OutputProcessor
+from sidestream.client.front_end import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
 from sidestream.types import Delta

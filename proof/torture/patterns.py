@@ -19,8 +19,7 @@ from sidestream.errors import ConfigError
 from sidestream_kv.device.base import Device, Memory, Stream, no_accesses
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import merge_fences
-from sidestream_kv.offload.copy import BlockMemory
-from sidestream_kv.offload.tiers.stack import HostTier
+from sidestream_kv.offload.tiers.stack import BlockMemory, HostTier
 from sidestream_kv.types import Access, Fence, Key
 
 Words = npt.NDArray[np.int64]

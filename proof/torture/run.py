@@ -23,7 +23,7 @@ from proof.torture.verdict import Finding, Verdict
 from proof.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.errors import DeviceLost, EngineStopped
 from sidestream.runner.executor import LaunchedStep
-from sidestream.schedule.commit import Committed
+from sidestream.schedule.scheduler import Committed
 from sidestream.types import BatchPlan, RowResult
 from sidestream_kv.offload import tier_io
 from sidestream_kv.types import Fence, LayerGates

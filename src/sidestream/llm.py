@@ -12,8 +12,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
-from sidestream.client.output import OutputProcessor, tokens_with_text
-from sidestream.client.prompts import Prompt, as_list, checked_params, ids_of, params_of_each, with_special_stops
+from sidestream.client.front_end import (
+    OutputProcessor,
+    Prompt,
+    as_list,
+    checked_params,
+    ids_of,
+    params_of_each,
+    tokens_with_text,
+    with_special_stops,
+)
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.engine.kv_events import OnBatch

@@ -30,6 +30,17 @@ _CHECKER = {
     "trace",
 }
 _ELSEWHERE = {
+    "sidestream.client.output": "sidestream.client.front_end",
+    "sidestream.client.prompts": "sidestream.client.front_end",
+    "sidestream.offload.checksums": "sidestream_kv.offload.tiers.stack",
+    "sidestream.offload.costs": "sidestream_kv.offload.loads",
+    "sidestream.offload.tiers.registry": "sidestream_kv.offload.tiers.stack",
+    "sidestream.ops.torch_sampling": "sidestream.ops.torch_ops",
+    "sidestream.runner.upload": "sidestream.runner.state",
+    "sidestream.schedule.validation": "sidestream.schedule.limits",
+    "sidestream.server.cancellation": "sidestream.server.middleware",
+    "sidestream.server.json_response": "sidestream.server.body",
+    "sidestream.text.length_bound": "sidestream.tokenizer",
     "sidestream.chat_template": "sidestream.text.chat_template",
     "sidestream.device.sim": "sidestream_order.sim",
     "sidestream.frames": "sidestream.processes.frames",
@@ -40,8 +51,8 @@ _ELSEWHERE = {
     "sidestream.log_stream": "sidestream.processes.log_stream",
     "sidestream.metrics.progress": "sidestream.processes.progress",
     "sidestream.progress": "sidestream.processes.progress",
-    "sidestream.prompts": "sidestream.client.prompts",
-    "sidestream.text_bound": "sidestream.text.length_bound",
+    "sidestream.prompts": "sidestream.client.front_end",
+    "sidestream.text_bound": "sidestream.tokenizer",
 }
 
 

@@ -32,8 +32,8 @@ from starlette.types import Message, Receive, Scope, Send
 from sidestream.config import EngineConfig, SpeculativeConfig
 from sidestream.errors import ConfigError, EngineStopped
 from sidestream.server.app import create_app
+from sidestream.server.body import JsonResponse, to_json
 from sidestream.server.errors import ApiError
-from sidestream.server.json_response import JsonResponse, to_json
 from sidestream.server.metrics import families
 from sidestream.server.options import ServerOptions
 from sidestream_kv.config import OffloadConfig, unknown_name

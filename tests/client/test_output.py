@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from proof.tokenizer import ToyTokenizer, text_bytes
-from sidestream.client.output import OutputProcessor
+from sidestream.client.front_end import OutputProcessor
 from sidestream.config import SamplingParams
 from sidestream.text import Detokenizer
 from sidestream.types import CachedTokens, Delta, TokenLogprob
@@ -145,6 +145,6 @@ def test_sample_that_ended_badly_keeps_its_reason_though_the_rest_of_its_text_ca
 
 def test_importing_what_an_api_process_needs_loads_neither_torch_nor_an_engine() -> None:
     imported = "[name for name in ('torch', 'transformers', 'sidestream.engine') if name in sys.modules]"
-    program = f"import sys, sidestream.client.output; print({imported})"
+    program = f"import sys, sidestream.client.front_end; print({imported})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"

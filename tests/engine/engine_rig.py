@@ -16,7 +16,7 @@ from typing import Any
 from proof.faults import FaultyTier, Hold
 from proof.tokenizer import ToyTokenizer
 from proof.toy import ToyModel
-from sidestream.client.output import OutputProcessor
+from sidestream.client.front_end import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.speculate import Proposer

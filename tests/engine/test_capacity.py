@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestream.engine.capacity import pool_bytes
+from sidestream.engine.build_plan import pool_bytes
 
 GIB = 1 << 30
 TOKEN = 147_456  # of Qwen3-8B in bfloat16

@@ -11,7 +11,7 @@ from engine_rig import PATIENCE_S, Reply, Rig, serving
 
 from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped, QueueFull
-from sidestream.schedule.validation import CheckedRequest
+from sidestream.schedule.limits import CheckedRequest
 from sidestream.types import Delta
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.types import Key

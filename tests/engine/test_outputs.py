@@ -8,7 +8,7 @@ from engine_rig import Reply, Rig, prompts, serving
 
 from proof import faults
 from proof.toy import ToyModel
-from sidestream.schedule.commit import Committed
+from sidestream.schedule.scheduler import Committed
 from sidestream_kv.types import StorePlan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sidestream.engine.serving_state import ServingState
+from sidestream.engine.inbox import ServingState
 from sidestream.errors import EngineStopped, QueueFull
 
 

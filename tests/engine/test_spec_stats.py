@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from sidestream.engine import spec_stats
+from sidestream.engine import stats
 from sidestream.runner.mailbox import Delivered
 from sidestream.types import RowResult
 from sidestream_kv.metrics import Metrics
 
 
 def test_requests_without_drafts_are_logged_once_a_minute_with_all_counts(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="sidestream.engine.spec_stats")
+    caplog.set_level("INFO", logger="sidestream.engine.stats")
     now_s = [100.0]
-    counted = spec_stats.SpecStats(Metrics(), "toy", lambda: now_s[0])
+    counted = stats.SpecStats(Metrics(), "toy", lambda: now_s[0])
     for _ in range(59):
         counted.count_undrafted({"chance": 2, "blocks": 1})
         now_s[0] += 1.0
@@ -32,7 +32,7 @@ def test_a_row_with_non_finite_logits_accepts_nothing() -> None:
 
     metrics = Metrics()
     rows = (RowResult((), (), False), RowResult((5, 6)), RowResult((7,)))
-    spec_stats.SpecStats(metrics, "toy", lambda: 0.0).count(ThreeRows(), Delivered(rows, draft_s=0.25, verify_s=0.5))  # type: ignore[arg-type]
+    stats.SpecStats(metrics, "toy", lambda: 0.0).count(ThreeRows(), Delivered(rows, draft_s=0.25, verify_s=0.5))  # type: ignore[arg-type]
     histograms = metrics.snapshot().histograms
     assert [histograms[name]["toy",].total for name in ("draft_seconds", "verify_seconds")] == [0.25, 0.5]
     assert metrics.value("draft_tokens_total", "toy") == 4

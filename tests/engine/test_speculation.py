@@ -16,7 +16,7 @@ from engine_rig import Reply, Rig, prompts, serving
 
 from proof.toy import RecurrentToyModel, ToyDraftHead, ToyModel, ToyProposer
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
-from sidestream.engine import spec_stats, stats
+from sidestream.engine import stats
 from sidestream.errors import ConfigError, RequestRejected
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Delivered
@@ -259,11 +259,11 @@ def test_tokens_and_the_waits_for_them_are_counted_one_by_one() -> None:
 def test_steps_without_drafts_are_counted_by_reason_and_logged_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spec_stats, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(stats, "_DRAFT_LOG_PERIOD_S", 0.0)
     monkeypatch.setattr(
         stats, "step_seconds", lambda *times, **seen: 1.0
     )  # of steps as short as these it cannot always be told
-    caplog.set_level("INFO", logger="sidestream.engine.spec_stats")
+    caplog.set_level("INFO", logger="sidestream.engine.stats")
     saw = SpecPolicy.record_step
     for dear in (False, True):
         seconds = 10.0 if dear else 1.0

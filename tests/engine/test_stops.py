@@ -7,7 +7,7 @@ from __future__ import annotations
 from engine_rig import Reply, prompts, serving
 
 from proof.toy import ToyModel
-from sidestream.client.output import OutputProcessor
+from sidestream.client.front_end import OutputProcessor
 from sidestream.config import SamplingParams
 from sidestream.types import Delta
 

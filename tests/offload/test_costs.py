@@ -4,8 +4,8 @@ import pytest
 from transfer_rig import DEADLINE_S, LAYOUT, Clock, Rig, keys
 
 from sidestream_kv.kv.layout import KVLayout
-from sidestream_kv.offload.costs import _STALE_S as STALE_S
-from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.loads import _STALE_S as STALE_S
+from sidestream_kv.offload.loads import CostModel
 
 BLOCK = LAYOUT.block_bytes
 LONG_S = 1e6  # in this time, every tier of these tests moves so many bytes that they tell the bandwidth

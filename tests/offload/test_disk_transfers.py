@@ -11,7 +11,7 @@ from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, key, keys
 
 from proof import faults
 from sidestream.errors import TierError
-from sidestream_kv.offload.messages import Promoted
+from sidestream_kv.offload.tickets import Promoted
 from sidestream_kv.offload.tier_io import PAUSE_S
 from sidestream_kv.offload.tiers.base import Block
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transfer_rig import Rig, key, keys
 
 from sidestream_kv.offload.connector import TransferEvent
-from sidestream_kv.offload.messages import StoreAgain
+from sidestream_kv.offload.tickets import StoreAgain
 from sidestream_kv.types import Key
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sidestream_kv.offload.connector import _Load
-from sidestream_kv.offload.messages import LoadSubmitted, Part
+from sidestream_kv.offload.tickets import LoadSubmitted, Part
 from sidestream_kv.types import LoadPlan
 
 

@@ -14,8 +14,7 @@ from sidestream_kv.device.host import HostStream
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload import pacing
 from sidestream_kv.offload.connector import LoadFailed, LoadReady
-from sidestream_kv.offload.costs import _HEALTHY_HOST
-from sidestream_kv.offload.loads import layers_per_group, piece_ends
+from sidestream_kv.offload.loads import _HEALTHY_HOST, layers_per_group, piece_ends
 from sidestream_kv.offload.pacing import Copy
 from sidestream_kv.types import LoadPlan
 

@@ -12,7 +12,8 @@ from sidestream_kv.device.host import HostStream
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import PoolExhausted
 from sidestream_kv.offload.connector import LoadFailed
-from sidestream_kv.offload.copy import BlockMemory, layers_batch
+from sidestream_kv.offload.pacing import layers_batch
+from sidestream_kv.offload.tiers.stack import BlockMemory
 from sidestream_kv.types import LoadPlan, StorePlan
 
 # How long something that must not happen is given to happen. A pass never depends on it, a catch does.

@@ -21,7 +21,7 @@ from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError
 from sidestream.types import CachedTokens, Delta
 from sidestream_kv.config import OffloadConfig
-from sidestream_kv.offload.tiers import registry
+from sidestream_kv.offload.tiers import stack
 from sidestream_kv.offload.tiers.base import Entry, PersistentTier, TierContext
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_order.tier_conformance import TierConformance
@@ -87,8 +87,8 @@ def ask(engine: Engine, prompt: list[int]) -> tuple[list[int], CachedTokens]:
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The example's tier is known, after the tiers of the package."""
-    monkeypatch.setattr(registry, "_KINDS", list(registry._KINDS))
-    registry.register(own_tier.KIND)
+    monkeypatch.setattr(stack, "_KINDS", list(stack._KINDS))
+    stack.register(own_tier.KIND)
     yield
 
 
@@ -119,7 +119,7 @@ def test_registered_tier_serves_a_second_engine_and_is_counted(tmp_path: Path) -
     assert value("cached_tokens_total", "sqlite") == found[1]["sqlite"]
     assert value("transfers_total", "sqlite-read", "done") > 0
     assert value("tier_blocks", "sqlite") > 0
-    assert registry.names() == ("device", "host", "disk", "sqlite")
+    assert stack.names() == ("device", "host", "disk", "sqlite")
 
 
 def test_a_tier_changes_two_files(tmp_path: Path) -> None:
@@ -128,11 +128,9 @@ def test_a_tier_changes_two_files(tmp_path: Path) -> None:
     package = tmp_path / "sidestream_kv"
     shutil.copytree(original, package, ignore=shutil.ignore_patterns("__pycache__", "data"))
     source = EXAMPLE.read_text(encoding="utf-8")
-    source = source[: source.index("def main(")].replace(
-        "from sidestream_kv.offload.tiers.registry import register\n", ""
-    )
+    source = source[: source.index("def main(")].replace("from sidestream_kv.offload.tiers.stack import register\n", "")
     (package / "offload/tiers/sqlite.py").write_text(source, encoding="utf-8")
-    rows = package / "offload/tiers/registry.py"
+    rows = package / "offload/tiers/stack.py"
     text = rows.read_text(encoding="utf-8").replace("import disk\n", "import disk, sqlite\n")
     rows.write_text(text.replace("[disk.KIND]", "[disk.KIND, sqlite.KIND]"), encoding="utf-8")
     changed = sorted(
@@ -141,13 +139,13 @@ def test_a_tier_changes_two_files(tmp_path: Path) -> None:
         if not (original / path.relative_to(package)).exists()
         or path.read_bytes() != (original / path.relative_to(package)).read_bytes()
     )
-    assert changed == ["offload/tiers/registry.py", "offload/tiers/sqlite.py"]
+    assert changed == ["offload/tiers/sqlite.py", "offload/tiers/stack.py"]
     program = """
 import sys
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.offload.tiers.base import TierContext
-from sidestream_kv.offload.tiers.registry import names, open_tiers
+from sidestream_kv.offload.tiers.stack import names, open_tiers
 layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, block_tokens=8, dtype="float32")
 config = OffloadConfig(tiers={"sqlite": {"path": sys.argv[1]}})
 print(*names(), *open_tiers(config, TierContext(layout, "model")))
@@ -166,13 +164,13 @@ assert "torch" not in sys.modules
 def test_unknown_tier_is_refused_with_the_nearest_known_name(tmp_path: Path) -> None:
     context = TierContext(ToyModel().layout, "toy")
     with pytest.raises(ConfigError, match="no tier dsk; did you mean disk"):
-        registry.open_tiers(OffloadConfig(tiers={"dsk": {}}), context)
+        stack.open_tiers(OffloadConfig(tiers={"dsk": {}}), context)
 
 
 @pytest.mark.usefixtures("registered")
 def test_name_of_a_tier_is_given_once() -> None:
     with pytest.raises(ConfigError, match="a tier sqlite is known already"):
-        registry.register(own_tier.KIND)
+        stack.register(own_tier.KIND)
 
 
 @pytest.mark.usefixtures("registered")
@@ -181,5 +179,5 @@ def test_tier_that_cannot_be_opened_leaves_no_other_one_open(tmp_path: Path) -> 
     context = TierContext(ToyModel().layout, "toy")
     config = OffloadConfig(disk=tmp_path / "disk", tiers={"sqlite": {"path": tmp_path / "kv.db"}})
     with pytest.raises(ConfigError, match=r"kv\.db"):
-        registry.open_tiers(config, context)
-    registry.open_tiers(OffloadConfig(disk=tmp_path / "disk"), context)["disk"].close()  # its lock is free
+        stack.open_tiers(config, context)
+    stack.open_tiers(OffloadConfig(disk=tmp_path / "disk"), context)["disk"].close()  # its lock is free

@@ -25,10 +25,9 @@ from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool, Lease
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.connector import LoadReady, OffloadConnector, TransferEvent
-from sidestream_kv.offload.copy import BlockMemory
-from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.loads import CostModel
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
-from sidestream_kv.offload.tiers.stack import HostTier, TierStack
+from sidestream_kv.offload.tiers.stack import BlockMemory, HostTier, TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")

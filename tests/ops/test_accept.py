@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestream.ops.accept import accept_lengths
+from sidestream.ops.torch_ops import accept_lengths
 
 ROW = st.tuples(
     st.lists(st.integers(0, 2), min_size=4, max_size=4),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sidestream.ops import TorchOps
-from sidestream.ops.torch_sampling import LARGEST, SMALLEST, UNIT, _filter
+from sidestream.ops.torch_ops import LARGEST, SMALLEST, UNIT, _filter
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
 

@@ -8,7 +8,7 @@ import pytest
 
 from sidestream.errors import ConfigError
 from sidestream_kv.config import OffloadConfig
-from sidestream_kv.offload.tiers.registry import share_of_rank
+from sidestream_kv.offload.tiers.stack import share_of_rank
 
 
 def test_each_rank_has_its_part(tmp_path: Path) -> None:

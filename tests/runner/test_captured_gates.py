@@ -10,8 +10,8 @@ import torch
 
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.graphs import Graphs
+from sidestream.runner.state import Uploads
 from sidestream.runner.step_inputs import GraphKey
-from sidestream.runner.upload import Uploads
 from sidestream_kv.types import Access, LayerGates
 from sidestream_order.checker import Checker, simulated
 from sidestream_order.sim import SimStream

@@ -14,7 +14,7 @@ from test_step_inputs import BLOCK_TOKENS, SLOTS, WIDTH, random_batch
 
 from sidestream.ops import Ops, TorchOps
 from sidestream.ops.interface import FROM_SLOT, ZEROS, DraftRows, PackedRows, ResolvedInputs
-from sidestream.runner.hidden_states import HiddenStates
+from sidestream.runner.forward import HiddenStates
 from sidestream.runner.sampler import SamplingMode
 from sidestream.runner.state import DecodeState
 from sidestream.runner.step_inputs import GraphKey, InputSizes, StepInputs, pack

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sidestream.config import SamplingParams
 from sidestream.errors import InvariantError
-from sidestream.ops.torch_sampling import filter_threshold
+from sidestream.ops.torch_ops import filter_threshold
 from sidestream.runner.sampler import SamplerOutput
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
@@ -189,7 +189,7 @@ def test_tokens_of_probability_zero_are_never_drawn():
 @pytest.mark.parametrize("random", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_kept_token(monkeypatch, random):
     monkeypatch.setattr(
-        "sidestream.ops.torch_sampling.uniforms",
+        "sidestream.ops.torch_ops.uniforms",
         lambda seeds, indices: torch.full((len(seeds),), random, dtype=torch.float64),
     )
     torch.manual_seed(3)

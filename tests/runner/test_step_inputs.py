@@ -13,7 +13,7 @@ import torch
 from sidestream.config import SamplingParams
 from sidestream.ops import TorchOps
 from sidestream.ops.interface import FROM_SLOT, ResolvedInputs
-from sidestream.runner.state import DecodeState
+from sidestream.runner.state import DecodeState, Uploads
 from sidestream.runner.step_inputs import (
     BlockTableMirror,
     GraphKey,
@@ -25,7 +25,6 @@ from sidestream.runner.step_inputs import (
     keys_that_fit,
     pack,
 )
-from sidestream.runner.upload import Uploads
 from sidestream.types import BatchPlan, RowPlan, RowStart
 
 SLOTS, BLOCK_TOKENS, WIDTH = 12, 4, 10

@@ -10,7 +10,7 @@ from proof.toy import ToyModel
 from sidestream.attention.paged import TorchAttention
 from sidestream.config import SamplingParams
 from sidestream.runner.executor import Executor
-from sidestream.runner.upload import Uploads
+from sidestream.runner.state import Uploads
 from sidestream.types import BatchPlan, RowPlan, RowStart
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.types import LayerGates

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from sidestream.config import SamplingParams
 from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
+from sidestream.schedule.prefix_cache import Source
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.spec_policy import SpecPolicy
-from sidestream.schedule.tiers import Source
 from sidestream.types import BatchPlan, RowPlan, RowResult, StepPlan
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout

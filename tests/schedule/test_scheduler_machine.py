@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scheduler_world import World
 
 from sidestream.schedule.limits import Limits
-from sidestream.schedule.tiers import Source
+from sidestream.schedule.prefix_cache import Source
 
 pytestmark = pytest.mark.slow
 

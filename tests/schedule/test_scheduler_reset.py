@@ -7,9 +7,9 @@ from plans import prompt, states, steps_until
 from scheduler_world import GREEDY, World
 
 from sidestream.errors import SidestreamError
+from sidestream.schedule.prefix_cache import NoTiers
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.schedule.tiers import NoTiers
 from sidestream.types import StepPlan
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout

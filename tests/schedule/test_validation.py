@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, RequestError, RequestRejected
-from sidestream.schedule.validation import Bounds, RequestChecker
+from sidestream.schedule.limits import Bounds, RequestChecker
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.types import Key

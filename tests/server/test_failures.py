@@ -20,8 +20,8 @@ from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
 from sidestream.server import ServerOptions, create_app
+from sidestream.server.app import generate_all
 from sidestream.server.fields import Call
-from sidestream.server.generation import generate_all
 from sidestream.types import CachedTokens, Delta, Health
 
 from .serving import ASK_LONG, LONG, WAIT_S, send, serving

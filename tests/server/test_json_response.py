@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.errors import InvariantError
-from sidestream.server.json_response import to_json
+from sidestream.server.body import to_json
 from sidestream.server.responses import TokenSpeller
 from sidestream.types import TokenLogprob
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proof.fake_backend import FakeTokenizer
-from sidestream.client.output import OutputProcessor
+from sidestream.client.front_end import OutputProcessor
 from sidestream.config import SamplingParams
 from sidestream.server.responses import TokenSpeller
 from sidestream.types import CachedTokens, Delta, TokenLogprob

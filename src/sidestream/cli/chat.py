@@ -160,7 +160,7 @@ def _command(conversation: _Conversation, name: str, console: Console) -> None:
 
 
 def _stats(llm: LLM) -> str:
-    from sidestream_kv.offload.tiers.registry import names
+    from sidestream_kv.offload.tiers.stack import names
 
     value = llm.metrics.value
     lines = [f"prompt tokens {value('prompt_tokens_total'):.0f}, output tokens {value('output_tokens_total'):.0f}"]

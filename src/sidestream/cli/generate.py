@@ -108,7 +108,7 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
-    from sidestream_kv.offload.tiers.registry import names
+    from sidestream_kv.offload.tiers.stack import names
 
     cached, speculative = answer.cached, llm.config.speculative
     drafts = {}

@@ -45,7 +45,7 @@ from sidestream.client.messages import (
 from sidestream.engine import Engine, Handle
 from sidestream.errors import EngineStopped, InvariantError, SidestreamError
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
-from sidestream.schedule.validation import CheckedRequest
+from sidestream.schedule.limits import CheckedRequest
 from sidestream.types import Delta
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import KEY_BYTES

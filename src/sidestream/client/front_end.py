@@ -1,18 +1,90 @@
-"""`FrontEnd`: an engine's client together with a tokenizer. API processes and `AsyncLLM` use it."""
+"""A front end: checks prompts and parameters that callers give, sends token ids to an engine's client, and makes text
+from the engine's tokens. API processes and `AsyncLLM` use `FrontEnd`; `LLM` uses the parts.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+import dataclasses
+import logging
+import reprlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 from sidestream.client.base import EngineClient
-from sidestream.client.output import OutputProcessor
-from sidestream.client.prompts import Prompt, checked_params, ids_of, with_special_stops
 from sidestream.config import SamplingDefaults, SamplingParams
-from sidestream.tokenizer import Tokenizer
+from sidestream.errors import RequestRejected
+from sidestream.text import Detokenizer, StopStrings, TokenizerLike
 from sidestream.types import Delta, Health
 from sidestream_kv.metrics import MetricsSnapshot
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from sidestream.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+def ids_of(prompt: Prompt, tokenizer: Tokenizer, where: str = "prompt") -> list[int]:
+    """Token ids of a prompt. Raises RequestRejected."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return _items(prompt, where, "a text or a list of token ids")
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list. A list whose first item is a number is one prompt of token ids. Raises RequestRejected."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts, "prompts", "a text, a list of token ids, or a list of such prompts")
+    return [items] if items and isinstance(items[0], Integral) else items
+
+
+def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt. `params` is one object for all prompts, or a list with one object for each.
+
+    Raises RequestRejected.
+    """
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        return [checked_params(params)] * num_prompts
+    if len(params) != num_prompts:
+        reason = f"{len(params)} params for {num_prompts} prompts: give one object for all, or one for each prompt"
+        raise RequestRejected(reason, param="params")
+    return [checked_params(one, f"params[{index}]") for index, one in enumerate(params)]
+
+
+def checked_params(params: SamplingParams | None, where: str = "params") -> SamplingParams:
+    """The parameters of one request; None means all defaults.
+
+    Raises RequestRejected for any other type; the message shows how to write a mapping as SamplingParams.
+    """
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    value = f"the class {params.__name__}" if isinstance(params, type) else reprlib.repr(params)
+    example = "temperature=0"
+    if isinstance(params, Mapping):
+        example = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in params.items())
+    reason = f"{where} is {value}: give a SamplingParams object, such as SamplingParams({example})"
+    raise RequestRejected(reason, param=where)
+
+
+def with_special_stops(params: SamplingParams, tokenizer: TokenizerLike) -> SamplingParams:
+    """`params` with a stop token for each stop string that is a special token, such as `<|im_end|>`. Special tokens
+    have no text, so no search in the text finds them.
+    """
+    ids = tuple(token_id for stop in params.stop if (token_id := tokenizer.special_id(stop)) is not None)
+    return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
+
+
+def _items(value: object, where: str, expected: str) -> list[Any]:
+    """The items of a sequence as a list. Raises RequestRejected for anything else, including bytes."""
+    if isinstance(value, bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
+        hint = "; a conversation is for chat()" if isinstance(value, Mapping) else ""
+        raise RequestRejected(f"{where} is {reprlib.repr(value)}: give {expected}{hint}", param=where)
+    return list(value)
 
 
 class FrontEnd:
@@ -137,3 +209,104 @@ class FrontEnd:
         finally:
             if left:
                 self.client.abort(outputs)
+
+
+logger = logging.getLogger(__name__)
+
+
+class OutputProcessor:
+    """Adds the text to one request's deltas (new tokens of one sample), in their order, and finds stop strings. Only
+    one thread may use it at a time.
+
+    A stop string, or a failure of the tokenizer, ends a sample here before it ends in the engine, which knows only
+    token ids:
+
+        delta = outputs.get()
+        processed = output.read(delta)
+        if processed is not None and processed.finish_reason is not None and delta.finish_reason is None:
+            engine.abort(handle.sample(delta.index), reason=processed.finish_reason)
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, params: SamplingParams, after: Sequence[int] = ()) -> None:
+        """
+        after   token ids of the text that the samples continue; empty: they begin a text
+
+        Raises the tokenizer's errors, so construct the object before the request is submitted.
+        """
+        self._samples = [_SampleOutput(tokenizer.detokenizer(after), params) for _ in range(params.n)]
+
+    def read(self, delta: Delta) -> Delta | None:
+        """The delta with its text; None if its sample has ended already.
+
+        If a stop string is complete, the result is the sample's last delta (finish reason `"stop"`), and ends with the
+        token that completed the string. If the tokenizer fails, the result is also the sample's last delta
+        (`"error"`); other samples continue.
+        """
+        sample = self._samples[delta.index]
+        if sample.ended:
+            return None
+        processed = sample.read(delta)
+        sample.ended = processed.finish_reason is not None
+        return processed
+
+
+class _SampleOutput:
+    """One sample's text so far."""
+
+    def __init__(self, detokenizer: Detokenizer, params: SamplingParams) -> None:
+        self.ended = False
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(params.stop, include=params.include_stop)
+        self._include_stop = params.include_stop
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+
+    def read(self, delta: Delta) -> Delta:
+        """The next delta, with its text."""
+        if delta.finish_reason == "error":
+            return delta
+        text, count, num_tokens = "", 0, len(delta.token_ids)
+        num_with_text = len(tokens_with_text(delta.token_ids, delta.finish_reason, include_stop=self._include_stop))
+        try:
+            for count, token_id in enumerate(delta.token_ids[:num_with_text], 1):
+                more, found = self._push(token_id)
+                text += more
+                if found:
+                    return _with_text(delta, text, count, "stop")
+            count = num_tokens
+            if delta.finish_reason is not None:
+                more, found = self._stops.push(self._detokenizer.finish())
+                text += more + self._stops.flush()
+                if found:
+                    return _with_text(delta, text, count, "stop")
+        except Exception as error:  # the tokenizer is third-party code: its failure ends only this sample
+            logger.exception("sample %d: the tokenizer failed at token %d of the answer", delta.index, self._num_tokens)
+            if delta.finish_reason == "abort":
+                return _with_text(delta, text, num_tokens, "abort")
+            return _with_text(delta, text, count, "error", f"the tokenizer failed: {error}")
+        return _with_text(delta, text, num_tokens, delta.finish_reason)
+
+    def _push(self, token_id: int) -> tuple[str, bool]:
+        """The text that is final after this token, and whether a stop string is complete."""
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        return self._stops.push(text) if self._num_tokens >= self._min_tokens else (text, False)
+
+
+def tokens_with_text(token_ids: tuple[int, ...], finish_reason: str | None, *, include_stop: bool) -> tuple[int, ...]:
+    """The tokens whose text belongs to the answer. The text of a stop token belongs to it only with `include_stop`."""
+    return token_ids[:-1] if finish_reason == "stop" and not include_stop else token_ids
+
+
+def _with_text(delta: Delta, text: str, count: int, finish_reason: str | None, error: str | None = None) -> Delta:
+    """The first `count` tokens of a delta, with their text."""
+    return Delta(
+        index=delta.index,
+        text=text,
+        token_ids=delta.token_ids[:count],
+        logprobs=delta.logprobs[:count],
+        finish_reason=finish_reason,
+        prompt_tokens=delta.prompt_tokens,
+        cached=delta.cached,
+        error=error,
+    )

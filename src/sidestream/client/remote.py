@@ -41,7 +41,7 @@ from sidestream.client.pulse import PULSE_S, Pulse, silence
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
-from sidestream.schedule.validation import Bounds, CheckedRequest, RequestChecker
+from sidestream.schedule.limits import Bounds, CheckedRequest, RequestChecker
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import BlockKeys

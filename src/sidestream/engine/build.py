@@ -37,9 +37,9 @@ from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.offload.connector import OffloadConnector
-from sidestream_kv.offload.copy import BlockMemory
-from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.loads import CostModel
 from sidestream_kv.offload.tiers.base import PersistentTier
+from sidestream_kv.offload.tiers.stack import BlockMemory
 from sidestream_kv.types import HOST, Tracer
 
 logger = logging.getLogger(__name__)

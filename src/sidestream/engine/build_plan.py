@@ -16,11 +16,10 @@ import torch
 from sidestream.attention.interface import AttentionSpec
 from sidestream.attention.registry import select_backend
 from sidestream.config import EngineConfig, EngineSizes
-from sidestream.engine.capacity import MAX_BLOCKS, num_states, pool_bytes
 from sidestream.errors import ConfigError
 from sidestream.runner.forward import ForwardModel
 from sidestream.runner.step_inputs import SHORT_TOKENS
-from sidestream.schedule.validation import Bounds
+from sidestream.schedule.limits import Bounds
 from sidestream.speculate import NgramProposer, Proposer
 from sidestream_kv.config import parse_bytes
 from sidestream_kv.device.base import Device
@@ -34,6 +33,15 @@ logger = logging.getLogger(__name__)
 # Smallest number of states with which a request can run: the state that it updates, and a checkpoint (a state that is
 # kept for reuse).
 _FEWEST_STATES = 2
+# Largest default number of blocks. The pool keeps Python objects for each block, and a large GPU holds ten million
+# blocks of a tiny model.
+MAX_BLOCKS = 1 << 20
+
+_SHARE = 0.9
+# Memory kept for activations, logits, captured graphs and kernels: Qwen3-8B with 256 requests took 6 GiB on an H200. On
+# a small GPU, two fifths of the free memory are kept if that is less than 6 GiB.
+_ROOM_BYTES = 6 << 30
+_MOST_ROOM = 0.4
 
 
 class ServableModel(ForwardModel, Protocol):
@@ -270,7 +278,7 @@ def _attention_spec(
     model: ServableModel, sizes: EngineSizes, max_drafts: int, device: torch.device, proposer: Proposer | None = None
 ) -> AttentionSpec:
     """Counts the query tokens of one decode row for each running request, and of the short prefill rows of a step."""
-    from sidestream.speculate.draft_model import DraftModelProposer
+    from sidestream.speculate.proposer import DraftModelProposer
 
     layout = model.layout
     return AttentionSpec(
@@ -320,3 +328,32 @@ def _check_pool(kv_bytes: int, layout: KVLayout) -> None:
             f"kv_memory is {kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: "
             f"give at least {2 * layout.block_bytes} bytes"
         )
+
+
+def pool_bytes(free_bytes: int, *, token_bytes: int, scratch_token_bytes: int, max_model_len: int) -> int:
+    """Bytes for the block pool. The remaining memory is enough for everything else that the engine allocates.
+
+    free_bytes           bytes of device memory that are free after the weights were loaded
+    token_bytes          bytes of one token's KV, all layers
+    scratch_token_bytes  bytes of attention's buffers for each token of the longest possible request, which has
+                         `max_model_len` tokens, or as many as the pool holds if that is less
+    """
+    budget = free_bytes - max((1 - _SHARE) * free_bytes, min(_ROOM_BYTES, _MOST_ROOM * free_bytes))
+    beside_longest = budget - scratch_token_bytes * max_model_len  # if the longest request fits into the pool
+    beside_itself = budget * token_bytes / (token_bytes + scratch_token_bytes)  # if the pool is smaller
+    return max(0, int(max(beside_longest, beside_itself)))
+
+
+def num_states(budget: int, *, state_bytes: int, block_bytes: int, max_running: int, state_memory: int | None) -> int:
+    """Number of recurrent states that requests can lease, without the `RESERVED_STATES`. States and blocks share
+    `budget` bytes.
+
+    By default, there is a state for each running request and for each block, because a kept state is found under the
+    key of a block. States take at most half of the budget.
+
+    state_memory   bytes for states, if the user set them; None: the default
+    """
+    if state_memory is not None:
+        return state_memory // state_bytes - RESERVED_STATES
+    useful = budget // (state_bytes + block_bytes) + max_running
+    return min(useful, budget // 2 // state_bytes - RESERVED_STATES)

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from sidestream.config import SamplingParams
 from sidestream.engine.failures import Failures
+from sidestream.engine.inbox import ServingState
 from sidestream.engine.kv_events import OnBatch
 from sidestream.engine.loop import StepLoop
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
-from sidestream.engine.serving_state import ServingState
 from sidestream.errors import ConfigError, DeviceLost, EngineStopped
+from sidestream.schedule.limits import CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
-from sidestream.schedule.validation import CheckedRequest, RequestChecker
 from sidestream.types import Health
 from sidestream_kv.types import Key
 
@@ -76,7 +76,7 @@ class Engine:
         sample).
 
         The engine knows only tokens: deltas have no text, and `params.stop` is not applied; see
-        `sidestream.client.output.OutputProcessor`.
+        `sidestream.client.front_end.OutputProcessor`.
 
         cache_salt  requests share KV, in all tiers, only if they have the same salt; it may be empty
 

@@ -6,9 +6,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from sidestream.engine.inbox import Inbox
+from sidestream.engine.inbox import Inbox, ServingState
 from sidestream.engine.output_stream import OutputStreams
-from sidestream.engine.serving_state import ServingState
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.scheduler import Scheduler

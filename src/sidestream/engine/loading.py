@@ -32,8 +32,7 @@ from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.processes.progress import start_lines
 from sidestream.ranks.worker_pool import RankProcesses, check_ranks, threads_of_rank
 from sidestream.speculate import Proposer
-from sidestream.speculate.draft_model import DraftModelProposer
-from sidestream.speculate.mtp import MtpProposer
+from sidestream.speculate.proposer import DraftModelProposer, MtpProposer
 from sidestream.tokenizer import Tokenizer
 from sidestream_kv.device.choice import torch_device
 from sidestream_kv.device.machine import process_age_s

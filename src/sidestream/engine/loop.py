@@ -18,8 +18,7 @@ from sidestream.engine.failures import Failures
 from sidestream.engine.inbox import Listener
 from sidestream.engine.output_stream import OutputStreams
 from sidestream.engine.parts import Parts
-from sidestream.engine.spec_stats import SpecStats
-from sidestream.engine.stats import Gauges, SelfCheck, StepTimes
+from sidestream.engine.stats import Gauges, SelfCheck, SpecStats, StepTimes
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
 from sidestream.schedule.scheduler import Scheduler

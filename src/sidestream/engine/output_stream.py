@@ -9,10 +9,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from sidestream.engine.serving_state import ServingState
-from sidestream.schedule.commit import RowOutput
+from sidestream.engine.inbox import ServingState
 from sidestream.schedule.request import Request
-from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.scheduler import RowOutput, Scheduler
 from sidestream.types import CachedTokens, Delta, RowResult
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.types import RequestId

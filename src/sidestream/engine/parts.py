@@ -10,15 +10,15 @@ from sidestream.engine.inbox import Inbox
 from sidestream.engine.kv_events import KVEvents
 from sidestream.ranks.leader import Ranks
 from sidestream.runner.executor import Executor
+from sidestream.schedule.limits import Bounds
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.schedule.validation import Bounds
 from sidestream_kv.device.base import Device
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.kv.state_layout import StateRegion
 from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.offload.connector import OffloadConnector
-from sidestream_kv.offload.costs import CostModel
+from sidestream_kv.offload.loads import CostModel
 from sidestream_kv.offload.tiers.stack import TierStack
 
 

@@ -26,8 +26,7 @@ from sidestream_kv.device.base import Device, Memory
 from sidestream_kv.device.group import Group
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.offload.tiers.base import PersistentTier, TierContext
-from sidestream_kv.offload.tiers.registry import share_of_rank
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import TierStack, share_of_rank
 
 
 @dataclass(frozen=True, slots=True)

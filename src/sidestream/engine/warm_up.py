@@ -259,8 +259,7 @@ def capture(
 
 def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
     """The proposer's modules, which are compiled like the model's layers."""
-    from sidestream.speculate.draft_model import DraftModelProposer
-    from sidestream.speculate.mtp import MtpProposer
+    from sidestream.speculate.proposer import DraftModelProposer, MtpProposer
 
     if isinstance(proposer, MtpProposer):
         return (proposer.head,)

@@ -100,6 +100,7 @@ class PagedModel:
             self.stateful = StatefulLayers(module)
             number_attention_layers(module)
         self.module = module
+        self._pads = on_host(module.device)
         self._on_hidden: Callable[[torch.Tensor], None] | None = None
 
     @property
@@ -160,7 +161,7 @@ class PagedModel:
 
         Runs on the calling thread; on a GPU, kernels are enqueued on the current stream. One call at a time.
         """
-        if on_host(tokens.device):
+        if self._pads:
             missing = padded_length(len(tokens)) - len(tokens)
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
 

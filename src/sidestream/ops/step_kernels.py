@@ -36,7 +36,7 @@ _STEP_INPUTS = [
 # Number of logits to which a program applies penalties. Triton compiles a variant for sizes that are multiples of 16,
 # with wide loads; this pays off here, because vocabulary size and strides do not change.
 PENALTY_TILE = tl.constexpr(4096)
-# The same constants as in `ops/torch_sampling.py` and `ops/rules.py`.
+# The same constants as in `ops/torch_ops.py` and `ops/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
 # `search_threshold` finds a filter's threshold as a radix select does: digit by digit, with two bits per digit. For
 # each digit, one pass over all logits computes the totals (numbers of tokens, or sums of weights) from each of the

@@ -1,21 +1,37 @@
-"""The device operations in torch: for a CPU, and as the reference in tests of the Triton kernels."""
+"""The device operations in torch: for a CPU, and as the reference in tests of the Triton kernels.
+
+The sampler applies penalties and filters (top-k, top-p, min-p), and samples one token for each row of logits, with the
+options of the row's request. **The same seed gives the same tokens, whatever else is in the batch.** No token depends
+on the number, the positions or the options of the other rows. Probabilities become whole numbers (weights), so their
+sums are exact in any order of summation. Each filter drops all tokens below some probability, and this bound is found
+without sorting.
+
+    ratio    probability of a token divided by that of the row's likeliest token
+    weight   the ratio times `UNIT`, as a whole number
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sidestream.ops.accept import accept_lengths
 from sidestream.ops.interface import FROM_SLOT, DraftRows, PackedRows, ResolvedInputs, SlotTensors
-from sidestream.ops.rules import SamplingTensors
-from sidestream.ops.torch_sampling import argmax, draw, penalise
+from sidestream.ops.rules import SamplingTensors, uniforms
+
+# Weight of the likeliest token. A token that is less than 2**-40 times as likely has weight 0. The sum of the weights
+# of any vocabulary stays below 2**63.
+UNIT = 2.0**40
+# Bounds of temperature and repetition penalty as divisors. Beyond them, a quotient would overflow or become zero in
+# float32. They are powers of two, which are exact in every type.
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
 class TorchOps:
     """`Ops` in torch."""
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return argmax(logits)
+        finite = logits.amax(-1).isfinite()
+        return torch.where(finite, logits.argmax(-1), 0), finite
 
     def match_ngram(
         self, history: Tensor, slots: Tensor, lengths: Tensor, count: int, *, longest: int, shortest: int
@@ -106,10 +122,36 @@ class TorchOps:
         drafted: Tensor | None,
     ) -> Tensor:
         """See `Ops.penalise`. Reads device values."""
-        return penalise(logits, slots, SamplingTensors(sampling), output_counts, in_prompt, drafted)
+        rules = SamplingTensors(sampling)
+        logits = logits.float()
+        penalised_rows = rules.penalised[slots].nonzero().squeeze(1)
+        if not len(penalised_rows):
+            return logits
+        penalised, slots = logits[penalised_rows], slots[penalised_rows]
+        counts, in_prompt = output_counts[slots], in_prompt[slots]
+        if drafted is not None:
+            before = drafted[penalised_rows]
+            counts.scatter_add_(1, before.clamp(min=0), (before >= 0).to(counts.dtype))
+        output = counts > 0
+        # Dividing by 1 and subtracting 0 are exact, so a penalty with its neutral value changes no bit.
+        repetition = _column(rules["repetition_penalty"][slots].clamp(min=SMALLEST))
+        repeated = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
+        penalised = torch.where(in_prompt | output, repeated, penalised)
+        penalised = penalised - counts * _column(rules["frequency_penalty"][slots])
+        penalised = penalised - output * _column(rules["presence_penalty"][slots])
+        return logits.index_copy_(0, penalised_rows, penalised)
 
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
-        return draw(logits, slots, output_indices, SamplingTensors(sampling))
+        rules = SamplingTensors(sampling)
+        tokens, finite = self.argmax(logits)
+        random_rows = (finite & (rules["temperature"][slots] > 0)).nonzero().squeeze(1)
+        if len(random_rows):
+            all_rows = len(random_rows) == len(tokens)
+            drawn = _draw_random(
+                logits if all_rows else logits[random_rows], slots[random_rows], output_indices[random_rows], rules
+            )
+            tokens = tokens.index_copy(0, random_rows, drawn)
+        return tokens, finite
 
     def advance(
         self,
@@ -184,3 +226,91 @@ class TorchOps:
         by_block[torch.where(completes, slot_mapping // block_tokens, len(by_block) - 1)] = hidden
         # rule: next-chunk-reads-the-hidden-state-of-the-last-chunk
         by_slot[rows.slots] = hidden[(rows.cu_seqlens_q[1:] - 1).clamp(min=0)]
+
+
+def filter_threshold(ratios: Tensor, amounts: Tensor, limit: Tensor) -> Tensor:
+    """A filter's threshold for each row, float32 `[R, 1]`: the lowest ratio kept. All larger ratios of the row together
+    have an amount below `limit`. 0: the filter keeps every token.
+
+    ratios float32 in [0, 1] · amounts int64, not negative · limit `[R, 1]`, positive. This is a radix select: it makes
+    three histograms over the bits of the ratios, each inside the bucket that the previous histogram found. It does not
+    sort, and its result does not depend on the order of summation.
+    """
+    bits = ratios.view(torch.int32)  # for floats that are not negative, the order of the bits is the order of values
+    base = bits.new_zeros(bits.shape[0], 1)
+    for shift in (20, 10, 0):
+        # bucket 0           bits below base
+        # buckets 1 to 1024  bits from base on, in 1024 ranges of 1 << shift values
+        # bucket 1025        bits above these ranges
+        bucket = (bits - base).bitwise_right_shift_(shift).clamp_(-1, 1024).add_(1)
+        histogram = amounts.new_zeros(bits.shape[0], 1026).scatter_add_(1, bucket.to(torch.int64), amounts)
+        above = histogram.sum(-1, keepdim=True) - histogram.cumsum(-1)
+        bucket_found = (above >= limit).sum(-1, keepdim=True).clamp_(min=1)  # 0: the total is below the limit
+        base += (bucket_found - 1).to(torch.int32) << shift
+    return base.view(torch.float32)
+
+
+def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> Tensor:
+    """Ids `[R]`, sampled by inverse CDF, for finite rows whose temperature is not 0."""
+    # The maximum is subtracted first, so that ratios do not overflow at any temperature.
+    ratios = logits.float()
+    ratios = (
+        (ratios - ratios.amax(-1, keepdim=True))
+        .mul_(_column(1 / rules["temperature"][slots].clamp(SMALLEST, LARGEST)))
+        .exp_()
+    )
+    weights = (ratios * UNIT).to(torch.int64)
+    _filter(weights, ratios, rules["top_k"][slots], rules["top_p"][slots], rules["min_p"][slots])
+    # The result is the first id whose cumulative weight exceeds `target`. There is such an id, because `target` is
+    # below the row's total weight. Its own weight is not 0, so no filter has dropped it.
+    cumulative = weights.cumsum(-1)
+    total, number = cumulative[:, -1], uniforms(rules.seed[slots], output_indices)
+    target = torch.minimum((total * number).to(torch.int64), total - 1)
+    return torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def _filter(weights: Tensor, ratios: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+    """Set the weights of tokens that top-k, top-p or min-p drops to 0, in place. Each filter works on the tokens that
+    the previous filter has kept.
+    """
+    candidates, amounts = ratios, weights
+    top_k = torch.where(top_k < weights.shape[-1], top_k, 0)
+    if (max_top_k := int(top_k.amax())) > 0:
+        highest = ratios.topk(max_top_k).values
+        kth_ratio = highest.gather(-1, (top_k - 1).clamp(min=0).unsqueeze(-1))
+        _drop_below(torch.where(top_k.unsqueeze(-1) > 0, kth_ratio, 0), weights, ratios)
+        if bool(((top_k > 0) | (top_p == 1)).all()):
+            candidates, amounts = highest, (highest * UNIT).to(torch.int64)  # the same threshold of top-p, found faster
+    if bool((top_p < 1).any()):
+        limit = (weights.sum(-1) * top_p).unsqueeze(-1)
+        _drop_below(filter_threshold(candidates, amounts, limit), weights, ratios)
+    if bool((min_p > 0).any()):
+        _drop_below(_column(min_p), weights, ratios)
+
+
+def _drop_below(threshold: Tensor, weights: Tensor, ratios: Tensor) -> None:
+    weights.masked_fill_(ratios < threshold, 0)
+
+
+def _column(values: Tensor) -> Tensor:
+    return values.to(torch.float32).unsqueeze(-1)
+
+
+def accept_lengths(drafts: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
+    """Accept length of each row: the number of its leading accepted drafts plus one, int64 `[R]`, from 1 to K + 1. A
+    draft is accepted if it equals the token that the model samples at its position.
+
+    Each sample uses the random number of its output position, whether there is a draft or not. So drafts change how
+    early a token is sampled, but not which token: a request gets the same tokens as without drafts, greedy or sampled.
+    A deterministic draft is accepted with the probability that the model gives it, as in rejection sampling (Leviathan
+    et al. 2023). docs/decisions/0019-drafts-decide-when-and-never-which.md describes the disadvantage for sampled
+    drafts.
+
+    drafts       int64 `[R, K]`; row r has `num_drafts[r]` drafts, and the other values of the row are ignored
+    sampled      int64 `[R, K + 1]`: the tokens that the model samples after the row's last token and after each draft
+
+    No host sync.
+    """
+    index = torch.arange(drafts.shape[1], device=drafts.device)
+    accepted = (drafts == sampled[:, :-1]) & (index < num_drafts[:, None])
+    return 1 + accepted.to(torch.int64).cumprod(1).sum(1)

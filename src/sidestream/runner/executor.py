@@ -3,7 +3,7 @@ by CUDA graphs that were captured for its size.
 
 `launch` returns at once. It needs no results of the step before: a decode row takes its last token from device memory.
 On a GPU, `launch` never waits for the device: kernels read a step's inputs from mapped host memory
-(`runner/upload.py`). Called from the engine thread.
+(`runner/state.py`). Called from the engine thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sidestream.runner.graphs import CapturedStep, Graphs, Tell
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
 from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.second_run import SecondRun
-from sidestream.runner.state import DecodeState
+from sidestream.runner.state import DecodeState, Uploads
 from sidestream.runner.step_inputs import (
     NO_CHANGES,
     BlockTableMirror,
@@ -37,7 +37,6 @@ from sidestream.runner.step_inputs import (
     demand_of,
     pack,
 )
-from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
 from sidestream.types import BatchPlan, RowPlan
 from sidestream_kv.device.base import Device, Memory, Stream

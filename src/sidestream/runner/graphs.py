@@ -22,9 +22,8 @@ from sidestream.runner.accesses import StepAccesses
 from sidestream.runner.forward import Forward, ForwardOutput
 from sidestream.runner.mailbox import Mailbox
 from sidestream.runner.sampler import Sampler, SamplingMode
-from sidestream.runner.state import DecodeState
+from sidestream.runner.state import DecodeState, Uploads
 from sidestream.runner.step_inputs import GraphKey, Numbers, StepInputs, keys_that_fit, pack
-from sidestream.runner.upload import Uploads
 from sidestream.types import BatchPlan
 from sidestream_kv.device.base import Device, Graph, Stream
 from sidestream_kv.types import Access, LayerGates

@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sidestream.schedule.limits import Limits
-from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
 from sidestream.schedule.request import Request, RequestStates
 from sidestream.schedule.states import Source, StateCache
-from sidestream.schedule.tiers import TierLoads, TierView
 from sidestream.types import StateIds
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.types import BlockId, Fence, Key

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 from sidestream.schedule.allocation import Allocator, Reuse, ReuseFinder
 from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
-from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
 from sidestream.schedule.request import Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
-from sidestream.schedule.tiers import TierLoads, TierView
 from sidestream.types import BatchPlan, RowPlan, RowStart, StateIds, StepPlan
 from sidestream_kv.types import Fence, LoadPlan, TransferPlan
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,16 +18,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sidestream.errors import EngineStopped, InvariantError
 from sidestream.processes.log_stream import lost_lines
 from sidestream.server.backend import Backend
-from sidestream.server.body import BodyReader
-from sidestream.server.cancellation import CallbackEvent, CancelOnDisconnect
+from sidestream.server.body import BodyReader, JsonResponse, to_json
 from sidestream.server.errors import ApiError
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
-from sidestream.server.generation import generate_all
-from sidestream.server.json_response import JsonResponse, to_json
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
-from sidestream.server.middleware import RequestMiddleware, RequestRecord, RootPathMiddleware, request_record
+from sidestream.server.middleware import (
+    CallbackEvent,
+    CancelOnDisconnect,
+    RequestMiddleware,
+    RequestRecord,
+    RootPathMiddleware,
+    request_record,
+)
 from sidestream.server.options import ServerOptions
 from sidestream.server.responses import RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller
 from sidestream.server.text_work import Handle, TextWork
@@ -368,3 +374,53 @@ class _EventStream:
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM.copy()})
             if body:
                 await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+Emit = Callable[[int, Delta], Awaitable[None]]
+
+
+class GenerationFailed(Exception):
+    """The engine failed this request. The message goes to the log, not to the client."""
+
+
+async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> None:
+    """Await `emit(choice, delta)` for each delta of all prompts, until all samples have finished.
+
+    A cancellation, or a failure of one prompt or of `emit`, aborts all prompts. Raises the first failure.
+    """
+
+    async def run(number: int, prompt: tuple[int, ...], request_name: str) -> None:
+        running = set(range(call.params.n))
+        running_deltas = backend.generate(
+            prompt,
+            call.params,
+            priority=call.priority,
+            request_name=request_name,
+            cache_salt=call.cache_salt,
+            continues=call.continues,
+        )
+        async with aclosing(running_deltas) as deltas:
+            async for delta in deltas:
+                _raise_if_failed(delta)
+                await emit(number * call.params.n + delta.index, delta)
+                if delta.finish_reason is not None:
+                    running.discard(delta.index)
+        if running:
+            raise InvariantError(f"{request_name} ended before its samples {sorted(running)} did")
+
+    if len(call.prompts) == 1:  # the usual case, without an extra task
+        await run(0, call.prompts[0], name)
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, prompt in enumerate(call.prompts):
+                group.create_task(run(number, prompt, f"{name}.{number}"))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _raise_if_failed(delta: Delta) -> None:
+    if delta.finish_reason == "error":
+        raise GenerationFailed(delta.error or "the engine gave no reason")
+    if delta.finish_reason == "abort":
+        raise EngineStopped("the server stopped this request before it was complete: try again later")

@@ -1,4 +1,6 @@
-"""Reads request bodies within bounds, and parses them as strict JSON. `fields.py` checks the fields."""
+"""Bodies: reads those of requests within bounds, and parses them as strict JSON; writes those of replies, events and
+errors as compact JSON in UTF-8. `fields.py` checks the fields.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from sidestream.server.errors import ApiError, ClientGone, bad_request
 from sidestream.server.options import ServerOptions
@@ -147,3 +151,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _kind(value: object) -> str:
     return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def to_json(value: Any) -> bytes:
+    """The JSON text of `value`. `value` must not contain NaN or an infinity, because the encoder would write null.
+
+    Raises UnicodeEncodeError for a lone surrogate.
+    """
+    return _ENCODER.encode(value)
+
+
+class JsonResponse(Response):
+    """A response whose content is encoded with `to_json`."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The encoded body."""
+        return to_json(content)

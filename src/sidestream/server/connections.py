@@ -26,9 +26,9 @@ from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sidestream.errors import ConfigError
-from sidestream.server.cancellation import CallbackEvent, set_disconnect_event
+from sidestream.server.body import to_json
 from sidestream.server.errors import ApiError
-from sidestream.server.json_response import to_json
+from sidestream.server.middleware import CallbackEvent, set_disconnect_event
 from sidestream.server.options import ServerOptions
 
 log = logging.getLogger("sidestream.server")

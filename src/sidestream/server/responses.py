@@ -14,7 +14,7 @@ from sidestream.errors import InvariantError
 from sidestream.server.fields import Api
 from sidestream.text import Detokenizer
 from sidestream.types import Delta, TokenLogprob
-from sidestream_kv.offload.tiers.registry import names
+from sidestream_kv.offload.tiers.stack import names
 
 Json = dict[str, Any]
 

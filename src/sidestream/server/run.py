@@ -18,9 +18,9 @@ import uvicorn
 from sidestream.processes.signals import on_stop_signal
 from sidestream.server.app import create_app, health_reply, served_constants, text_handle
 from sidestream.server.backend import Backend
-from sidestream.server.cancellation import CallbackEvent
 from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
+from sidestream.server.middleware import CallbackEvent
 from sidestream.server.options import ServerOptions
 from sidestream.server.text_work import TextWork
 from sidestream.server.tls import tls_context

@@ -18,7 +18,7 @@ from sidestream.client.messages import Rejected, decoder_of_outputs
 from sidestream.engine import Engine, Handle
 from sidestream.errors import InvariantError
 from sidestream.processes.frames import FrameEncoder
-from sidestream.schedule.validation import CheckedRequest
+from sidestream.schedule.limits import CheckedRequest
 from sidestream.types import Delta
 
 pytestmark = pytest.mark.slow

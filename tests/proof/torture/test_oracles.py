@@ -37,8 +37,8 @@ from proof.torture.oracle import Sample
 from proof.torture.run import _Schedule
 from proof.torture.script import ScriptedTier
 from proof.torture.verdict import Verdict
+from sidestream.schedule.prefix_cache import TierLoads
 from sidestream.schedule.states import StateCache
-from sidestream.schedule.tiers import TierLoads
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.offload.tiers.index import TierIndex
 from sidestream_order.checker import Checker

@@ -56,18 +56,16 @@ if TYPE_CHECKING:
     from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted
     from sidestream_kv.metrics import Metrics
     from sidestream_kv.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
-    from sidestream_kv.offload.copy import BlockMemory
-    from sidestream_kv.offload.costs import CostModel
-    from sidestream_kv.offload.messages import Promoted, StoreAgain
+    from sidestream_kv.offload.loads import CostModel
+    from sidestream_kv.offload.tickets import Promoted, StoreAgain
     from sidestream_kv.offload.tiers.base import PersistentTier, TierContext, TierKind
-    from sidestream_kv.offload.tiers.registry import register
-    from sidestream_kv.offload.tiers.stack import TierStack
+    from sidestream_kv.offload.tiers.stack import BlockMemory, TierStack, register
 
 _LAZY = {
     "BlockKeys": "kv.keys",
-    "BlockMemory": "offload.copy",
+    "BlockMemory": "offload.tiers.stack",
     "CopyBatch": "device.base",
-    "CostModel": "offload.costs",
+    "CostModel": "offload.loads",
     "CpuDevice": "device.cpu",
     "CudaDevice": "device.cuda.device",
     "Device": "device.base",
@@ -81,14 +79,14 @@ _LAZY = {
     "OffloadConnector": "offload.connector",
     "PersistentTier": "offload.tiers.base",
     "PoolExhausted": "kv.pool",
-    "Promoted": "offload.messages",
-    "StoreAgain": "offload.messages",
+    "Promoted": "offload.tickets",
+    "StoreAgain": "offload.tickets",
     "Stream": "device.base",
     "TierContext": "offload.tiers.base",
     "TierKind": "offload.tiers.base",
     "TierStack": "offload.tiers.stack",
     "TransferEvent": "offload.connector",
-    "register": "offload.tiers.registry",
+    "register": "offload.tiers.stack",
 }
 
 __all__ = [

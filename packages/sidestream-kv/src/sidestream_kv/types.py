@@ -19,7 +19,7 @@ RequestId = int
 DEVICE = "device"
 HOST = "host"
 """Names of the two tiers that every engine with offload has. Blocks in host memory can be loaded at once. Blocks in
-other tiers, such as disk, are first promoted (read into host memory); `offload.tiers.registry` lists these tiers.
+other tiers, such as disk, are first promoted (read into host memory); `offload.tiers.stack` lists these tiers.
 """
 
 

@@ -25,10 +25,8 @@ from sidestream_kv.device.channel import Channel, Mark
 from sidestream_kv.kv.pool import FencedPool, merge_fences
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
-from sidestream_kv.offload.copy import BlockMemory
-from sidestream_kv.offload.costs import CostModel
-from sidestream_kv.offload.loads import layers_per_group
-from sidestream_kv.offload.messages import (
+from sidestream_kv.offload.loads import CostModel, layers_per_group
+from sidestream_kv.offload.tickets import (
     Command,
     Forget,
     LoadMissed,
@@ -38,7 +36,7 @@ from sidestream_kv.offload.messages import (
     SubmitPlans,
     WorkerEvent,
 )
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import BlockMemory, TierStack
 from sidestream_kv.offload.worker import OffloadWorker
 from sidestream_kv.types import Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
 

@@ -1,23 +1,27 @@
-"""Decides when each part of a transfer is submitted to the device.
+"""Describes copies of KV blocks as byte ranges, and decides when each part of a copy is submitted to the device.
 
 A lane is the queue for one copy direction: device to host, or host to device. The device executes copies in the order
 of submission, so an urgent copy cannot overtake earlier copies. Therefore a lane cuts each copy into slices, keeps few
 slices in flight, and queues the other slices by urgency. A copy consists of segments: byte ranges of one size. A fence
 is a position on a stream, like a CUDA event.
 
-The code uses copies and streams, not blocks, keys or tiers. Only the offload worker's thread calls it.
+A lane knows copies and streams, not blocks, keys or tiers. Only the offload worker's thread calls it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from sidestream_kv.device.base import CopyBatch, Stream
+from sidestream_kv.offload.tiers.stack import BlockMemory
 from sidestream_kv.types import Fence
 
 # Maximum number of blocks whose transfer the worker begins in one turn of its loop, and number of blocks in a piece of
@@ -303,3 +307,23 @@ class Lane:
         copy._segment = stop
         if stop == count:  # rule: copy-has-all-its-slices
             copy._group, copy._segment = copy._group + 1, 0
+
+
+def layers_batch(
+    source: BlockMemory,
+    source_ids: Sequence[int],
+    target: BlockMemory,
+    target_ids: Sequence[int],
+    layers: Sequence[int],
+) -> CopyBatch:
+    """A copy of some layers of each block: from `source_ids[i]` to the same layers of `target_ids[i]`. `layers` ascend.
+    Neighbouring layers are one segment if all runs of neighbours have the same length, else several segments.
+    """
+    layout = source.layout
+    breaks = [0, *(at for at in range(1, len(layers)) if layers[at] != layers[at - 1] + 1), len(layers)]
+    size = math.gcd(*(stop - start for start, stop in pairwise(breaks)))
+    offsets = np.array(layers[::size], np.int64) * layout.layer_bytes
+    starts, targets = (
+        (np.array(ids, np.int64)[:, None] * layout.block_bytes + offsets).ravel() for ids in (source_ids, target_ids)
+    )
+    return CopyBatch(source.memory, target.memory, starts, targets, size * layout.layer_bytes)

@@ -18,11 +18,9 @@ from itertools import islice
 from sidestream_kv.device.base import Device
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.checksums import Checksums
-from sidestream_kv.offload.copy import BlockMemory, layers_batch
-from sidestream_kv.offload.pacing import Copy, Lane, Urgency
+from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
 from sidestream_kv.offload.tickets import StoreJob, StoreTicket, Switches, TransferLog, UnsettledJobs
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.types import Key, StorePlan
 
 WriteThrough = Callable[[Key, int, StoreTicket], None]

@@ -26,17 +26,23 @@ from sidestream_kv.errors import TierTimeout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.checksums import Checksums
-from sidestream_kv.offload.copy import BlockMemory
-from sidestream_kv.offload.costs import CostModel
-from sidestream_kv.offload.loads import Loads
-from sidestream_kv.offload.messages import Command, Forget, StoreAgain, SubmitPlans, WorkerEvent, WorkerFailed
+from sidestream_kv.offload.loads import CostModel, Loads
 from sidestream_kv.offload.pacing import Copy, Lane
-from sidestream_kv.offload.promotions import Promotions
 from sidestream_kv.offload.stores import Stores
-from sidestream_kv.offload.tickets import StoreTicket, Switches, TransferLog, UnsettledJobs
-from sidestream_kv.offload.tier_io import TierIO
-from sidestream_kv.offload.tiers.stack import TierStack
+from sidestream_kv.offload.tickets import (
+    Command,
+    Forget,
+    StoreAgain,
+    StoreTicket,
+    SubmitPlans,
+    Switches,
+    TransferLog,
+    UnsettledJobs,
+    WorkerEvent,
+    WorkerFailed,
+)
+from sidestream_kv.offload.tier_io import Promotions, TierIO
+from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs

@@ -1,3 +1,3 @@
-"""The storage levels of KV besides the device, one module for each tier. `registry` lists the known tiers, and `stack`
-holds the open tiers of an engine.
+"""The storage levels of KV besides the device, one module for each tier. `stack` lists the known tiers, and holds the
+open tiers of an engine.
 """

@@ -1,29 +1,126 @@
-"""The tiers of one engine, as an ordered list: host memory, then the persistent tiers (such as the disk).
+"""The tiers of one engine, as an ordered list: host memory, then the persistent tiers (such as the disk). To add a
+persistent tier, write its module, and add a row to `_KINDS` or call `register`.
 
 A block is copied from the device to the host tier, and from there to every persistent tier. It comes back through the
 host tier, from the fastest tier that has it. The offload worker owns the pool of the host tier and the indices of the
-persistent tiers; the engine thread calls only `locate`, `gauges` and `close`.
+persistent tiers; the engine thread calls only `locate`, `gauges` and `close`. A slot is host memory for one block.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
+import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sidestream_kv.config import OffloadConfig
-from sidestream_kv.device.base import Device, Memory
+from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
 from sidestream_kv.errors import ConfigError
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool
-from sidestream_kv.offload.tiers.base import PersistentTier, TierContext
-from sidestream_kv.offload.tiers.registry import open_tiers
-from sidestream_kv.types import HOST, Key, Tracer
+from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.tiers import disk
+from sidestream_kv.offload.tiers.base import PersistentTier, TierContext, TierKind
+from sidestream_kv.types import DEVICE, HOST, Access, Key, Tracer
+
+if TYPE_CHECKING:  # a process without torch reads the names of the tiers
+    from sidestream_kv.device.base import Device, Memory
+
+logger = logging.getLogger(__name__)
+
+# Number of slots that a log line names.
+_SLOTS_TOLD = 8
+
+_KINDS: list[TierKind] = [disk.KIND]
+"""The known persistent tiers, fastest first."""
+
+
+def register(kind: TierKind) -> None:
+    """Add a persistent tier after the known tiers, for engines that this process builds later.
+
+    Raises ConfigError if a tier with that name is known already.
+    """
+    if kind.name in names():
+        raise ConfigError(f"a tier {kind.name} is known already: give the tier another name")
+    _KINDS.append(kind)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all known tiers, fastest first: the device, host memory, the persistent tiers."""
+    return (DEVICE, HOST, *(kind.name for kind in _KINDS))
+
+
+def open_tiers(config: OffloadConfig, context: TierContext) -> dict[str, PersistentTier]:
+    """The persistent tiers that `config` asks for, by name, fastest first.
+
+    Raises ConfigError if a tier cannot be opened or is unknown; tiers that were opened before are closed again.
+    """
+    known = {kind.name for kind in _KINDS}
+    for name in config.tiers:
+        if name not in known:
+            raise ConfigError(unknown_name("tier", name, known))
+    with contextlib.ExitStack() as undo:
+        opened: dict[str, PersistentTier] = {}
+        for kind in _KINDS:
+            if (tier := kind.open(config, context)) is not None:
+                undo.callback(tier.close)
+                opened[kind.name] = tier
+        undo.pop_all()
+    return opened
+
+
+def share_of_rank(config: OffloadConfig, rank: int, size: int) -> OffloadConfig:
+    """The tier options of one of `size` ranks: its share of the bytes, and its own disk directory under `config.disk`.
+
+    Raises ConfigError if the directory holds blocks of another number of ranks, or if `config` asks for a tier other
+    than the disk: Sidestream cannot divide the options of such a tier.
+    """
+    if size == 1:
+        return config
+    if config.tiers:
+        raise ConfigError(
+            f"tier {next(iter(config.tiers))} cannot be used with {size} ranks, because only host memory and the disk "
+            "can be divided among ranks: remove the tier, or use one rank"
+        )
+    disk = None
+    if config.disk is not None:
+        root = Path(config.disk).expanduser()
+        names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+        if strange := next((name for name in names if not name.endswith(f"-of-{size}")), None):
+            raise ConfigError(
+                f"disk directory {root} holds {strange}, which {size} ranks cannot use, because a directory is for one "
+                "number of ranks: give another directory, or empty this one"
+            )
+        disk = root / f"rank-{rank}-of-{size}"
+    return dataclasses.replace(
+        config,
+        host=config.host_bytes // size,
+        disk=disk,
+        disk_capacity=parse_bytes(config.disk_capacity, option="offload disk_capacity") // size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """A memory that holds KV blocks, on the device or on the host. It is one allocation, or one allocation per layer
+    (striped).
+    """
+
+    memory: Memory
+    layout: KVLayout
+
+    def accesses(self, block_ids: Sequence[int], *, write: bool) -> list[Access]:
+        """The byte ranges of whole blocks, for a tracer, which checks them for races."""
+        return [Access(self.memory.name, *self.layout.span(block_id), write) for block_id in block_ids]
 
 
 class HostTier:
-    """`num_slots` blocks in one allocation of host memory, which the device can copy from and to. A slot is the memory
-    of one block, and a pool tracks the slots, like the pool of device blocks.
+    """`num_slots` blocks in one allocation of host memory, which the device can copy from and to. A pool tracks the
+    slots, like the pool of device blocks.
 
     Has slots and bytes, but copies nothing. The offload worker's thread owns the pool; the engine thread only looks
     keys up in it. Only the holder of a slot's lease (the right to use the slot) writes the slot's bytes.
@@ -171,3 +268,70 @@ class TierStack:
         pool.forget([slot for key in keys if (slot := pool.get(key)) is not None])
         for tier in self.persistent.values():
             tier.index.drop(keys)  # rule: invalidated-blocks-leave-the-disk
+
+
+class Checksums:
+    """Checksums of a share of the blocks in host memory, for the self-check. Used on the offload worker's thread only.
+
+    A chosen block gets its checksum when it becomes findable, and the checksum is compared before each load of the
+    block. So it covers the time in between: another owner that writes the slot, a copy that ends late, a memory error.
+    It does not cover the copies themselves. Entries of persistent tiers have checksums of their own.
+
+    share   share of the blocks that get a checksum; 0: none
+    """
+
+    def __init__(self, host: HostTier, *, share: float, device: Device, metrics: Metrics) -> None:
+        self._host = host
+        self._memory = BlockMemory(host.memory, host.layout)
+        self._share = share
+        self._tracer = device.tracer
+        self._clock = device.now
+        self._metrics = metrics
+        self._random = random.Random("sidestream self-check of blocks")
+        self._by_slot: dict[int, int] = {}
+
+    def compute(self, slots: Sequence[int]) -> None:
+        """Compute the checksums of the chosen ones among blocks that become findable now. The caller has leases of
+        the slots, and the bytes are complete.
+        """
+        if not self._share:
+            return
+        for slot in slots:
+            self._by_slot.pop(slot, None)
+        start_s = self._clock()
+        self._by_slot.update((slot, self._checksum(slot)) for slot in slots if self._random.random() < self._share)
+        self._spent(start_s)
+
+    def changed(self, slots: Sequence[int]) -> list[int]:
+        """Compare the blocks in these slots with their checksums, before a load. Returns the indices in `slots` of the
+        blocks that have changed. The caller has leases of the slots.
+        """
+        known = [index for index, slot in enumerate(slots) if slot in self._by_slot]
+        if not known:
+            return []
+        start_s = self._clock()
+        changed = [at for at in known if self._checksum(slots[at]) != self._by_slot[slots[at]]]
+        self._spent(start_s)
+        self._metrics.inc("self_check_blocks_total", len(known) - len(changed), "match")
+        if changed:
+            self._metrics.inc("self_check_blocks_total", len(changed), "mismatch")
+            logger.error(
+                "self-check: %d of %d blocks in host memory changed after they were stored (slots %s): a race or a "
+                "memory error, see docs/self-check.md",
+                len(changed),
+                len(known),
+                ", ".join(str(slots[at]) for at in changed[:_SLOTS_TOLD]),
+            )
+        return changed
+
+    def _checksum(self, slot: int) -> int:
+        """The checksum of a slot's bytes. zlib releases the GIL meanwhile."""
+        if self._tracer is not None:
+            self._tracer.host_touched(lambda: self._accesses(slot), "checksum")
+        return zlib.crc32(self._host.slot(slot))
+
+    def _accesses(self, slot: int) -> list[Access]:
+        return self._memory.accesses([slot], write=False)
+
+    def _spent(self, since_s: float) -> None:
+        self._metrics.inc("self_check_seconds_total", self._clock() - since_s, "checksums")
