@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_fences import FakeFence, FakeStream
+from fake_fences import FakeStream
 
 from sidestream.errors import InvariantError
 from sidestream_kv.kv.pool import FencedPool, Lease, Lru, PoolExhausted, PrefixIndex, merge_fences
@@ -347,17 +347,6 @@ def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
         pool.take(1)
 
 
-def test_forgetting_frees_idle_blocks_and_keeps_used_ones(pool: FencedPool) -> None:
-    _, used = cached(pool, 1, 2)
-    reader = pool.share([used])
-    pool.forget_all()
-    assert (pool.num_keys, pool.num_cached, pool.num_free, pool.num_used) == (0, 0, 3, 1)
-    reader.release()
-    assert pool.num_free == 4
-    pool.forget_all()  # nothing to forget is no error
-    pool.check()
-
-
 def test_some_are_forgotten_and_others_are_not(pool: FencedPool) -> None:
     idle, used, kept = cached(pool, 1, 2, 3)
     reader = pool.share([used])
@@ -440,11 +429,3 @@ def test_the_index_maps_keys_and_ids_one_to_one() -> None:
     assert index.add(key(2), 5)
     assert index.clear() == [5]
     assert (len(index), index.holds_key(5)) == (0, False)
-
-
-def test_fake_fences_complete_in_order() -> None:
-    stream = FakeStream("compute")
-    one, two = stream.record(), stream.record()
-    assert isinstance(one, FakeFence)
-    stream.finish(up_to=1)
-    assert (one.poll(), two.poll()) == (True, False)
