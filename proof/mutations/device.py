@@ -152,7 +152,6 @@ EXEMPT = (
     Exempt("_parts_of_rank", ("replace", "replace"), _COPY),
     Exempt("_parts_of_rank", ("state",), "a name of a part of the layout, not a state of a request"),
     Exempt("load_model", ("replace",), _COPY),
-    Exempt("_certain_miss", ("replace",), "a part of a path"),
     Exempt("load_model", ("fingerprint=",), "the constructor requires it, and keys of all models contain it"),
     Exempt("MtpHead.joined", ("join",), "a matrix product, not a thread"),
     Exempt("write_head", ("replace",), "a whole file takes the place of an old one, and no other process reads it yet"),
