@@ -17,7 +17,7 @@ import tempfile
 import threading
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,9 +75,9 @@ def _is_kernel(node: ast.AST) -> bool:
 
 
 def import_circles() -> list[tuple[str, ...]]:
-    """Groups of modules that import each other, directly or not, inside functions as well."""
-    graph = {_module_of(path): _imports(text) for path, text in sources().items()}
-    return sorted(group for group in _strong_components({name: found & graph.keys() for name, found in graph.items()}))
+    """Groups of modules that import each other, directly or not: inside functions and for type checkers as well."""
+    texts = {_module_of(path): text for path, text in sources().items()}
+    return sorted(_strong_components({name: _imports(text, texts.keys()) for name, text in texts.items()}))
 
 
 def _module_of(path: Path) -> str:
@@ -85,23 +85,17 @@ def _module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(text: str) -> set[str]:
+def _imports(text: str, modules: Set[str]) -> set[str]:
+    """Those of `modules` that a module with this text imports."""
     found: set[str] = set()
-    for node in _outside_type_checking(ast.parse(text)):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            # A name may be a module of the package, or something that the package's own module holds.
-            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
-    return found
-
-
-def _outside_type_checking(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from _outside_type_checking(child)
+            # A name is a module of the package, or else something that the package's own module holds.
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if names <= modules else {node.module, *names}
+    return found & modules
 
 
 def _strong_components(graph: Mapping[str, set[str]]) -> Iterator[tuple[str, ...]]:

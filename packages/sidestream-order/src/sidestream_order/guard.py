@@ -12,16 +12,13 @@ Accesses of host threads are not verified, because host code runs between the tu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sidestream_kv.types import Access
 from sidestream_order.sim import POISON
-
-if TYPE_CHECKING:
-    from sidestream_order.checker import Checker
 
 _ARENA_BYTES = 1 << 18
 _ALIGNMENT = 64
@@ -53,10 +50,26 @@ class _Arena:
 Range = tuple[_Arena, int, int, bool]
 
 
+class Declarations(Protocol):
+    """The part of `Checker` that a guard uses."""
+
+    def refuse_unknown(self) -> None:
+        """From now on, report accesses to memories that were not allocated."""
+        ...
+
+    def declared(self, stream: str) -> Sequence[Access]:
+        """All accesses that the running work of a stream has declared so far."""
+        ...
+
+    def undeclared(self, stream: str, access: Access) -> None:
+        """Report an access that the running work of a stream has not declared."""
+        ...
+
+
 class Guard:
     """See `sidestream_order.sim.Guard`. Gets the declared accesses from `checker`, and reports findings to it."""
 
-    def __init__(self, checker: Checker) -> None:
+    def __init__(self, checker: Declarations) -> None:
         self._checker = checker
         self._arenas: list[_Arena] = []
         self._places: dict[str, tuple[_Arena, int, int]] = {}

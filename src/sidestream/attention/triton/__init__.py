@@ -6,8 +6,7 @@ before serving. The package can be imported without triton; a launch then raises
 """
 
 from sidestream.attention.triton.backend import TritonAttention
-from sidestream.attention.triton.batch import DeviceBatch
-from sidestream.attention.triton.launch import paged_attention
+from sidestream.attention.triton.launch import DeviceBatch, paged_attention
 from sidestream.attention.triton.variants import Variant, warm_up
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 

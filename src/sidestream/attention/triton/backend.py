@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.attention.interface import AttentionSpec, BatchRows
-from sidestream.attention.triton.batch import DeviceBatch
+from sidestream.attention.triton.launch import DeviceBatch
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace
 from sidestream_kv.device.kinds import on_gpu
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from sidestream.attention.interface import KVShape, ungated
-from sidestream.attention.triton.launch import paged_attention, write
 from sidestream.attention.triton.workspace import ContiguousKV, SplitKVWorkspace, Tiles
 from sidestream.errors import ConfigError, InvariantError
 
@@ -20,7 +20,7 @@ _MULTIPLE = 16  # divides block_tokens, because a tile of 16 or more KV tokens i
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceBatch:
+class BatchLocation:
     """Location of a packed batch's KV in the pool. The batch has T tokens in B rows. Numbers that differ between steps
     are on the device.
 
@@ -115,7 +115,7 @@ class DeviceBatch:
         """One layer's part of the pool, `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index] if isinstance(self.kv, torch.Tensor) else self.kv[index]
 
-    def with_kv_shape(self, shape: KVShape) -> DeviceBatch:
+    def with_kv_shape(self, shape: KVShape) -> Self:
         """See `AttentionBatch.with_kv_shape`. The pool must be one tensor."""
         if not isinstance(self.kv, torch.Tensor):
             raise InvariantError("a draft model needs a pool that is one tensor: this pool has a tensor for each layer")
@@ -127,22 +127,4 @@ class DeviceBatch:
             contiguous=None,
             tiles=None,
             before_layer=ungated,
-        )
-
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        write(key, value, layer, self, out=torch.empty_like(key))
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        return paged_attention(
-            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
         )

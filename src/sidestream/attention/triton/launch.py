@@ -10,16 +10,15 @@ import functools
 import importlib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from sidestream.attention.triton.batch import BatchLocation
 from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 from sidestream.errors import ConfigError, InvariantError
 from sidestream_kv.device.kinds import on_gpu
-
-if TYPE_CHECKING:
-    from sidestream.attention.triton.batch import DeviceBatch
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
@@ -29,12 +28,35 @@ _MAX_HEAD_DIM = 256
 _PROGRAMS = 528
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch(BatchLocation):
+    """See `AttentionBatch`. Each call launches the kernels of one layer."""
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        write(key, value, layer, self, out=torch.empty_like(key))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        return paged_attention(
+            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )
+
+
 def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layer: int,
-    batch: DeviceBatch,
+    batch: BatchLocation,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -111,7 +133,7 @@ def paged_attention(
 
 
 def _parts_in_splits(
-    batch: DeviceBatch, tiles: Tiles, workspace: SplitKVWorkspace, *, group: int, kv_heads: int
+    batch: BatchLocation, tiles: Tiles, workspace: SplitKVWorkspace, *, group: int, kv_heads: int
 ) -> Iterator[tuple[Tile, int, range, int]]:
     """Yields the arguments of each launch for rows in splits: tile, number of programs per KV head, range of rows, and
     number of tokens per wide split.
@@ -127,7 +149,7 @@ def _parts_in_splits(
             yield tile, min(-(-_PROGRAMS // kv_heads), len(rows) * row_tiles * splits), rows, wide_tokens
 
 
-def _combine(out: torch.Tensor, batch: DeviceBatch, workspace: SplitKVWorkspace, sliding_window: int | None) -> None:
+def _combine(out: torch.Tensor, batch: BatchLocation, workspace: SplitKVWorkspace, sliding_window: int | None) -> None:
     """Combine the partial results of all rows in splits."""
     _, heads, head_dim = out.shape
     _kernels().combine[(batch.tokens_in_splits, heads)](
@@ -145,7 +167,7 @@ def _attend_contiguous(
     out: torch.Tensor,
     pool: torch.Tensor,
     rows: range,
-    batch: DeviceBatch,
+    batch: BatchLocation,
     contiguous: ContiguousKV,
     long_above: int,
     exponent: float,
@@ -174,7 +196,7 @@ def _attend_contiguous(
     )  # fmt: skip
 
 
-def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch, *, out: torch.Tensor) -> None:
+def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: BatchLocation, *, out: torch.Tensor) -> None:
     """Write keys and values, `[T, kv_heads, head_dim]`, into the pool, and zeros into the padding rows of `out`, `[T,
     …]`.
     """
@@ -234,7 +256,7 @@ def _power_of_two(count: int) -> int:
 
 
 def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor, batch: DeviceBatch, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor, batch: BatchLocation, scale: float
 ) -> None:
     tokens, heads, head_dim = query.shape
     kv_heads = pool.shape[3]

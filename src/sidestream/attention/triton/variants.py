@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sidestream.attention.triton.batch import DeviceBatch
-from sidestream.attention.triton.launch import paged_attention
+from sidestream.attention.triton.launch import DeviceBatch, paged_attention
 from sidestream.attention.triton.workspace import SplitKVWorkspace, Tiles
 
 

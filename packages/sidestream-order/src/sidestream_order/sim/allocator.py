@@ -9,15 +9,12 @@ work that this stream has by then is done.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from sidestream_kv.device.base import Memory
 from sidestream_kv.errors import InvariantError, OutOfDeviceMemory
-
-if TYPE_CHECKING:
-    from sidestream_kv.device.base import Memory
-    from sidestream_order.sim.stream import SimFence, SimStream
+from sidestream_order.sim.stream import SimFence, SimStream
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from sidestream_kv.metrics import Timeline
 from sidestream_kv.types import Access, Accesses, Fence, Tracer
 from sidestream_order.sim.allocator import SimAllocator
 from sidestream_order.sim.policies import HOST, Policy
-from sidestream_order.sim.stream import SimEvent, SimFence, SimStream
+from sidestream_order.sim.stream import SimEvent, SimFence, SimStream, WorkGuard
 from sidestream_order.sim.thread import SimThread
 from sidestream_order.sim.turns import Turns
 from sidestream_order.sim.views import view_accesses
@@ -32,19 +32,11 @@ from sidestream_order.sim.views import view_accesses
 POISON = 0xA5
 
 
-class Guard(Protocol):
-    """Limits running work to the memory that it has declared, and reports other accesses."""
+class Guard(WorkGuard, Protocol):
+    """Holds the memory that work accesses, and reports accesses that the work did not declare."""
 
     def allocate(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
         """New memory, filled with poison."""
-        ...
-
-    def enter(self, stream: str) -> None:
-        """Work of this stream begins or goes on, and runs until `leave`; no other work runs meanwhile."""
-        ...
-
-    def leave(self, stream: str) -> None:
-        """The work has ended, or another actor runs before the work goes on."""
         ...
 
     def poison(self, name: str, start: int, stop: int) -> None:

@@ -7,20 +7,56 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from sidestream_kv.device.base import CopyBatch, Memory, no_accesses, wait_in_capture
-from sidestream_kv.errors import InvariantError
-from sidestream_kv.types import Accesses, Fence
-from sidestream_order.sim.turns import Actor
-
-if TYPE_CHECKING:
-    from sidestream_order.sim.device import SimDevice
+from sidestream_kv.errors import DeviceLost, InvariantError
+from sidestream_kv.metrics import Timeline
+from sidestream_kv.types import Accesses, Fence, Tracer
+from sidestream_order.sim.turns import Actor, Turns
 
 # Number of operations in a CUDA stream's queue above which a submission blocks the thread (measured: 1,020).
 QUEUE_LIMIT = 1020
+
+
+class WorkGuard(Protocol):
+    """Limits running work to the memory that it has declared."""
+
+    def enter(self, stream: str) -> None:
+        """Work of this stream begins or goes on, and runs until `leave`; no other work runs meanwhile."""
+        ...
+
+    def leave(self, stream: str) -> None:
+        """The work has ended, or another actor runs before the work goes on."""
+        ...
+
+
+class StreamDevice(Protocol):
+    """The members of `SimDevice` that its streams and threads use; described there."""
+
+    turns: Turns
+    records: Mapping[SimEvent, SimFence | None]
+
+    @property
+    def tracer(self) -> Tracer | None: ...
+    @property
+    def timeline(self) -> Timeline | None: ...
+    @property
+    def guard(self) -> WorkGuard | None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def lost(self) -> DeviceLost | None: ...
+    def now(self) -> float: ...
+    def wait_host(self, fence: Fence, *, reason: str) -> bool: ...
+    def stall(self, reason: str) -> None: ...
+    def accesses(self, *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Accesses: ...
+    def check_ready(self, batch: CopyBatch) -> None: ...
+    def implied_by(self, stream: SimStream) -> list[SimFence]: ...
+    def failed(self, error: Exception, label: str) -> None: ...
+    def passed(self) -> None: ...
 
 
 class SimFence:
@@ -28,7 +64,7 @@ class SimFence:
 
     __slots__ = ("_device", "_failure", "_stream", "_tick", "done")
 
-    def __init__(self, device: SimDevice, stream: str, tick: int) -> None:
+    def __init__(self, device: StreamDevice, stream: str, tick: int) -> None:
         self._device = device
         self._stream = stream
         self._tick = tick
@@ -36,7 +72,7 @@ class SimFence:
         self.done = False
 
     @property
-    def device(self) -> SimDevice:
+    def device(self) -> StreamDevice:
         """The device of its stream."""
         return self._device
 
@@ -98,7 +134,7 @@ class _ExternalWait:
 class SimEvent:
     """An event as on CUDA. See `GraphEvent`."""
 
-    def __init__(self, device: SimDevice, name: str) -> None:
+    def __init__(self, device: StreamDevice, name: str) -> None:
         self.name = name
         self.fence: SimFence | None = None
         self._device = device
@@ -139,7 +175,7 @@ class SimStream:
     the other points.
     """
 
-    def __init__(self, device: SimDevice, name: str, *, blocking: bool = False, on_host: bool = False) -> None:
+    def __init__(self, device: StreamDevice, name: str, *, blocking: bool = False, on_host: bool = False) -> None:
         """`on_host`: its work stands for work of a host thread, which a lost device does not affect."""
         self.name = name
         self.blocking = blocking

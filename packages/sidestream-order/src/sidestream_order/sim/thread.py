@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from sidestream_kv.device.base import WakeUp
-from sidestream_order.sim.stream import SimFence
-
-if TYPE_CHECKING:
-    from sidestream_order.sim.device import SimDevice
+from sidestream_order.sim.stream import SimFence, StreamDevice
 
 
 class SimThread:
     """See `HostThread`."""
 
-    def __init__(self, device: SimDevice, name: str, turn: Callable[[], WakeUp]) -> None:
+    def __init__(self, device: StreamDevice, name: str, turn: Callable[[], WakeUp]) -> None:
         self.name = name
         self.failure: BaseException | None = None
         self._device = device

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sidestream_kv.device.cuda.driver import Event
+from sidestream_kv.device.cuda.fences import CudaFence
 from sidestream_kv.types import Accesses
 
-if TYPE_CHECKING:
-    from sidestream_kv.device.cuda.fences import CudaFence
-    from sidestream_kv.device.cuda.stream import CudaStream
+
+class EventRecorder(Protocol):
+    """The part of a stream that `CudaEvent` uses."""
+
+    def record_event(self, event: CudaEvent) -> CudaFence:
+        """Record `event` after all work submitted so far."""
+        ...
 
 
 class CudaEvent:
@@ -23,7 +28,7 @@ class CudaEvent:
         self.event = event
         self.fence: CudaFence | None = None
 
-    def record(self, stream: CudaStream) -> CudaFence:
+    def record(self, stream: EventRecorder) -> CudaFence:
         """See `GraphEvent.record`. Replays that are enqueued already also wait for this record."""
         self.fence = stream.record_event(self)
         return self.fence
