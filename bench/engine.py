@@ -271,8 +271,13 @@ class ModelRig(Rig):
         return 2 * size**3 / self.busy_s(lambda: left @ right)
 
 
-def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Callable[[str], None]) -> list[Figure]:
-    """The figures of these parts of the benchmark, all from one engine. Raises ConfigError for an unknown part."""
+def measure(
+    *, device: str, shape: str, parts: Sequence[str] | None, on_progress: Callable[[str], None]
+) -> list[Figure]:
+    """The figures of these parts of the benchmark (None: of all), all from one engine. Raises ConfigError for an
+    unknown part.
+    """
+    parts = parts or PARTS
     for part in parts:
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))

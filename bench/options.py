@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from sidestream.cli.declare import option, whole
 from sidestream.errors import ConfigError
 
-GpuDevice = Annotated[str, option("--device", metavar="DEVICE", help="`cuda`, or `cpu` to test the benchmark itself.")]
-EitherDevice = Annotated[str, option("--device", metavar="DEVICE", help="`cpu` or `cuda`.")]
+
+def count(name: str, help: str, show_default: bool | str = True) -> Any:  # noqa: A002 - typer's own name
+    """Declare an option whose value is a whole number. See `option`."""
+    return option(name, "N", help, show_default, whole)
+
+
+GpuDevice = Annotated[str, option("--device", "DEVICE", "`cuda`, or `cpu` to test the benchmark itself.")]
+EitherDevice = Annotated[str, option("--device", "DEVICE", "`cpu` or `cuda`.")]
 SHAPE_HELP = "Model shape, with random weights: qwen3-8b, qwen3-32b, llama-3.2-1b, qwen3-0.6b or tiny."
-Shape = Annotated[str, option("--shape", metavar="SHAPE", help=SHAPE_HELP)]
-Requests = Annotated[int, option("--requests", metavar="N", help="Concurrent requests.", parse=whole)]
-PromptTokens = Annotated[int, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", parse=whole)]
-OutputTokens = Annotated[
-    int, option("--output-tokens", metavar="N", help="Tokens generated for each request.", parse=whole)
-]
+Shape = Annotated[str, option("--shape", "SHAPE", SHAPE_HELP)]
+Requests = Annotated[int, count("--requests", "Concurrent requests.")]
+PromptTokens = Annotated[int, count("--prompt-tokens", "Tokens of each prompt.")]
+OutputTokens = Annotated[int, count("--output-tokens", "Tokens generated for each request.")]
 
 
 def label(name: str) -> str:

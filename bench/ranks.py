@@ -72,14 +72,15 @@ def measure(
     *,
     device: str,
     shape: str,
-    ranks: int,
+    tensor_parallel: int,
     kv_memory: str | None,
-    parts: Sequence[str],
+    parts: Sequence[str] | None,
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """The figures of these parts with `ranks` ranks, compared with one rank. `kv_memory`: KV memory of each rank; None:
-    the benchmark's default. Raises ConfigError for an unknown part.
+    """The figures of these parts (None: of all) with `tensor_parallel` ranks, compared with one rank. `kv_memory`: KV
+    memory of each rank; None: the benchmark's default. Raises ConfigError for an unknown part.
     """
+    parts = parts or PARTS
     for part in parts:
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))
@@ -98,8 +99,8 @@ def measure(
         resumes = "resume" in parts
         one = _times(str(model), device, shape, 1, sizes, resumes, on_progress)
         same = replace(sizes, decode=tuple((rows, one.contexts[rows], bound) for rows, _, bound in sizes.decode))
-        many = _times(str(model), device, shape, ranks, same, resumes, on_progress)
-    return _figures(one, many, ranks, sizes)
+        many = _times(str(model), device, shape, tensor_parallel, same, resumes, on_progress)
+    return _figures(one, many, tensor_parallel, sizes)
 
 
 def _times(

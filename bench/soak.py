@@ -18,8 +18,8 @@ _REST_S = 3.0
 _WAVE = 20
 
 
-def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Growth of resident memory between request 200, when all pools are full, and request `num_requests`."""
+def measure(model: str, *, requests: int, on_progress: Callable[[str], None]) -> list[Figure]:
+    """Growth of resident memory between request 200, when all pools are full, and request `requests`."""
     from sidestream.config import SamplingParams
     from sidestream.llm import LLM
     from sidestream_kv.config import OffloadConfig
@@ -29,8 +29,8 @@ def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]
         offload = OffloadConfig(host="64MiB", disk=Path(scratch) / "kv", disk_capacity="128MiB")
         with LLM(model, device=CPU, kv_memory="32MiB", offload=offload) as llm:
             settled = 0
-            for done in range(0, num_requests, _WAVE):
-                on_progress(f"request {done} of {num_requests}")
+            for done in range(0, requests, _WAVE):
+                on_progress(f"request {done} of {requests}")
                 prompts = [[rng.randrange(300, 20_000) for _ in range(rng.randrange(8, 64))] for _ in range(_WAVE)]
                 params = [
                     SamplingParams(temperature=0.8, seed=done, max_tokens=rng.randrange(1, 9), ignore_eos=True)
@@ -45,7 +45,7 @@ def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]
     return [
         Figure("rss_growth_mib", grown / 2**20, "MiB", at_most(16)),
         Figure("rss_settled_mib", settled / 2**20, "MiB"),
-        Figure("requests", num_requests, "requests"),
+        Figure("requests", requests, "requests"),
         Figure("preemptions", preemptions, "preemptions"),
     ]
 

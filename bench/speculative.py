@@ -39,7 +39,7 @@ def measure(
     head: Path | None,
     draft_model: str | None,
     device: str,
-    batches: Sequence[int],
+    batch: Sequence[int] | None,
     output_tokens: int,
     rounds: int,
     on_progress: Callable[[str], None],
@@ -51,7 +51,7 @@ def measure(
     """
     from sidestream.models.catalog import resolve, shipped_head
 
-    path, on_gpu = resolve(model), device == CUDA
+    path, on_gpu, batches = resolve(model), device == CUDA, batch or (1, 8)
     prompts = _held_out(path, max(*batches, _SEVERAL))
     proposers = _proposers(head or shipped_head(path), None if draft_model is None else resolve(draft_model))
     options: dict[str, Any] = {
@@ -61,7 +61,7 @@ def measure(
         "max_running": max(*batches, _SEVERAL),
         "generation_config": "none",
     }
-    groups = [prompts[:batch] for batch in batches]
+    groups = [prompts[:size] for size in batches]
     on_progress("steps without drafts")
     figures = _steps(str(path), options, "plain", None, groups, output_tokens, on_gpu=on_gpu)
     for name, config in proposers.items():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -80,6 +79,7 @@ def serve(
         arrivals=arrivals,
     )
     bench = "serve-slow-readers" if slow_readers else "serve"
+    dtype, details = None, dict[str, object]()
     with Steps() as steps, contextlib.ExitStack() as ends:
 
         def on_progress(text: str) -> None:
@@ -87,101 +87,66 @@ def serve(
 
         on_progress("preparing")
         if against is not None:
-            result = _measure_against(against, label, sizes, beside or (), on_progress)
+            name = f"served at {against}"
+            figures, details["beside"] = _measure_against(against, label, sizes, beside or (), on_progress)
         else:
-            served = _ServedModel(
-                *ends.enter_context(_model(context, model, shape, device, tokenizer, checkpoint, on_progress)),
-                limits_of=shape or model,
-                device=device,
-                engine_arguments=serve_arguments(engine_option),
-                serve_arguments=serve_arguments(serve_option),
-            )
-            figures = (
-                served.measure_slow_readers(slow_readers, connections, sizes, on_progress)
-                if slow_readers
-                else served.measure(sizes, on_progress)
-            )
-            result = _Result(served.name, figures, served.dtype())
-    _publish(bench, result, as_json=as_json)
+            path, name = ends.enter_context(_model(context, model, shape, device, tokenizer, checkpoint, on_progress))
+            options = serve_arguments(engine_option)
+            more = serve_arguments(serve_option)
+            engine_arguments = ["--device", device, *options]
+            if slow_readers:
+                figures = _measure_slow(path, slow_readers, connections, sizes, [*engine_arguments, *more], on_progress)
+            else:
+                from bench.serving.measure import measure
+
+                figures = measure(
+                    path,
+                    name=shape or model,
+                    device=device,
+                    sizes=sizes,
+                    engine_arguments=engine_arguments,
+                    serve_arguments=more,
+                    on_progress=on_progress,
+                )
+            dtype = _dtype(path, device, options)
+    _name_gpu()
+    publish(bench, name, figures, as_json=as_json, console=Console(), dtype=dtype, details=details)
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """Content of a report. `dtype` is None if the benchmark did not start the server."""
+def _measure_slow(
+    path: str, slow: int, connections: int, sizes: LoadSizes, arguments: Sequence[str], on_progress: _OnProgress
+) -> list[Figure]:
+    """The figures with and without slow readers, for the largest number of clients in `sizes`."""
+    from bench.serving.measure import vocabulary_of
+    from bench.serving.stalled import measure_slow_readers
 
-    name: str
-    figures: list[Figure]
-    dtype: str | None = None
-    details: dict[str, object] = field(default_factory=dict)
+    load = max(sizes.loads(vocabulary_of(path)), key=lambda load: load.loop.clients)
+    return measure_slow_readers(
+        path, slow=slow, connections=connections, load=load, arguments=arguments, on_progress=on_progress
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _ServedModel:
-    """A model and the options of its server.
+def _dtype(path: str, device: str, engine_arguments: Sequence[str]) -> str:
+    """The data type in which the server loads the model."""
+    from bench.serving.baseline import config_of
+    from sidestream.models import precision_of
+    from sidestream_kv.device.choice import torch_device
 
-    path        the model's directory
-    name        the model's name in the report
-    limits_of   name of the model or shape in `measure.LIMITS`, the table of bounds
-    """
-
-    path: str
-    name: str
-    limits_of: str
-    device: str
-    engine_arguments: list[str]
-    serve_arguments: list[str]
-
-    def measure(self, sizes: LoadSizes, on_progress: _OnProgress) -> list[Figure]:
-        """The figures of the server and of the engine without a server."""
-        from bench.serving.measure import measure
-
-        return measure(
-            self.path,
-            name=self.limits_of,
-            device=self.device,
-            sizes=sizes,
-            engine_arguments=["--device", self.device, *self.engine_arguments],
-            serve_arguments=self.serve_arguments,
-            on_progress=on_progress,
-        )
-
-    def measure_slow_readers(
-        self, slow: int, connections: int, sizes: LoadSizes, on_progress: _OnProgress
-    ) -> list[Figure]:
-        """The figures with and without slow readers, for the largest number of clients in `sizes`."""
-        from bench.serving.measure import vocabulary_of
-        from bench.serving.stalled import measure_slow_readers
-
-        return measure_slow_readers(
-            self.path,
-            slow=slow,
-            connections=connections,
-            load=max(sizes.loads(vocabulary_of(self.path)), key=lambda load: load.loop.clients),
-            arguments=["--device", self.device, *self.engine_arguments, *self.serve_arguments],
-            on_progress=on_progress,
-        )
-
-    def dtype(self) -> str:
-        """The data type in which the server loads the model."""
-        from bench.serving.baseline import config_of
-        from sidestream.models import precision_of
-        from sidestream_kv.device.choice import torch_device
-
-        config = config_of(self.engine_arguments)
-        return precision_of(self.path, dtype=config.dtype, device=torch_device(self.device)).dtype
+    return precision_of(path, dtype=config_of(engine_arguments).dtype, device=torch_device(device)).dtype
 
 
 def _measure_against(
     url: str, label: str, sizes: LoadSizes, beside: Sequence[Path], on_progress: _OnProgress
-) -> _Result:
-    """Measure a server that already runs, and compare it with the results in the files `beside`."""
+) -> tuple[list[Figure], list[Mapping[str, object]]]:
+    """Measure a server that already runs, and compare it with the results in the files `beside`. Returns the figures,
+    and the origins of these results.
+    """
     from bench.serving.beside import capacity_of, compared, read_result
     from bench.serving.measure import measure_against
 
     earlier = [read_result(path, label=label) for path in beside]
     measured = measure_against(url, label=label, sizes=sizes, rate=capacity_of(earlier), on_progress=on_progress)
-    details: dict[str, object] = {"beside": [result.origin for result in earlier]}
-    return _Result(f"served at {url}", compared(label, measured, earlier), details=details)
+    return compared(label, measured, earlier), [result.origin for result in earlier]
 
 
 @contextlib.contextmanager
@@ -219,18 +184,9 @@ def _model(
         yield str(checkpoint), f"{shape}, random weights"
 
 
-def _publish(bench: str, result: _Result, *, as_json: bool) -> None:
-    """Print the figures; exit with 1 if a bound does not hold."""
+def _name_gpu() -> None:
+    """Let `publish` name the GPU, which only child processes have used."""
     import torch
 
     if torch.cuda.is_available():
-        torch.cuda.init()  # type: ignore[no-untyped-call] # `publish` names the GPU, which only child processes used
-    publish(
-        bench,
-        result.name,
-        result.figures,
-        as_json=as_json,
-        console=Console(),
-        dtype=result.dtype,
-        details=result.details,
-    )
+        torch.cuda.init()  # type: ignore[no-untyped-call]

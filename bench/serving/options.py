@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from bench.options import check_at_least, label
+from bench.options import check_at_least, count, label
 from bench.serving.workload import Arrivals, Loads, loads_of
 from proof.report import was_given
-from sidestream.cli.declare import option, whole
+from sidestream.cli.declare import option
 from sidestream.errors import ConfigError
 from sidestream_kv.device.kinds import CPU, CUDA
 
@@ -43,72 +43,57 @@ RandomShape = Annotated[
     str | None,
     option(
         "--shape",
-        metavar="SHAPE",
-        help="Serve random weights of this shape instead of MODEL: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
+        "SHAPE",
+        "Serve random weights of this shape instead of MODEL: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
         show_default=False,
     ),
 ]
 TokenizerDir = Annotated[
     Path | None,
-    option(
-        "--tokenizer",
-        metavar="DIR",
-        help="Directory of the tokenizer for the random weights.",
-        show_default="the demo model",
-    ),
+    option("--tokenizer", "DIR", "Directory of the tokenizer for the random weights.", show_default="the demo model"),
 ]
 CheckpointDir = Annotated[
     Path | None,
     option(
         "--checkpoint",
-        metavar="DIR",
-        help="Directory for the random weights; later runs can use it.",
+        "DIR",
+        "Directory for the random weights; later runs can use it.",
         show_default="a temporary directory",
     ),
 ]
 ClientCounts = Annotated[
-    str | None,
-    option(
-        "--clients", metavar="N,N", help="Numbers of concurrent clients.", show_default="1,8; on a GPU 1,32,128,256"
-    ),
+    str | None, option("--clients", "N,N", "Numbers of concurrent clients.", show_default="1,8; on a GPU 1,32,128,256")
 ]
 PromptTokens = Annotated[
-    int | None,
-    option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", show_default="64; on a GPU 512", parse=whole),
+    int | None, count("--prompt-tokens", "Tokens of each prompt.", show_default="64; on a GPU 512")
 ]
 OutputTokens = Annotated[
-    int | None,
-    option("--output-tokens", metavar="N", help="Tokens of each answer.", show_default="64; on a GPU 128", parse=whole),
+    int | None, count("--output-tokens", "Tokens of each answer.", show_default="64; on a GPU 128")
 ]
-Rounds = Annotated[
-    int,
-    option("--rounds", metavar="N", help="Consecutive requests of each client; few clients send more.", parse=whole),
-]
+Rounds = Annotated[int, count("--rounds", "Consecutive requests of each client; few clients send more.")]
 ArrivalShares = Annotated[
     str,
     option(
         "--arrivals",
-        metavar="N,N",
-        help="Also send requests as Poisson arrivals at N % of capacity (that of the most clients); 0 for none. With "
+        "N,N",
+        "Also send requests as Poisson arrivals at N % of capacity (that of the most clients); 0 for none. With "
         "--beside, of the capacity of the earlier run.",
     ),
 ]
 Repetitions = Annotated[
     int | None,
-    option(
+    count(
         "--repetitions",
-        metavar="N",
-        help="Repetitions, in which engine and server alternate; the figures are medians.",
+        "Repetitions, in which engine and server alternate; the figures are medians.",
         show_default="5; on a GPU 1",
-        parse=whole,
     ),
 ]
 EngineOptions = Annotated[
     list[str] | None,
     option(
         "--engine-option",
-        metavar="NAME=VALUE",
-        help="Engine option of `sidestream serve`, such as max-running=64; may be given several times.",
+        "NAME=VALUE",
+        "Engine option of `sidestream serve`, such as max-running=64; may be given several times.",
         show_default=False,
     ),
 ]
@@ -116,40 +101,32 @@ ServeOptions = Annotated[
     list[str] | None,
     option(
         "--serve-option",
-        metavar="NAME=VALUE",
-        help="Other option of `sidestream serve`; may be given several times.",
+        "NAME=VALUE",
+        "Other option of `sidestream serve`; may be given several times.",
         show_default=False,
     ),
 ]
 SlowReaders = Annotated[
     int,
-    option(
+    count(
         "--slow-readers",
-        metavar="N",
-        help="Instead, measure how much N clients that read one byte per second slow down the other clients.",
-        parse=whole,
+        "Instead, measure how much N clients that read one byte per second slow down the other clients.",
     ),
 ]
 Connections = Annotated[
     int,
-    option(
-        "--connections",
-        metavar="N",
-        help="With --slow-readers, total number of open connections; those without requests are idle.",
-        parse=whole,
-    ),
+    count("--connections", "With --slow-readers, total number of open connections; those without requests are idle."),
 ]
 Against = Annotated[
-    str | None,
-    option("--against", metavar="URL", help="Measure a running OpenAI-compatible server.", show_default=False),
+    str | None, option("--against", "URL", "Measure a running OpenAI-compatible server.", show_default=False)
 ]
-Label = Annotated[str, option("--label", metavar="NAME", help="With --against, prefix of the figures' names.")]
+Label = Annotated[str, option("--label", "NAME", "With --against, prefix of the figures' names.")]
 Beside = Annotated[
     list[Path] | None,
     option(
         "--beside",
-        metavar="FILE",
-        help="With --against, earlier result of this command to compare with; may be given several times.",
+        "FILE",
+        "With --against, earlier result of this command to compare with; may be given several times.",
         show_default=False,
     ),
 ]
@@ -245,9 +222,9 @@ def _counts(name: str, given: str, least: int, most: int) -> tuple[int, ...]:
         raise ConfigError(
             f"{name} is {given!r}: give whole numbers with commas between them, such as 1,32,128"
         ) from None
-    for count in counts:
-        if not least <= count <= most:
-            raise ConfigError(f"{name} has {count}: each must be in [{least}, {most}]")
+    for found in counts:
+        if not least <= found <= most:
+            raise ConfigError(f"{name} has {found}: each must be in [{least}, {most}]")
     if len(set(counts)) < len(counts):
         raise ConfigError(f"{name} is {given!r}: give each number once")
     return counts

@@ -423,7 +423,7 @@ def test_warm_up_launches_every_variant_and_leaves_the_pool_alone(monkeypatch: p
 
     assert pool.isnan().all()
     attends = {
-        (options["WIDE"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"
+        (options["WIDE_TOKENS"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"
     }
     assert attends == {
         (wide, window, cap) for wide in (0, 256, 512) for window in (False, True) for cap in (False, True)
