@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.gpu import Link, stamp
-from bench.requests import Answer, ask, ask_at_once
+from bench.requests import Answer, ask, ask_at_once, random_prompts
 from bench.steps import StepClock
 from proof.random_models import random_model, random_module
 from proof.report import Figure, at_least, at_most
@@ -123,7 +123,7 @@ class Rig:
 
     def prompt(self, num_tokens: int) -> list[int]:
         """A new random prompt that is in no cache."""
-        return [int(token) for token in self._random.integers(1, self._vocab_size, num_tokens)]
+        return random_prompts(self._random, self._vocab_size, count=1, tokens=num_tokens)[0]
 
     def moment(self, most_s: float) -> float:
         """A random number of seconds up to `most_s`."""

@@ -14,7 +14,8 @@ from statistics import median
 
 import numpy as np
 
-from bench.requests import ask_at_once
+from bench.gpu import open_device
+from bench.requests import ask_at_once, random_prompts
 from proof.random_models import random_model
 from proof.report import Figure, at_least, at_most
 from sidestream.config import EngineConfig
@@ -23,8 +24,7 @@ from sidestream.errors import SidestreamError
 from sidestream_kv.config import OffloadConfig, parse_bytes
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.choice import torch_device
-from sidestream_kv.device.cpu import CpuDevice
-from sidestream_kv.device.kinds import CPU, CUDA
+from sidestream_kv.device.kinds import CUDA
 from sidestream_kv.device.machine import process_age_s
 
 _ITEM_BYTES = 36 * 64 << 10  # a block of Qwen3-8B
@@ -61,7 +61,7 @@ def measure(*, device: str, shape: str, host: str, rounds: int, on_progress: Cal
     seconds = []
     for number in range(rounds):
         on_progress(f"pinning {host}, {number + 1} of {rounds}")
-        opened = _open(kind)
+        opened = open_device(kind)
         try:
             seconds.append(_ready_s(opened, num_bytes))
         finally:
@@ -73,14 +73,6 @@ def measure(*, device: str, shape: str, host: str, rounds: int, on_progress: Cal
         Figure("host_tier_gib", gib, "GiB"),
         *_start(device, shape, host, _FULL if kind == CUDA else _TINY, on_progress),
     ]
-
-
-def _open(kind: str) -> Device:
-    if kind == CPU:
-        return CpuDevice()
-    from sidestream_kv.device.cuda import CudaDevice
-
-    return CudaDevice()
 
 
 def _ready_s(device: Device, num_bytes: int) -> float:
@@ -107,9 +99,7 @@ def _start(device: str, shape: str, host: str, sizes: Sizes, on_progress: Callab
     on_progress("making the model")
     model = random_model(shape, device=torch_device(device))
     layout, random = model.layout, np.random.default_rng(0)
-    prompts = [
-        [int(token) for token in random.integers(1, model.vocab_size, sizes.tokens)] for _ in range(sizes.conversations)
-    ]
+    prompts = random_prompts(random, model.vocab_size, count=sizes.conversations, tokens=sizes.tokens)
     blocks = layout.num_blocks_for(sizes.tokens + sizes.outputs) * sizes.conversations
     on_progress("starting the engine")
     config = EngineConfig(

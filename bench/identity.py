@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.requests import Answer, ask_at_once
+from bench.requests import Answer, ask_at_once, random_prompts
 from proof.random_models import random_model
 from proof.report import Bound, Figure, at_least
 from sidestream.config import EngineConfig
@@ -91,9 +91,7 @@ def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int
     engine = build_engine(model, config)
     try:
         random = np.random.default_rng(0)
-        prompts = [
-            [int(token) for token in random.integers(1, model.vocab_size, prompt_tokens)] for _ in range(requests)
-        ]
+        prompts = random_prompts(random, model.vocab_size, count=requests, tokens=prompt_tokens)
         plain = [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens)]
         engine.reset_cache()
         return plain, [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens, logprobs=0)]

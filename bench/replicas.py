@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from bench.serving.server import descendants
 from proof.report import Figure, at_least, at_most
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream_kv.device.kinds import CPU
@@ -244,14 +245,7 @@ def _outcome(url: str, session: str, killed_s: Sequence[float], *, stream: bool)
 def replica_pids() -> list[int]:
     """Process ids of the replicas of the deployment `Engines` that this process has started."""
     # Ray sets the processes' titles: ray::SERVE_REPLICA::…#Engines#…, or ray::ServeReplica:…:Engines.… during a call.
-    return [pid for pid in _descendants(os.getpid()) if re.match(rb"ray::S.*\bEngines\b", _command_of(pid))]
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield int(child)
-            yield from _descendants(int(child))
+    return [pid for pid in descendants(os.getpid()) if re.match(rb"ray::S.*\bEngines\b", _command_of(pid))]
 
 
 def _command_of(pid: int) -> bytes:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from sidestream.config import SamplingParams
 from sidestream.engine import Engine
 from sidestream.errors import SidestreamError
@@ -65,6 +67,11 @@ class Answer:
     def ttft_s(self) -> float:
         """Time from the submission to the first token."""
         return self.times[0] - self.started_s
+
+
+def random_prompts(random: np.random.Generator, vocab_size: int, *, count: int, tokens: int) -> list[list[int]]:
+    """Prompts of random token ids below `vocab_size`; none is in a cache."""
+    return [[int(token) for token in random.integers(1, vocab_size, tokens)] for _ in range(count)]
 
 
 def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Answer:

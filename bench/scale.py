@@ -15,18 +15,18 @@ from statistics import median
 import torch
 
 from bench.broadcast import Broadcast, measure_broadcast
+from bench.requests import ask_at_once
 from proof.report import Figure, at_least, at_most
 from proof.tiny_models import tiny_model_dir
 from sidestream.cli.prompt_runs import ChildEngine
-from sidestream.config import EngineConfig, SamplingParams
-from sidestream.engine import Engine, build_engine
+from sidestream.config import EngineConfig
+from sidestream.engine import build_engine
 from sidestream.engine.build import build_follower
 from sidestream.errors import SidestreamError
 from sidestream.models import load_model
 from sidestream.processes.frames import FrameEncoder
 from sidestream.ranks.link import RankConnection, SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Begin, Serving
-from sidestream.types import Delta
 from sidestream.version import VERSION
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.device.cpu import CpuDevice
@@ -142,7 +142,8 @@ def waits_of_rank(model: Path, directory: Path) -> tuple[int, int]:
         transport.start([()])
         prompts = [[1 + (31 * at + number) % 200 for at in range(100)] for number in range(4)]
         for _ in range(2):
-            _serve(engine, prompts)
+            for answer in ask_at_once(engine, prompts, 24):
+                answer.wait()
             engine.reset_cache()
         steps = engine.num_steps
     finally:
@@ -195,28 +196,6 @@ class _OtherRank:
         self.device.close()
         follower.close()
         group.close()
-
-
-def _serve(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-    ended, left = threading.Event(), [len(prompts)]
-    errors: list[str | None] = []
-
-    def take(delta: Delta) -> None:
-        if delta.finish_reason is not None:
-            errors.append(delta.error)
-            left[0] -= 1
-            if not left[0]:
-                ended.set()
-
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-    def submit() -> None:
-        for prompt in prompts:
-            engine.submit(prompt, params, take)
-
-    engine.call(submit)
-    if not ended.wait(_TIMEOUT_S) or any(errors):
-        raise SidestreamError(f"a request of the benchmark failed: {errors or 'it did not end'}")
 
 
 def _throughput(model: str, rounds: int, output_tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:

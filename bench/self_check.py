@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from bench.requests import ask, ask_at_once
+from bench.requests import ask, ask_at_once, random_prompts
 from proof.random_models import random_model
 from proof.report import Figure, at_most
 from sidestream.config import EngineConfig
@@ -55,11 +55,6 @@ def measure(*, device: str, shape: str, rounds: int, on_progress: Callable[[str]
     model = random_model(shape, device=torch_device(device))
     random = np.random.default_rng(0)
 
-    def prompts() -> list[list[int]]:
-        return [
-            [int(token) for token in random.integers(1, model.vocab_size, sizes.tokens)] for _ in range(sizes.requests)
-        ]
-
     seconds: dict[str, dict[float, list[float]]] = {
         kind: {share: [] for share in _SHARES} for kind in ("new", "loaded")
     }
@@ -72,7 +67,7 @@ def measure(*, device: str, shape: str, rounds: int, on_progress: Callable[[str]
             ask(engines[share], list(range(1, 17)), 4).wait()
         ends.callback(freeze_gc_heap())
         for number in range(rounds + 1):
-            asked = prompts()
+            asked = random_prompts(random, model.vocab_size, count=sizes.requests, tokens=sizes.tokens)
             for share in _SHARES if number % 2 else reversed(_SHARES):
                 on_progress(f"round {number} of {rounds}, share {share:g}")
                 engine = engines[share]

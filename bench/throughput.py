@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from bench.requests import ask, ask_at_once
+from bench.requests import ask, ask_at_once, random_prompts
 from proof.random_models import random_model
 from proof.report import Figure, at_least
 from sidestream.config import EngineConfig
@@ -60,7 +60,7 @@ def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> l
     random = np.random.default_rng(0)
 
     def prompts(count: int, tokens: int) -> list[list[int]]:
-        return [[int(token) for token in random.integers(1, model.vocab_size, tokens)] for _ in range(count)]
+        return random_prompts(random, model.vocab_size, count=count, tokens=tokens)
 
     with ExitStack() as ends:
         engines: dict[bool, Engine] = {}

@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from sidestream.errors import SidestreamError
@@ -84,7 +83,7 @@ class Server:
         """Resident memory of all processes of the server except for the engine's process, which is the largest child.
         If the server is a single process: the memory of this process.
         """
-        children = sorted(_resident_bytes(pid) for pid in _descendants(self._process.pid))
+        children = sorted(_resident_bytes(pid) for pid in descendants(self._process.pid))
         return _resident_bytes(self._process.pid) + sum(children[:-1])
 
     def close(self) -> None:
@@ -104,9 +103,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -142,12 +139,12 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Process ids of all descendants of a process."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
-            found += [int(child), *_descendants(int(child))]
+            found += [int(child), *descendants(int(child))]
     return found
 
 

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Self
 
 from bench.serving.answers import tokens_per_second, whole_run
@@ -136,9 +135,7 @@ class _Crowd:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._pipe.close()
         self._process.terminate()
         self._process.join()

@@ -11,41 +11,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sidestream_kv.device.base import CopyBatch, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.errors import DeviceLost, InvariantError
 from sidestream_kv.metrics import Timeline
-from sidestream_kv.types import Access, Accesses, Fence, Tracer
+from sidestream_kv.types import Accesses, Fence, Tracer
 from sidestream_order.sim.allocator import SimAllocator
 from sidestream_order.sim.policies import HOST, Policy
-from sidestream_order.sim.stream import SimEvent, SimFence, SimStream, WorkGuard
+from sidestream_order.sim.stream import Guard, SimEvent, SimFence, SimStream
 from sidestream_order.sim.thread import SimThread
 from sidestream_order.sim.turns import Turns
 from sidestream_order.sim.views import view_accesses
 
 POISON = 0xA5
-
-
-class Guard(WorkGuard, Protocol):
-    """Holds the memory that work accesses, and reports accesses that the work did not declare."""
-
-    def allocate(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """New memory, filled with poison."""
-        ...
-
-    def poison(self, name: str, start: int, stop: int) -> None:
-        """Overwrite bytes of a memory with poison, whether work runs or not."""
-        ...
-
-    def require(self, stream: str, access: Access) -> None:
-        """Running work accesses a memory that does not consist of bytes: report the access if it was not declared."""
-        ...
 
 
 class SimDevice:

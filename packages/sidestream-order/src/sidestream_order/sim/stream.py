@@ -9,20 +9,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sidestream_kv.device.base import CopyBatch, Memory, no_accesses, wait_in_capture
 from sidestream_kv.errors import DeviceLost, InvariantError
 from sidestream_kv.metrics import Timeline
-from sidestream_kv.types import Accesses, Fence, Tracer
+from sidestream_kv.types import Access, Accesses, Fence, Tracer
 from sidestream_order.sim.turns import Actor, Turns
 
 # Number of operations in a CUDA stream's queue above which a submission blocks the thread (measured: 1,020).
 QUEUE_LIMIT = 1020
 
 
-class WorkGuard(Protocol):
-    """Limits running work to the memory that it has declared."""
+class Guard(Protocol):
+    """Limits running work to the memory that it has declared, and reports other accesses."""
+
+    def allocate(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """New memory, filled with poison."""
+        ...
 
     def enter(self, stream: str) -> None:
         """Work of this stream begins or goes on, and runs until `leave`; no other work runs meanwhile."""
@@ -30,6 +36,14 @@ class WorkGuard(Protocol):
 
     def leave(self, stream: str) -> None:
         """The work has ended, or another actor runs before the work goes on."""
+        ...
+
+    def poison(self, name: str, start: int, stop: int) -> None:
+        """Overwrite bytes of a memory with poison, whether work runs or not."""
+        ...
+
+    def require(self, stream: str, access: Access) -> None:
+        """Running work accesses a memory that does not consist of bytes: report the access if it was not declared."""
         ...
 
 
@@ -44,7 +58,7 @@ class StreamDevice(Protocol):
     @property
     def timeline(self) -> Timeline | None: ...
     @property
-    def guard(self) -> WorkGuard | None: ...
+    def guard(self) -> Guard | None: ...
     @property
     def closed(self) -> bool: ...
     @property
