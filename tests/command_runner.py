@@ -32,9 +32,13 @@ def runner(app: typer.Typer, program: str) -> Callable[..., Run]:
 
 @pytest.fixture(autouse=True)
 def interrupts_reach_children() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the
-    background.
+    """A shell starts background jobs with SIGINT ignored, and nohup with SIGHUP. So would start every child of a test
+    run in the background.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
