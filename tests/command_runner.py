@@ -32,13 +32,9 @@ def runner(app: typer.Typer, program: str) -> Callable[..., Run]:
 
 @pytest.fixture(autouse=True)
 def interrupts_reach_children() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and nohup with SIGHUP. So would start every child of a test
-    run in the background.
-    """
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    }
+    """A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored: children would inherit it."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGHUP, hangup)
