@@ -31,6 +31,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, BATCHES = 8, 3
 """What the lesson below takes: steps, and batches of tasks until so many tokens are written."""
+TRAIN = ("models", "train-mtp")
 LESSON = ("--steps", STEPS, "--batch", 2, "--length", 32, "--drafts", 2, "--answers", 1400, "--device", "cpu")
 
 
@@ -38,7 +39,7 @@ LESSON = ("--steps", STEPS, "--batch", 2, "--length", 32, "--drafts", 2, "--answ
 def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The head of a run that nothing interrupted."""
     out = tmp_path_factory.mktemp("whole") / "head.safetensors"
-    result = CliRunner().invoke(app, [str(argument) for argument in ("train-mtp", tiny, "--out", out, *LESSON)])
+    result = CliRunner().invoke(app, [str(argument) for argument in (*TRAIN, tiny, "--out", out, *LESSON)])
     assert result.exit_code == 0, result.output
     return out
 
@@ -129,7 +130,7 @@ def test_the_same_seed_gives_the_same_head_and_another_one_another(
     run: Run, tiny: Path, whole: Path, tmp_path: Path
 ) -> None:
     for name, seed in (("same", 0), ("other", 1)):
-        assert run("train-mtp", tiny, "--out", tmp_path / f"{name}.safetensors", "--seed", seed, *LESSON).exit_code == 0
+        assert run(*TRAIN, tiny, "--out", tmp_path / f"{name}.safetensors", "--seed", seed, *LESSON).exit_code == 0
     assert same(tmp_path / "same.safetensors", whole)
     assert same(tmp_path / "same.tokens", whole.with_suffix(".tokens"))
     assert not same(tmp_path / "other.safetensors", whole)
@@ -138,7 +139,7 @@ def test_the_same_seed_gives_the_same_head_and_another_one_another(
 
 def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "whale.txt").write_text("There she blows! " * 100, encoding="utf-8")
-    result = run("train-mtp", tiny, "--out", tmp_path / "head.safetensors", "--text", tmp_path / "whale.txt", *LESSON)
+    result = run(*TRAIN, tiny, "--out", tmp_path / "head.safetensors", "--text", tmp_path / "whale.txt", *LESSON)
     assert result.exit_code == 0
     with safe_open(tmp_path / "head.safetensors", framework="pt") as more, safe_open(whole, framework="pt") as less:
         assert abs(int(more.metadata()["tokens"]) - int(less.metadata()["tokens"]) - 1700) < 32
@@ -171,7 +172,7 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
     ],
 )
 def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, arguments: list[str], said: str) -> None:
-    result = run("train-mtp", "no-such-model", *arguments)
+    result = run(*TRAIN, "no-such-model", *arguments)
     assert result.exit_code == 2
     assert result.output.startswith("error: ")
     assert said in result.output
@@ -182,21 +183,20 @@ def test_a_directory_that_may_not_be_written_to_is_refused(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    result = run("train-mtp", "no-such-model", "--out", tmp_path / "head.safetensors")
+    result = run(*TRAIN, "no-such-model", "--out", tmp_path / "head.safetensors")
     assert f"{tmp_path} is not a writable directory" in result.output
 
 
 def test_a_text_that_is_no_utf_8_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     assert (
-        f"--text {tmp_path / 'latin'} is no UTF-8"
-        in run("train-mtp", "no-such-model", "--text", tmp_path / "latin").output
+        f"--text {tmp_path / 'latin'} is no UTF-8" in run(*TRAIN, "no-such-model", "--text", tmp_path / "latin").output
     )
 
 
 def test_a_head_that_is_there_is_not_overwritten(run: Run, tiny: Path, whole: Path) -> None:
     before = whole.read_bytes()
-    result = run("train-mtp", tiny, "--out", whole, *LESSON)
+    result = run(*TRAIN, tiny, "--out", whole, *LESSON)
     assert result.exit_code == 2
     assert f"--out {whole} exists already: give another name, or delete it" in result.output
     assert whole.read_bytes() == before
@@ -207,7 +207,7 @@ def test_a_head_that_is_there_is_not_overwritten(run: Run, tiny: Path, whole: Pa
     [("smollm2-135m-instuct", "did you mean smollm2-135m-instruct?"), ("/no/such/dir", "there is no such directory")],
 )
 def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str, tmp_path: Path) -> None:
-    result = run("train-mtp", model, "--out", tmp_path / "head.safetensors", *LESSON)
+    result = run(*TRAIN, model, "--out", tmp_path / "head.safetensors", *LESSON)
     assert result.exit_code == 2
     assert said in result.output
     assert not list(tmp_path.iterdir())
@@ -219,7 +219,7 @@ def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str, tmp
 def test_an_interrupt_keeps_the_answers_that_are_there(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
-    command = ("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON)
+    command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
     first = run(*command)
     assert first.exit_code == 130
@@ -237,7 +237,7 @@ def test_an_interrupt_keeps_the_answers_that_are_there(
 def test_an_interrupt_within_a_step_changes_nothing(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted, times: int, kept: int
 ) -> None:
-    command = ("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON)
+    command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_step, work.times = 3, times
     first = run(*command)
     assert first.exit_code == 130
@@ -255,7 +255,7 @@ def test_an_interrupt_within_a_step_changes_nothing(
 def test_an_interrupt_within_the_last_step_leaves_the_head_to_write(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
-    command = ("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON)
+    command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_step = STEPS
     assert run(*command).exit_code == 130
     work.steps = work.in_step = 0
@@ -287,7 +287,7 @@ app.app()
 def test_a_process_that_dies_leaves_what_was_saved(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted, during: str, batches: int, steps: int
 ) -> None:
-    command = [str(argument) for argument in ("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON)]
+    command = [str(argument) for argument in (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)]
     died = subprocess.run([sys.executable, "-c", _KILLED, during, *command], capture_output=True, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
     for name in ("head.tokens", "head.training"):  # as if it had died while it wrote them
@@ -314,7 +314,7 @@ def test_what_was_made_with_other_options_is_neither_used_nor_lost(
     run: Run, interrupted: Path, tiny: Path, work: Interrupted, option: str, value: str, said: str
 ) -> None:
     before = {path: path.read_bytes() for path in interrupted.iterdir()}
-    result = run("train-mtp", tiny, "--out", interrupted / "head.safetensors", *LESSON, option, value)
+    result = run(*TRAIN, tiny, "--out", interrupted / "head.safetensors", *LESSON, option, value)
     assert result.exit_code == 2
     assert said in result.output
     assert "give the same value to resume, give another --out, or delete the file" in result.output
@@ -329,7 +329,7 @@ def interrupted(tiny: Path, whole: Path, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Distillation, "step", _interrupt)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        arguments = ("train-mtp", tiny, "--out", directory / "head.safetensors", *LESSON)
+        arguments = (*TRAIN, tiny, "--out", directory / "head.safetensors", *LESSON)
         assert CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code == 130
         signal.signal(signal.SIGINT, before)
     return directory
@@ -345,7 +345,7 @@ def test_answers_serve_lessons_that_differ_in_nothing_they_depend_on(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
     (tmp_path / "head.tokens").write_bytes(whole.with_suffix(".tokens").read_bytes())
-    assert run("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON, "--steps", 2).exit_code == 0
+    assert run(*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON, "--steps", 2).exit_code == 0
     assert (work.batches, work.steps) == (0, 2)
 
 
@@ -353,7 +353,7 @@ def test_answers_of_other_weights_in_the_same_place_are_refused(
     run: Run, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
     model = tiny_model_dir("llama", tmp_path / "model", seed=1)
-    command = ("train-mtp", model, "--out", tmp_path / "head.safetensors", *LESSON)
+    command = (*TRAIN, model, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
     assert run(*command).exit_code == 130
     tiny_model_dir("llama", model, seed=2)
@@ -371,7 +371,7 @@ def test_a_torn_file_is_named_with_what_to_do(
     whole = (tmp_path / name).read_bytes()
     for data in (whole[:-1], whole[: len(whole) // 2], b"", b"something else"):
         (tmp_path / name).write_bytes(data)
-        result = run("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON)
+        result = run(*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
         assert result.exit_code == 2
         assert f"{tmp_path / name} cannot be read" in result.output
         assert "delete it, and its content is computed again" in result.output
