@@ -20,8 +20,8 @@ demo: $(VENV)/.demo
 
 dev: $(VENV)/.dev
 
-# Less than a minute on two cores, and the files that differ: the fast static checks, the transfer engine, the order checker, and test files that
-# differ from the main branch.
+# Less than a minute on two cores, besides your own test files: the fast static checks, the transfer engine, the order checker, and the test
+# files that differ from the main branch.
 QUICK := tests/kv tests/offload tests/order/test_checker*.py tests/order/test_guard.py tests/order/test_explore.py tests/test_moved.py
 CHANGED = $(shell git diff --name-only --diff-filter=d main -- 'tests/*test_*.py' 2> /dev/null)
 quick: $(VENV)/.dev
@@ -30,7 +30,7 @@ quick: $(VENV)/.dev
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --exitfirst --numprocesses $(JOBS) --dist worksteal $(QUICK) $(CHANGED)
 
-# In eight minutes on two slow cores: the static checks, the site, and every test that is not marked `slow`. The cheap checks come first.
+# The static checks, the site, and every test that is not marked `slow`. The cheap checks come first.
 test:
 	$(MAKE) lint imports
 	$(MAKE) --jobs 2 types docs

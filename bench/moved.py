@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 
-_PACKAGE = re.compile(r"\bsidestream(_kv|_order)?\.(testing\.|device\.)?")
+_PACKAGE = re.compile(r"\b(sidestream(_kv|_order)?\.(testing\.|device\.|cli\.bench\.)?|proof\.|bench\.)")
 
 
 class _Plain(ast.NodeTransformer):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Literal
 
 import typer
@@ -115,8 +117,10 @@ def environment(model: str, dtype: str | None = None) -> dict[str, object]:
 
 
 def command_line() -> str:
-    """The command line, quoted for a shell."""
-    return " ".join(["sidestream", *sys.argv[1:]])
+    """The command line, quoted for a shell: `python -m bench prefix --json`."""
+    spec = sys.modules["__main__"].__spec__
+    program = [Path(sys.argv[0]).name] if spec is None else ["python", "-m", spec.name.removesuffix(".__main__")]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def publish(

@@ -22,7 +22,7 @@ import sidestream_kv
 from bench.__main__ import app as bench
 from proof.__main__ import app as proof
 from sidestream.cli.app import app
-from sidestream.cli.declare import RARE, Command
+from sidestream.cli.declare import RARE
 from sidestream.config import EngineConfig, KVEventsConfig, OffloadConfig, SpeculativeConfig
 from sidestream.server import ServerOptions
 
@@ -75,8 +75,8 @@ def _invoke(command: _Command, *arguments: str, columns: int = 200) -> Any:
 
 
 def _help(command: _Command, columns: int = 200) -> str:
-    everything = isinstance(_in_tree(command), Command)
-    return str(_invoke(command, "--help-all" if everything else "--help", columns=columns).output)
+    hidden = any(getattr(parameter, "hidden", False) for parameter in _in_tree(command).params)
+    return str(_invoke(command, "--help-all" if hidden else "--help", columns=columns).output)
 
 
 @_every_command

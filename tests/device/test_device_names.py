@@ -10,8 +10,7 @@ import sidestream_kv
 from sidestream_kv.device.kinds import CPU, CUDA
 
 PACKAGES = (Path(sidestream.__file__).parent, Path(sidestream_kv.__file__).parent)
-# Constants that name something else: a finding of `doctor`, and the processor's name in a report.
-_OTHER_MEANINGS = {"cli/probes.py": 3, "bench/report.py": 1}
+_OTHER_MEANINGS = {"cli/probes.py": 3}  # findings of `doctor`
 
 
 def _spelled(source: str) -> list[int]:

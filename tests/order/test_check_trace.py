@@ -471,6 +471,7 @@ def test_the_module_has_the_same_output_and_status(
 ) -> None:
     script = tmp_path / "program.py"
     script.write_text("import json, sys\nprint(json.dumps(sys.argv[1:]), __name__)\n", encoding="utf-8")
+    assert command(str(script), "--help-all")[1] == '["--help-all"] __main__\n'
     monkeypatch.setattr(sys, "argv", ["check_trace", "--device", CPU, str(script), "--device", "x"])
     assert main() == 0
     assert capsys.readouterr() == (

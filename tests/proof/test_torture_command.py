@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,16 +19,8 @@ from command_runner import Run
 from proof import torture
 from proof.commands.failures import FailingSchedules
 from proof.mutations import Equivalent, applied, find
-from proof.torture import (
-    Failure,
-    Report,
-    Workload,
-    campaign,
-    draw_workload,
-    excuses,
-    load_replay,
-    run_one,
-)
+from proof.report import command_line
+from proof.torture import Failure, Report, Workload, campaign, draw_workload, excuses, load_replay, run_one
 from proof.torture.replay import Replay
 from sidestream.engine import Engine
 from sidestream.errors import ConfigError
@@ -43,6 +36,12 @@ def figures(stdout: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in json.loads(stdout)["figures"]}
 
 
+def test_a_result_names_the_command_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("proof.__main__"))
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "torture", "--save", "a b"])
+    assert command_line() == "python -m proof torture --save 'a b'"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -50,10 +49,7 @@ def figures(stdout: str) -> dict[str, float]:
         (("--schedules", "-3"), "schedules is -3: give a whole number from 1"),
         (("--minutes", "0"), "minutes is 0: give a positive number"),
         (("--minutes", "nan"), "minutes is nan: give a positive number"),
-        (
-            ("--minutes", "1", "--schedules", "5"),
-            "--schedules and --minutes are both given: give only one of them",
-        ),
+        (("--minutes", "1", "--schedules", "5"), "--schedules and --minutes are both given: give only one of them"),
         (("--workers", "0"), "workers is 0: give a whole number from 1"),
         (("--policy", "lat"), "policy is 'lat': give random, late, early, starve:STREAM or pct:DEPTH"),
         (("--policy", "pct:0"), "policy is 'pct:0'"),

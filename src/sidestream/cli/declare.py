@@ -157,8 +157,8 @@ class Command(_Help, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line. Raises ConfigError for an argument that is given like an option."""
-        if "--help-all" in args:
-            for parameter in self._hidden():
+        if "--help-all" in args and (hidden := self._hidden()):
+            for parameter in hidden:
                 parameter.hidden = False
             args = ["--help"]
         try:
