@@ -103,7 +103,7 @@ def measure(
                 arrivals = sizes.arrivals_of(ids, number)
                 rate = capacity(SERVED, figures, max(counts), sizes.output_tokens)
                 measured.append(figures + arrival_rows(server.url, _MODEL, SERVED, arrivals, rate, on_progress))
-    return medians(measured)
+    return [Figure(f"{SERVED}_ready_s", server.ready_s, "s"), *medians(measured)]
 
 
 def capacity(label: str, figures: Sequence[Figure], clients: int, output_tokens: int) -> float:

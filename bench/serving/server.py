@@ -26,7 +26,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:
-    """A server that runs until the end of the `with` block, even if the block raises."""
+    """A server that runs until the end of the `with` block, even if the block raises.
+
+    ready_s   seconds from the start of its process to the line that says that it is ready
+    """
 
     def __init__(self, model: str, arguments: Sequence[str]) -> None:
         """Start the server and wait until it is ready. If it does not become ready, raises SidestreamError with the end
@@ -45,6 +48,7 @@ class Server:
             *arguments,
         ]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
+        started = time.monotonic()
         # A new session, so that Ctrl-C in the terminal does not reach the server's processes, and so that `close` can
         # kill all of them.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True)
@@ -53,6 +57,7 @@ class Server:
         except BaseException:
             self.close()
             raise
+        self.ready_s = time.monotonic() - started
 
     def _url(self) -> str:
         assert self._process.stdout is not None

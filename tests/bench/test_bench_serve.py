@@ -640,6 +640,7 @@ def test_a_server_is_measured_beside_its_engine_in_process(tried: list[str], run
     report = json.loads(done.stdout)
     figures = {figure["name"]: figure["value"] for figure in report["figures"]}
     assert figures["texts_identical"] == 1
+    assert 0.1 < figures["served_ready_s"] < 600  # a Python process starts in more than 0.1 s
     for size in (1, 2):
         over = figures[f"served_tok_s_b{size}"] / figures[f"engine_tok_s_b{size}"]
         assert figures[f"served_over_engine_tok_s_b{size}"] == pytest.approx(over, rel=1e-3)
