@@ -425,10 +425,11 @@ def test_an_aborted_request_gives_everything_back(llama: Path) -> None:
 
 def test_a_closed_engine_holds_no_memory_of_the_gpu(llama: Path) -> None:
     """A script that closes one model and loads the next one still has a name for the first."""
-    with engine(llama, kv_memory="64MiB"):
-        pass  # whatever a process allocates once
+    offload = OffloadConfig(host="64MiB")
+    with engine(llama, kv_memory="64MiB", offload=offload) as first:
+        first.generate([PROMPTS[0]], GREEDY)  # a process allocates memory once, such as 32 MiB of cuBLAS for a stream
     before = torch.cuda.memory_allocated()
-    llm = engine(llama, kv_memory="256MiB", offload=OffloadConfig(host="64MiB"))
+    llm = engine(llama, kv_memory="256MiB", offload=offload)
     llm.generate([PROMPTS[0]], GREEDY)
     assert torch.cuda.memory_allocated() - before > 256 << 20
     llm.close()
