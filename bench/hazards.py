@@ -1,4 +1,4 @@
-"""The table of hazards for docs/ordering.md, from the code: miniatures, their tests, the number of mutations."""
+"""Makes docs/ordering.md's table of hazards from the code: miniature programs, their tests, the number of mutations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Step time with offload, divided by step time without offload: with blocks to store, and without. Also step time with
-the order checker, divided by step time without the checker.
+"""Step time with offload, divided by step time without offload: once when there are blocks to store, once when there
+are none. Also step time with the order checker, divided by step time without the checker.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _mutants_of(path: Path, module: str, qualname: str, function: Function, line
 
 
 def _edits(function: Function, lines: set[int]) -> Iterator[tuple[int, ast.stmt, Edit]]:
-    """The changes of the function's statements that order work, in source order, with the statements' numbers."""
+    """The possible changes of those of the function's statements that order work, by line, with statement numbers."""
     has_returned = False
     statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
     statements.sort(key=lambda statement: (statement.lineno, statement.col_offset))

@@ -66,7 +66,7 @@ class Report:
     steps          total number of engine steps
     decisions      total number of decisions of the policies about which actor runs next
     seconds        seconds of wall time
-    pairs_missing  number of pairs of features that could meet and that no workload had (`Coverage.missing`)
+    pairs_missing  number of possible pairs of features that no workload had (`Coverage.missing`)
     digest         sum of the hashes of all outcomes: equal for equal schedules with equal outcomes, in any order
     """
 

@@ -176,8 +176,8 @@ def _check(schedules: int, workers: int) -> None:
 
 
 def _seeds_for(mutant: Mutant, reach: Reach, *, seed: int) -> tuple[int, ...]:
-    """Seeds of workloads that run the mutant's line. If these are few, also some with the features that the rules of
-    its statement need.
+    """Seeds of workloads that run the mutant's line. If there are few of them, also seeds of workloads with the
+    features that the mutant's rules need.
     """
     seeds = seeds_that_reach(reach, mutant.mark.path, mutant.lines)[:_WORKLOADS_PER_MUTANT]
     if len(seeds) < _FEW_WORKLOADS and (needs := needs_of(mutant)):

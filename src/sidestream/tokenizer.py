@@ -119,7 +119,7 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, most_tokens: int | None = None, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation. `ChatTemplate.render` has the options and the errors; `most_tokens` as in
+        """Token ids of a conversation. For options and errors see `ChatTemplate.render`, for `most_tokens` see
         `encode`.
         """
         text = self._template.render(messages, **options)

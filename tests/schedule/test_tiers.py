@@ -234,7 +234,7 @@ def test_events_of_abandoned_promotions_and_loads_are_ignored() -> None:
 
 
 def test_a_failed_load_is_a_miss() -> None:
-    """H9, H10: computed again, without the tiers, in blocks that the load may still write to behind a fence."""
+    """H9, H10: computed again, without the tiers, in other blocks than those that the load may still write to."""
     world = World()
     request = loading(world)
     world.scheduler.load_failed(request.id, epoch=0)

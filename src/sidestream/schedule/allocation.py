@@ -211,7 +211,7 @@ class Allocator:
         hits = reuse.hits
         states: RequestStates | None = None
         after: tuple[Fence, ...] = ()
-        if self._states is not None:  # first: taking blocks may evict a block, and with it its checkpoint
+        if self._states is not None:  # before blocks are taken: that may evict a block and its checkpoint
             stop, loads = reuse.num_blocks * self._limits.block_tokens, reuse.num_state_parts > 0
             key = _last_key(request, reuse.num_blocks)
             states, after = self._states.start(key, stop=stop, loads=loads, turns=request.turns)

@@ -76,8 +76,8 @@ class TokenizerLike(Protocol):
 class Detokenizer:
     """Incremental detokenizer of one sample. The text is the tokens' bytes, decoded as UTF-8.
 
-    The pieces that `push` and `finish` return, joined, are the text. A piece never ends inside a character, and comes
-    with the token that completes it. Bytes that are no character become U+FFFD.
+    The pieces that `push` and `finish` return, joined, are the text. No piece ends inside a character; the token that
+    completes a character brings it. Bytes that are no character become U+FFFD.
     """
 
     def __init__(

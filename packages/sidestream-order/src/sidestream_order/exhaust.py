@@ -1,6 +1,6 @@
 """Runs a program on the simulated device in all orders that can make a difference.
 
-    exhaust(program)    every order, until one has a finding; `Exhaustion.complete` says that none is left
+    exhaust(program)    every order, until one has a finding; `Exhaustion.complete`: every order was run
 
 Two turns of different actors are independent if exchanging them changes nothing: they touch no memory that one of them
 writes, and neither reads a fence that the other finishes. Runs that differ only in the order of independent turns are

@@ -2,9 +2,9 @@
 read and write states in a pool. Launched by `gated_delta` only.
 
 One program computes a part of a decode row's state; a row is one request's part of the batch. The program reads the
-part once, replays the accepted drafts of the last step, advances the part over the row's own tokens one by one, and
-writes it after the last token that is not a draft. So states are neither gathered nor copied, and a row with drafts
-reads its state only once. Rows with many tokens have kernels of their own (`gated_delta_chunks.py`).
+part once, and replays the accepted drafts of the last step. Then it applies the row's own tokens one by one. It writes
+the part as it is after the last token that is not a draft. So states are neither gathered nor copied, and a row with
+drafts reads its state only once. Rows with many tokens have kernels of their own (`gated_delta_chunks.py`).
 
 Programs find the tokens of their row on the device, so a captured CUDA graph serves every batch within its launch
 bounds.

@@ -195,8 +195,8 @@ class Stores:
         self._settle(job)  # rule: ended-store-is-settled
 
     def _reorder(self, job: StoreJob) -> None:
-        """Mark the prefix of the stored blocks as just used. If all of them were stored, let what they supersede be
-        evicted first.
+        """Mark the prefix of the stored blocks as just used. If all of them were stored, the blocks that they supersede
+        become the next to be evicted.
         """
         self._tiers.touch(job.plan.prefix)
         if not job.cut and not job.failed:

@@ -386,7 +386,7 @@ class Driver:
         )
 
     def copy_prepared(self, prepared: PreparedTable, first: int, count: int, stream: int) -> None:
-        """Enqueue `count` segments with one call, in any order; before CUDA 12.8, with one call for each piece."""
+        """Enqueue `count` segments, in any order: one call, or one for each column of the table before CUDA 12.8."""
         first, count = first * prepared.pieces, count * prepared.pieces
         if not self.has_batch:
             self.copy_each(prepared.table[:, first : first + count], stream)

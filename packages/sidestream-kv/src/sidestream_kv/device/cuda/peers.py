@@ -1,4 +1,4 @@
-"""Sums over the GPUs of all ranks, through inboxes in device memory that all of these GPUs map. See `peer_kernels`."""
+"""All-reduce over the GPUs of all ranks, through inboxes in device memory that all GPUs map. See `peer_kernels`."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ _FIELDS = struct.Struct("<8sI16s16sQ")
 _DIGEST_AT = HEADER_BYTES - 16
 _PAGE = 4096
 
-# Key and serial. No write reaches the serial 2^62, and the serials after it would not fit into a name.
+# Key and serial. Serials stay below 2^62; larger ones would not fit into a name.
 _ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-3][0-9a-f]{15})")
 _PREFIX = re.compile(r"[0-9a-f]{2}")  # name of a subdirectory: the first byte of the keys in it
 
