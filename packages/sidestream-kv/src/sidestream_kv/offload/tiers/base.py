@@ -6,7 +6,7 @@ The offload worker's thread owns the tier's index, which gives grants (the right
 of the tier's streams. The fence of a read or write marks its end.
 
     offload worker   grant = tier.index.reserve(key)          lease = tier.index.pin([key])
-    stream thread    tier.write(grant, block)                 tier.read(lease.entries[0], slot)
+    stream thread    tier.write(grant, payload)               tier.read(lease.entries[0], out)
     offload worker   after the fence:                         after the fence:
                      tier.index.publish(grant), or            lease.release(), and before it, if `read` raised,
                      tier.index.abandon(grant) after a raise  tier.index.forget(entry)
