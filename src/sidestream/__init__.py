@@ -1,5 +1,5 @@
 """Sidestream runs language models and keeps their KV cache on the device, in host memory and on disk. So KV survives
-its eviction from the device and the end of the process. Copies run on separate streams, beside the compute stream.
+eviction from the device and the end of the process. Copies run on separate streams, beside the compute stream.
 
 The classes that need torch are imported on first use, so that the command line starts quickly.
 """

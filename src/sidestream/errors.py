@@ -8,7 +8,7 @@ SidestreamError
 │   ├── ContextTooLong   the prompt does not fit the device's block pool or the model
 │   └── QueueFull        too many requests are waiting; the client may try again later
 ├── TierError            an offload tier (host memory, disk) failed: the engine counts it and recomputes the KV
-│   ├── TierFull         the tier has no room, even after eviction
+│   ├── TierFull         the tier has no space, even after eviction
 │   ├── TierCorrupt      the checksum, length or header of stored KV is wrong
 │   ├── TierLost         the medium of a tier was removed or replaced, and with it every entry
 │   └── TierTimeout      the engine closed before a transfer began

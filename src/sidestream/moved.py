@@ -1,6 +1,6 @@
-"""Lets imports of modules that moved work for one more release, with a warning. They moved to the packages
-`sidestream_kv` and `sidestream_order`, or to other rooms; those that moved to `proof`, which is not installed, work in
-a checkout of the repository.
+"""Old import paths of modules that moved: they work for one more release, with a warning. The modules moved to the
+packages `sidestream_kv` and `sidestream_order`, or to other packages of `sidestream`. Modules that moved to `proof`,
+which is not installed, can be imported in a checkout of the repository.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def serve_locally(args: Mapping[str, Any], *, port: int = 8000, num_cpus: int | 
 
 
 class Engines:
-    """A replica: one engine, and an HTTP API in front of it that has no socket of its own. Ray makes and calls it."""
+    """A replica: one engine, and in front of it an HTTP API without a socket. Ray makes and calls it."""
 
     def __init__(self, options: RayOptions) -> None:
         """Load the model; blocks until the engine serves."""

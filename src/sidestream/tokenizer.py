@@ -1,4 +1,4 @@
-"""A model's tokenizer and its chat template, and the most bytes of text that one of its tokens stands for. Knows
+"""A model's tokenizer and chat template, and the largest number of bytes of text that one token stands for. Knows
 nothing about requests or the engine; any thread may use it.
 """
 
@@ -82,7 +82,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of `text`. `add_special_tokens` adds the model's special tokens, such as a beginning of sequence.
 
-        most_tokens   refuse a text whose length alone shows that it has more tokens: tokenising takes 150 bytes of
+        most_tokens   refuse a text if its length alone proves that it has more tokens: tokenising takes 150 bytes of
                       memory for each byte of text
 
         Raises RequestRejected when `text` is not valid Unicode; ContextTooLong.

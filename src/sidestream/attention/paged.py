@@ -2,7 +2,7 @@
 of other backends.
 
 Runs on the caller's thread, which also runs the forward pass. A row is one request's part of the batch. Every row is
-computed separately over exactly its own keys, so a row's result does not depend on the other rows.
+computed separately, over its own keys only, so a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _LOOPS = 5
 
 def python_loop_ms() -> float:
     """Milliseconds of one core for a fixed Python loop, the fastest of five: figures of different machines can be
-    compared with it. Includes what other programs take from the core.
+    compared with it. Includes the time that other programs take on the core.
     """
     fastest_s = math.inf
     for _ in range(_LOOPS):

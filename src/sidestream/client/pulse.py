@@ -54,5 +54,5 @@ class Pulse:
 
 
 def silence(timeout_s: float) -> str:
-    """Why an engine counts as stalled whose process does not answer."""
+    """The reason why an engine counts as stalled if its process does not answer."""
     return f"the engine's process has not answered for more than {timeout_s:g} s ({WATCHDOG_OPTION})"

@@ -296,8 +296,8 @@ class Engine:
             ends.callback(self._end_loop)  # rule: loop-ends-before-the-transfers
 
     def abandon(self, error: BaseException) -> None:
-        """End all requests with `error`, because `close` hangs on another thread. If what hangs goes on after all, that
-        call of `close` ends the engine.
+        """End all requests with `error`, because `close` hangs on another thread. If the engine goes on after all, that
+        call of `close` ends it.
         """
         self._failures.end_engine(error)
 

@@ -1,4 +1,4 @@
-"""Handles failures: a step that raised ends its requests; an error of the loop or a lost device ends the engine."""
+"""Handles failures: if a step fails, its requests end; an error of the loop or a lost device ends the engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Between the engine thread and other threads: messages in order of arrival, the engine's health, and the number of its
-unfinished samples. The thread handles messages, and the events of transfers (ends and failures of loads and stores),
-between steps and while it waits for a step.
+"""What the engine thread and other threads share: messages in order of arrival, the engine's health, and the number of
+its unfinished samples. The engine thread handles messages, and the events of transfers (ends and failures of loads and
+stores), between steps and while it waits for a step.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Listener:
                     self._store_again(keys)
 
     def _store_again(self, keys: Sequence[Key]) -> None:
-        """Store blocks for which the host tier had no room before, if they are still on the device."""
+        """Store blocks for which the host tier had no free slot before, if they are still on the device."""
         transfers, again = self._transfers, self._scheduler.store_again(keys)
         if transfers is not None and again is not None:
             plan, lease = again

@@ -3,7 +3,7 @@
 Step N+1 is launched before step N is committed, so the device has work while the host reads results, sends outputs and
 plans. The thread waits only for the previous step, in its commit; it never waits for a transfer.
 
-Between two steps, the loop applies updates of the weights. A watchdog notices a turn that hangs.
+Between two steps, the loop applies updates of the weights. A watchdog notices a pass of the loop that hangs.
 """
 
 from __future__ import annotations

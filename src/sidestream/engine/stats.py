@@ -1,5 +1,5 @@
-"""Measurements of the loop: the duration of steps (for planning and metrics), gauges, the steps that run twice for the
-self-check, and counts of drafts. Engine thread only.
+"""Measurements of the loop: the durations of steps (for planning and metrics), gauges, the results of steps that run
+twice for the self-check, and counts of drafts. Engine thread only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: loads its share of the model, and follows rank 0 until that ends."""
+"""The process of a rank other than 0: loads its share of the model, and follows rank 0 until rank 0 ends."""
 
 from __future__ import annotations
 

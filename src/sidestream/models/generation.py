@@ -15,8 +15,9 @@ from sidestream.errors import ModelError, RequestRejected
 def sampling_defaults(directory: Path) -> SamplingDefaults:
     """The sampling defaults of the checkpoint in `directory`; neutral values for absent fields.
 
-    As in vLLM and SGLang, `do_sample` is not read: many chat checkpoints give a temperature but no `do_sample`, whose
-    default in transformers would make all of them greedy. Raises ModelError with file, field, value, bound and remedy.
+    As in vLLM and SGLang, `do_sample` is not read: many chat checkpoints give a temperature but no `do_sample`, and
+    with transformers' default of it all of them would be greedy. Raises ModelError with file, field, value, bound and
+    remedy.
     """
     path = directory / GENERATION_CONFIG
     found = read_json(path) if path.exists() else {}

@@ -1,9 +1,9 @@
 """Keeps GPU kernels of other packages away from tensors that are not on a GPU.
 
 Layers with recurrent state in transformers call functions for which packages have kernels: flash-linear-attention
-(fla), causal-conv1d and mamba-ssm. If such a package is installed, transformers calls its kernels for all tensors. On
-tensors of the meta device, where layouts are determined, they read address 0, after which the process cannot use the
-GPU any more; on a CPU's tensors they raise an error.
+(fla), causal-conv1d and mamba-ssm. If such a package is installed, transformers calls its kernels for all tensors. For
+tensors of the meta device, on which layouts are determined, these kernels read address 0, and after that the process
+cannot use the GPU any more. For tensors on a CPU, they raise an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load a model from a directory or a hub id, and check that it can be served correctly.
+"""Loads a model from a directory or a hub id, and checks that it can be served correctly.
 
 Cheap checks come first: config, then weight files, then the weights, then the self-check. Error messages say "it" for
 the model, because `naming_model` puts the model's name in front.

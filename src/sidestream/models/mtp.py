@@ -3,9 +3,9 @@ is the embedding of a token joined with the hidden state of the previous positio
 output matrix.
 
 At position p the head reads token p and the hidden state of position p - 1. So its KV at p does not depend on later
-tokens, and is stored in the same block as the model's KV (hazard H15 in docs/glossary.md). Published heads give this
-input the position p - 1. The difference has no effect, because only relative positions matter. To draft further tokens,
-the head reads its own hidden state in place of the model's.
+tokens, and is stored in the same block as the model's KV (hazard H15 in docs/glossary.md). Published heads number this
+input p - 1 instead of p. This has no effect, because only relative positions matter. To draft further tokens, the head
+reads its own hidden state in place of the model's.
 """
 
 from __future__ import annotations

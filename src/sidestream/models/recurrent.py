@@ -81,9 +81,10 @@ def stateful_modules(module: nn.Module) -> dict[int, nn.Module]:
 
 
 def unbind_time_steps(module: nn.Module) -> bool:
-    """Let no layer of Mamba 2 bound its time steps. transformers bounds those of prompts, and not those of generated
-    tokens, so the state after a token would depend on how the token was computed: as part of a prompt, alone, or once
-    more after a preemption. Models whose config asks for bounds are refused. Returns whether a layer had bounds.
+    """Let no layer of Mamba 2 bound its time steps. transformers bounds the time steps of prompts, but not those of
+    generated tokens, so the state after a token would depend on how the token was computed: as part of a prompt, alone,
+    or once more after a preemption. Models whose config asks for bounds are refused. Returns whether a layer had
+    bounds.
     """
     changed = False
     for part in stateful_modules(module).values():

@@ -280,7 +280,7 @@ def _state_pool(model: PagedModel) -> StatePool | None:
 
 
 def _state_batch(pool: StatePool, chunk: int, start: int, end: int, *, checked: bool = True) -> StateBatch:
-    """The states of a batch of one row. Its chunks write two states in turn.
+    """The states of a batch of one row. Its chunks write two states alternately.
 
     checked   False: no forward has recorded how many tokens the states cover, so the number is set here
     """

@@ -1,4 +1,5 @@
-"""Triton kernels for argmax and prompt lookup. Each replaces tens of small torch kernels. CUDA graphs may capture them.
+"""Triton kernels for argmax and prompt lookup. Each of them replaces tens of small torch kernels. CUDA graphs may
+capture them.
 
 Their results are bit-equal to those of `ops/torch_ops.py`; tests compare both.
 """

@@ -1,5 +1,5 @@
-"""Starts child processes, which end with their owner: the process that started them. Runs their `main`, and carries
-the engine's configuration to them. Never uses CUDA.
+"""Starts child processes, which end with their owner: the process that started them. Runs their `main`, and sends the
+engine's configuration to them. Never uses CUDA.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ _POLL_S = 0.01
 
 
 class LogStream(logging.Handler):
-    """A handler that never blocks. Beyond `max_lines` unwritten lines, it counts further lines as lost, and says so in
-    the log when lines are read again.
+    """A handler that never blocks. Beyond `max_lines` unwritten lines, it counts further lines as lost, and logs their
+    number when lines are read again.
     """
 
     def __init__(self, descriptor: int, max_lines: int = _MAX_LINES) -> None:

@@ -1,8 +1,8 @@
 """A rank other than 0, which follows rank 0: it runs the work of rank 0's messages on its own
 device, and reports finished work.
 
-It decides nothing. A turn takes the messages that have come, enqueues their work, and polls the fences of earlier work;
-it never blocks. Messages are taken in order. A message names only work that was sent before it.
+It makes no decisions. A pass of its loop takes the messages that have come, enqueues their work, and polls the fences
+of earlier work; it never blocks. Messages are taken in order. A message refers only to work that was sent before it.
 """
 
 from __future__ import annotations

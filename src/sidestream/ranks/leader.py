@@ -1,6 +1,6 @@
 """Rank 0's device and executor, whose work is repeated on every rank.
 
-The scheduler, the pools and the offload worker know of one device. A copy or a step is sent to the other ranks before
+The scheduler, the pools and the offload worker work with one device. A copy or a step is sent to the other ranks before
 rank 0's caller gets its fence: if a message refers to a fence, its receiver has the work of that fence already. A fence
 of the device is done when all ranks have passed it (`JointFence`). Each device waits only for fences of its own rank.
 No device and no host waits for another rank, except in the collectives of the forward pass.
@@ -136,7 +136,7 @@ class Ranks:
                 pass
 
     def lose(self, error: DeviceLost) -> None:
-        """End everything that waits for the other ranks: a rank has ended, or its step has failed. Any thread."""
+        """End all waits for the other ranks: a rank has ended, or its step has failed. Any thread."""
         self.progress.lose(error)  # before `kill`, which ends the steps that wait for other ranks
         self._known.set()
         self._reported.set()

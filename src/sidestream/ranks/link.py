@@ -1,7 +1,7 @@
-"""Sockets between rank 0's process and those of the other ranks.
+"""Sockets between rank 0's process and the processes of the other ranks.
 
-A message is encoded once and written to each rank's Unix socket; a rank sleeps in the kernel until it comes. Nothing
-spins, and no message passes through a collective or the device.
+A message is encoded once and written to each rank's Unix socket; a rank sleeps in the kernel until the message comes.
+No thread spins, and no message passes through a collective or the device.
 """
 
 from __future__ import annotations

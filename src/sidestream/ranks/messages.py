@@ -1,6 +1,7 @@
 """The messages between rank 0 and the other ranks, in the frames of `sidestream.processes.frames`. Values only.
 
-A decode step of 32 requests takes about a kilobyte: block tables are sent as what was added since the slot's last step.
+A decode step of 32 requests takes about a kilobyte: of block tables, only the blocks added since the slot's last step
+are sent.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _READ_BYTES = 1 << 16
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Refuse what ranks cannot do, before any process is started. Raises ConfigError."""
+    """Refuse options that ranks do not support, before any process is started. Raises ConfigError."""
     size = config.tensor_parallel
     if size == 1:
         return

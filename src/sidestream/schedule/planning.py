@@ -80,7 +80,7 @@ class PrefillPlanner:
         self._allocator = allocator
 
     def plan(self, request: Request, step: StepBuilder) -> None:
-        """Add the request's next chunk, if it has one and the step has room for it."""
+        """Add the request's next chunk, if it has one and the step's token budget allows it."""
         if not request.in_prefill or request.state is not State.RUNNING or request.loading:  # rule: prefill-is-possible
             return
         if request.arriving:
@@ -202,8 +202,8 @@ class Admission:
         self._prefill = prefill
 
     def admit(self, step: StepBuilder) -> None:
-        """Start waiting requests in order of rank, until there is no room for the next one. Adds their loads and first
-        chunks to the step.
+        """Start waiting requests in order of rank, until there are too few slots or blocks for the next one. Adds their
+        loads and first chunks to the step.
         """
         if not self._queues.waiting or not self._allocator.has_free_slot:
             return
@@ -284,7 +284,7 @@ class Preemption:
     - A request that has not run a step since its admission is preempted only for the request of the highest rank. So
       every admission makes progress.
     - Aging improves the rank of a waiting request, but causes no preemption: otherwise two requests of one priority
-      would preempt each other in turn.
+      would preempt each other again and again.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """Requests preempted so far to make room for others."""
+        """Requests preempted so far, because other requests needed their blocks or slots."""
         return self._preemption.count
 
     def get(self, request_id: RequestId) -> Request | None:

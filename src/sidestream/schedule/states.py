@@ -29,7 +29,7 @@ from sidestream_kv.types import BlockId, Fence, Key, StorePlan
 # bytes, which are zero here.
 _PART = int.from_bytes(b"sidestream-st\0\0\0", "big")
 
-# Number of checkpoints at the ends of prompts and answers that are remembered, to know what a later turn supersedes.
+# Number of checkpoints at the ends of prompts and answers that are remembered, to know which a later turn supersedes.
 _NUM_REMEMBERED = 1 << 14
 
 Source = str

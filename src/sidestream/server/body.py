@@ -1,5 +1,5 @@
-"""Bodies: reads those of requests within bounds, and parses them as strict JSON; writes those of replies, events and
-errors as compact JSON in UTF-8. `fields.py` checks the fields.
+"""Bodies of HTTP messages. Reads the bodies of requests within bounds, and parses them as strict JSON; `fields.py`
+checks the fields. Writes the bodies of replies, events and errors as compact JSON in UTF-8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parses requests. Each field of a request is used, or accepted because its value has no effect, or rejected with an
 error that names it.
 
-`text_work.py` calls it off the event loop. Work and memory follow what the model can take: a list that is too long for
-the model is refused before its items are checked, and a text before it is tokenised.
+`text_work.py` calls it off the event loop. The model's context bounds work and memory: a list that is too long for the
+model is refused before its items are checked, and a text before it is tokenised.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Around every request: ASGI middleware for its id, the API key, error replies, and one log line at its end; and the
-cancellation of its task when its client disconnects or the server stops. Used on the event loop only.
+"""ASGI middleware around every request: its id, the API key, error replies, and one log line at its end. Also cancels
+the request's task when its client disconnects or the server stops. Used on the event loop only.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class CompletionFormat:
         return self.chunk(index, text, logprobs, finish_reason)
 
     def logprobs(self, tokens: Sequence[SpelledToken], *, as_ids: bool) -> Json:
-        """Lists of equal length. The alternatives include the sampled token; an alternative whose text another one has
-        already is named by its id.
+        """Lists of equal length. The alternatives include the sampled token; if two alternatives have the same text,
+        the second is named by its id.
         """
         return {
             "tokens": [_name(token, as_ids) for token in tokens],

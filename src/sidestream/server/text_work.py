@@ -1,9 +1,10 @@
 """Runs the work on request bodies (JSON, chat template, tokenising) off the event loop, bounded in number, time and
 memory.
 
-An API process forks text processes for it, before it starts threads: a template of a checkpoint may hang inside one
-call of C code, where no thread can be interrupted, and JSON and tokenising take many times the body's bytes, which a
-long-lived process would not give back. A text process is killed when it takes too long, and ends after a long body.
+An API process forks text processes for this work, before it starts threads. A checkpoint's template may hang inside one
+call of C code, where a thread cannot be interrupted but a process can be killed. JSON and tokenising take many times
+the body's bytes, and a long-lived process would not give this memory back. A text process is killed when it takes too
+long, and ends after a long body.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class ProcessBounds:
 
     @classmethod
     def for_context(cls, max_model_len: int) -> ProcessBounds:
-        """Bounds with room for every body that fits a model: a million tokens take half a minute on a slow core, and
-        tokenising takes 150 bytes for each byte of text.
+        """Bounds that are large enough for every body that fits a model: a million tokens take half a minute on a slow
+        core, and tokenising takes 150 bytes for each byte of text.
         """
         return cls(10 + max_model_len * 60e-6, (512 << 20) + max_model_len * 2048)
 

@@ -1,5 +1,5 @@
-"""Text of prompts and answers, besides its tokens: incremental detokenization and stop strings, chat templates. Imports
-neither torch nor transformers.
+"""Text of prompts and answers: incremental detokenization and stop strings, chat templates. Imports neither torch nor
+transformers.
 """
 
 from sidestream.text.detokenizer import Detokenizer, StopStrings, TokenizerLike, sample_tasks, sample_text

@@ -1,9 +1,9 @@
-"""The transfer engine: it moves KV cache blocks between a device, host memory and disk, beside an engine's own streams,
-and knows no engine.
+"""The transfer engine: it moves KV cache blocks between a device, host memory and disk, while an engine computes on its
+own streams. It depends on no engine.
 
-An engine owns a `FencedPool` of block ids and the memory of the blocks, names contents by `BlockKeys`, and gives plans
-(`StorePlan`, `LoadPlan`, `PromotePlan`) to an `OffloadConnector`, which never blocks. Before a step, its stream waits
-for the fences of `OffloadConnector.gates`.
+An engine owns a `FencedPool` of block ids and the memory of the blocks, identifies the contents of blocks by
+`BlockKeys`, and gives plans (`StorePlan`, `LoadPlan`, `PromotePlan`) to an `OffloadConnector`, which never blocks.
+Before a step, its stream waits for the fences of `OffloadConnector.gates`.
 
 Names that need torch are imported on first use, so that a process that only checks options starts quickly.
 """

@@ -3,7 +3,7 @@
 SidestreamError
 ├── ConfigError          an option or a tier directory is unusable
 ├── TierError            an offload tier (host memory, disk) failed: the engine counts it and recomputes the KV
-│   ├── TierFull         the tier has no room, even after eviction
+│   ├── TierFull         the tier has no space, even after eviction
 │   ├── TierCorrupt      the checksum, length or header of stored KV is wrong
 │   ├── TierLost         the medium of a tier was removed or replaced, and with it every entry
 │   └── TierTimeout      the engine closed before a transfer began
@@ -31,7 +31,7 @@ class TierError(SidestreamError):
 
 
 class TierFull(TierError):
-    """The tier has no room, even after eviction. Nothing was written."""
+    """The tier has no space, even after eviction. Nothing was written."""
 
 
 class TierCorrupt(TierError):

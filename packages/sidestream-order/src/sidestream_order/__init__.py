@@ -6,7 +6,7 @@ To check a program of your own:
    the tensors that it touches (`SimStream.submit`), orders streams with `SimStream.wait`, and raises AssertionError if
    its results are wrong.
 2. `sidestream_order.explore.explore(program)` runs it in many orders and prints the first finding as a short
-   interleaving; `replay` repeats a schedule. `exhaust` (`sidestream_order.exhaust`) runs all orders of a small one.
+   interleaving; `replay` repeats a schedule. `exhaust` (`sidestream_order.exhaust`) runs a small program in all orders.
 
 Report leases through `device.tracer`: `backed`, `took`, `released` and `published` (see `sidestream_kv.Tracer`).
 Without these calls, the checker checks only accesses. `examples/two_stream_offloader.py` and the programs in

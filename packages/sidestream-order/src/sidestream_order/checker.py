@@ -9,7 +9,7 @@ end of one piece of work on a stream. An id is findable (published) while its ke
 
     race             two unordered accesses to the same bytes, at least one of them a write
     unwritten        a read of bytes that were never written, or that were not written since the pool handed out their
-                     id; not by work that failed, because nothing comes of what it read
+                     id; not by work that failed, because its results are not used
     undeclared       an access that its work did not declare (detected only with a `Guard`)
     beyond           an access outside the bounds of a memory
     unleased         an access to an id without a lease, or a release of such an id

@@ -2,21 +2,22 @@
 
     exhaust(program)    every order, until one has a finding; `Exhaustion.complete`: every order was run
 
-Two turns of different actors are independent if exchanging them changes nothing: they touch no memory that one of them
-writes, and neither reads a fence that the other finishes. Runs that differ only in the order of independent turns are
-equivalent, and one of them is enough. `exhaust` finds all others by dynamic partial-order reduction (Flanagan and
-Godefroid, POPL 2005) with sleep sets (Godefroid 1996): it runs the program again and again from its start, and after
-each run looks for pairs of dependent turns that could also have come in the other order.
+An actor is the host, a stream or a thread. Two turns of different actors are independent if exchanging them changes
+nothing: neither accesses memory that the other writes, and neither reads a fence that the other finishes. Runs that
+differ only in the order of independent turns are equivalent, and one of them is enough. `exhaust` finds one run of each
+kind by dynamic partial-order reduction (Flanagan and Godefroid, POPL 2005) with sleep sets (Godefroid 1996): it runs
+the program again and again from its start, and after each run looks for pairs of dependent turns that could also have
+come in the other order.
 
     step   what an actor does between two points, that is one turn
     node   a decision of the policy on the path of the present run
-    race   two dependent steps of which nothing orders the first before the second
+    race   two dependent steps, and nothing orders the first before the second
     sleep  actors whose next step need not be tried here, because an equivalent run was tried before
 
-"All" has these bounds:
+"All orders" has these bounds:
 
-- Work that declares accesses touches nothing else. Work that declares none counts as dependent on all other such work,
-  and on every step of a host thread. Host threads are dependent on each other at every step.
+- If work declares accesses, it makes no others. Work that declares none counts as dependent on all other work without
+  declarations, and on every step of a host thread. Host threads are dependent on each other at every step.
 - An actor polls a fence that is not done, or sleeps, at most `patience` times in a row if other actors can run. A
   sleeping stream wakes when no other actor can run, or when the host has slept longer, as always on this device.
 """
@@ -66,7 +67,7 @@ class Exhaustion:
     """The result of `exhaust`.
 
     schedules  number of runs, not counting those for shrinking
-    complete   whether no order is left that could make a difference; False if a run had a finding, or at the limit
+    complete   whether all orders that can make a difference were run; False if a run had a finding, or at the limit
     problem    the first problem of the first run that had one
     shrunk     a short run with the same kind of problem; `replay(program, shrunk.turns)` repeats it
     """
@@ -114,7 +115,7 @@ def all_orders(
 ) -> Iterator[Run]:
     """Run `program` in all orders that can make a difference; yields each run. See `exhaust`.
 
-    reduce   False: in every order, also in equivalent ones, which shows what the reduction leaves out
+    reduce   False: in every order, including equivalent orders, to show what the reduction leaves out
     """
     search = _Search(patience, reduce=reduce)
     while True:
@@ -199,7 +200,7 @@ class _Search:
         return run
 
     def go_on(self) -> bool:
-        """Analyse the last run, and turn to the next path. Returns False if none is left."""
+        """Analyse the last run, and turn to the next path. Returns False if no order is left."""
         if self._reduce:
             self._find_races()
         while self._path:
@@ -251,7 +252,7 @@ class _Search:
         self._next, self._ended = None, False
 
     def _end_step(self) -> None:
-        """The running step has ended: it is known now what it did."""
+        """The running step has ended: its accesses are known now."""
         if self._ended:
             return
         self._ended, step = True, self._step
@@ -314,7 +315,7 @@ class _Search:
 
     def _find_races(self) -> None:
         """Find steps that could also have run before an earlier one, and add them to the decision at that earlier step.
-        Steps behind the point at which the run became redundant belong to runs that were tried.
+        Steps after the point at which the run became redundant belong to runs that were tried.
         """
         last: dict[str, _Step] = {}
         steps = self._steps[: self._tried_from] if self._redundant else self._steps

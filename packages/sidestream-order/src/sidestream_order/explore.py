@@ -1,4 +1,4 @@
-"""Runs a program on the simulated device in many orders, and reduces the first failing one to a short interleaving.
+"""Runs a program on the simulated device in many orders, and reduces the first failing order to a short interleaving.
 
     explore(program)                    run different schedules until one has a finding, then shrink that schedule
     replay(program, "late", 17)         repeat the schedule of this policy and seed

@@ -86,8 +86,8 @@ class Report:
         self._add("unwritten", message, where, op, accesses=("reads",))
 
     def withdraw_unwritten(self, op: Op) -> None:
-        """Take back that `op` read bytes that were not written, because it failed: nothing comes of what it read. Such
-        a read is usual if the work before it failed, too, and therefore wrote nothing.
+        """Take back that `op` read bytes that were not written, because it failed: its results are not used. Such a
+        read is usual if the work before it failed, too, and therefore wrote nothing.
         """
         for key, finding in list(self._known.items()):
             if finding.kind == "unwritten" and finding.works == (op.position,):

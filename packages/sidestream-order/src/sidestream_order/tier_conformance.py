@@ -38,8 +38,8 @@ class TierConformance:
     # ------------------------------------------------------------------ hooks of the tier's author
 
     def open(self, context: TierContext, *, capacity_blocks: int) -> PersistentTier:
-        """Open the tier on the test's medium, with room for `capacity_blocks`. It must find the entries that an earlier
-        tier left on the medium.
+        """Open the tier on the test's medium, with space for `capacity_blocks`. It must find the entries that an
+        earlier tier left on the medium.
         """
         raise NotImplementedError
 

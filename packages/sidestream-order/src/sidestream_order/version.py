@@ -1,4 +1,4 @@
-"""The version of this package, and of `sidestream`, which needs the same one."""
+"""The version of this package. `sidestream` has and needs the same version."""
 
 from __future__ import annotations
 

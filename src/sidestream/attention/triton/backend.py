@@ -1,6 +1,6 @@
 """The attention backend for GPUs: Triton kernels, and the buffers shared by all steps.
 
-A row is one request's part of a batch. A split is a piece of a row's KV that one program reduces, as in FlashDecoding.
+A row is one request's part of a batch. A split is a part of a row's KV that one program reduces, as in FlashDecoding.
 """
 
 from __future__ import annotations

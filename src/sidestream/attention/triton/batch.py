@@ -1,7 +1,7 @@
 """The input of a kernel launch: the location of a batch's KV in the pool.
 
 The engine thread makes it; the stream of the forward pass reads it. A row is one request's part of the batch. A split
-is a piece of a row's KV that one program reduces, as in FlashDecoding.
+is a part of a row's KV that one program reduces, as in FlashDecoding.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ linear equations, whose matrix does not depend on S:
 
     (I + A) U = b (V - exp(G) K S)        A_tj = b_t exp(G_t - G_j) (k_t . k_j) for j < t
 
-`solve` computes the inverse of I + A for all chunks at once, and `advance` follows the state from chunk to chunk.
+`solve` computes the inverse of I + A for all chunks at once, and `advance` computes the state from chunk to chunk.
 Tokens after the end of a row have keys and values of zero and no decay, so they change no state.
 """
 

@@ -1,11 +1,11 @@
 """The Triton kernels of paged attention. They write keys and values, attend in one pass or in splits, and combine the
 splits. For a long chunk, they copy its KV to contiguous memory and attend over the copy. Launched by `launch` only.
 
-A row is one request's part of the batch. A split is a piece of a row's KV that one program reduces, as in
-FlashDecoding. The host does no planning. Each program finds its row and its query tokens from the batch's metadata on
-the device, so a captured CUDA graph serves every batch within its launch bounds. Query heads that share a KV head share
-a program: with `t = BLOCK_M // GROUP` tokens per tile, line m of a tile is query token `m // GROUP`, head `m % GROUP`
-of the group; the remaining lines of BLOCK_M are masked.
+A row is one request's part of the batch. A split is a part of a row's KV that one program reduces, as in FlashDecoding.
+The host does no planning. Each program finds its row and its query tokens from the batch's metadata on the device, so a
+captured CUDA graph serves every batch within its launch bounds. Query heads that share a KV head share a program: with
+`t = BLOCK_M // GROUP` tokens per tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; the
+remaining lines of BLOCK_M are masked.
 
 The order of every sum is fixed, so that results are reproducible bit by bit. KV is reduced in tiles at multiples of
 BLOCK_N of the row's positions. Splits begin at multiples of SPLIT_TOKENS (in a short chunk, at multiples of WIDE_TOKENS

@@ -1,7 +1,7 @@
 """Launches the attention kernels of a batch on the current stream, without waits.
 
 Called on the thread that runs the forward pass. Tests run the same launches on a CPU, in Triton's interpreter. A row is
-one request's part of the batch. A split is a piece of a row's KV that one program reduces, as in FlashDecoding.
+one request's part of the batch. A split is a part of a row's KV that one program reduces, as in FlashDecoding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Compiles the attention kernels before serving. Later, a first launch would wait for all pending work of the GPU."""
+"""Compiles the attention kernels before serving: during serving, a kernel's first launch would wait for all pending
+work of the GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The memory and the tile shapes of attention kernels.
 
-A split is a piece of a row's KV that one program reduces, as in FlashDecoding; a row is one request's part of a batch.
+A split is a part of a row's KV that one program reduces, as in FlashDecoding; a row is one request's part of a batch.
 This module holds tensors and launches nothing. The memory is allocated when an engine is built, and used on the stream
 of the forward pass.
 """

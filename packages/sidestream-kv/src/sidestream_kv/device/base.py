@@ -1,9 +1,9 @@
 """The interface of a device: streams that run work in order, fences, memory, and host threads.
 
 A fence is a position on a stream; it is done when all work up to this position is done, like a CUDA event. Only fences
-order the work of different streams. All work reaches a device through `Stream.submit` and `Stream.submit_copy`. The
-engine thread and the offload worker's thread call this interface. In tests, a tracer records every event that the order
-of work depends on, and the memory that each piece of work accesses, to find races.
+order the work of different streams. `Stream.submit` and `Stream.submit_copy` are the only ways to give work to a
+device. The engine thread and the offload worker's thread call this interface. In tests, a tracer records every event
+that the order of work depends on, and the memory that each piece of work accesses, to find races.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class Graph(Protocol):
     """Captured work of a stream, like a CUDA graph. Each time it is enqueued, it runs again on the same memory."""
 
     def delete(self) -> None:
-        """Free what the graph holds, even if there are other references to it. Not while it runs; it cannot be enqueued
-        afterwards. Idempotent.
+        """Free the graph's memory, even if there are other references to the graph. The graph must not be running, and
+        cannot be enqueued afterwards. Idempotent.
         """
         ...
 

@@ -43,7 +43,7 @@ def instruction_set() -> str:
 
 
 def memory_bytes() -> tuple[int | None, int | None]:
-    """Total and available bytes: those of the machine or of the container, whichever are fewer."""
+    """Total and available bytes: the bytes of the machine or of the container, whichever are fewer."""
     with contextlib.suppress(OSError, KeyError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))

@@ -1,4 +1,4 @@
-"""Names the operating system's limit when it refuses a new thread or process."""
+"""Makes an error that names the limit, when the operating system refuses a new thread or process."""
 
 from __future__ import annotations
 

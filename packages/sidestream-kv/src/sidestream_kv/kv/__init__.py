@@ -1,3 +1,3 @@
-"""The ledger of blocks: which content each block holds, who uses it, and which device work must end before its reuse.
-Holds ids, never a tensor.
+"""The records of blocks: which content each block holds, who uses it, and which device work must end before the block
+is reused. Holds ids, never a tensor.
 """

@@ -9,8 +9,8 @@ fences of its last uses, and the next owner makes its own stream wait for them.
     cached    no reference, but findable under its key until it is evicted (least recently used first)
     used      one reference or more; several requests may share a block that they only read
 
-A findable block may be partial: the layers with a sliding window are missing. Only requests that continue so far behind
-the block that these layers do not attend to it any more may use it.
+A findable block may be partial: the layers with a sliding window are missing. A request may use it only if it continues
+so far after the block that these layers do not attend to the block any more.
 
 One thread owns a pool and makes all changes: the offload worker's thread owns the host slots, the engine thread all
 other pools. Other threads may call `get` and `match` and read the counters; the results may be out of date.
@@ -246,8 +246,8 @@ class FencedPool:
                 self._cached.touch(block_id)
 
     def demote(self, keys: Sequence[Key]) -> None:
-        """Let the blocks of `keys` be evicted first; a used block once it is released, unless it is shared before.
-        Skips absent keys.
+        """Make the blocks of `keys` the next to be evicted. For a used block, this takes effect when it is released,
+        unless it is shared before. Skips absent keys.
         """
         for key in keys:
             block_id = self._index.get(key)

@@ -240,7 +240,7 @@ class OffloadConnector:
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 
     def gates(self, requests: Iterable[tuple[RequestId, int]]) -> LayerGates:
-        """The fences that each layer of a step waits for: those of the loads for the step's requests (hazard H5).
+        """The fences that each layer of a step waits for: the fences of the loads for the step's requests (hazard H5).
 
         requests   id and epoch of each request that takes part in the step. Requests whose earlier step has waited for
                    their loads may be left out

@@ -4,9 +4,9 @@ loading KV from a tier (host memory or disk) is faster than computing it again.
 A load waits for the last use of the device blocks that it overwrites (hazard H3 in docs/glossary.md). Each load is
 copied in pieces. All pieces except the last copy whole blocks. The last piece is split into groups of layers, so that a
 step can start before the last layers have arrived. Blocks with recurrent states come first and are always copied whole,
-because the first layers of a step read these states. Of blocks to which layers with a sliding window do not attend any
-more, only the other layers are copied. When all pieces were submitted to the device, their fences are
-reported to the engine thread, which can then launch a step that waits for them.
+because the first layers of a step read these states. If no layer with a sliding window attends to a block any more,
+only the block's other layers are copied. When all pieces were submitted to the device, their fences are reported to the
+engine thread, which can then launch a step that waits for them.
 
     slot    host memory for one block
     lease   the right to use slots until `release`: leased slots are not evicted
@@ -327,7 +327,7 @@ class CostModel:
         bandwidth  rate of transfers of at least 16 MiB, and of smaller ones that were faster than the estimate
         latency    time of smaller transfers beyond bytes / bandwidth
 
-    Most of a small transfer's time is fixed, so it says little about the bandwidth. The assumption that a tier is
+    Most of a small transfer's time is fixed, so it tells little about the bandwidth. The assumption that a tier is
     healthy counts as its first measurement, so that one slow transfer alone changes nothing. After 30 s without a
     measurement, the tier counts as healthy again: otherwise a tier that was slow once would never be used, nor
     measured, again. The next measurement then decides between the assumption and the last estimate. The time to compute

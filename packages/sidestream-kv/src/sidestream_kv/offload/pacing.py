@@ -52,8 +52,7 @@ class Pace:
                                           segments takes 8 ms of the calling thread
     bytes_in_flight, segments_in_flight   maximum size of all slices in flight together, large enough to keep the link
                                           busy while the worker does other work
-    streams                               number of streams, which take slices in turn; each slice waits for the
-                                          previous slice
+    streams                               number of streams, which alternate; each slice waits for the previous slice
     """
 
     slice_bytes: int
@@ -211,8 +210,8 @@ class Lane:
     def awaited(self) -> Iterator[Fence]:
         """Fences whose end should wake the worker. Call it after `retire` and `fill`, which drop finished fences.
 
-        If copies are queued, this is the fence of the slice in flight whose end makes room for more slices
-        (`_wake_index`). If no copy is queued, it is the fence of the last slice of the oldest copy. If there is room
+        If copies are queued, this is the fence of the slice in flight whose end makes space for more slices
+        (`_wake_index`). If no copy is queued, it is the fence of the last slice of the oldest copy. If there is space
         for a slice, the first unfinished fence of each queued copy is returned as well.
         """
         if self._in_flight:
@@ -235,8 +234,8 @@ class Lane:
 
     def _wake_index(self) -> int:
         """Index of the slice in flight whose end wakes the worker. This is the middle slice, or an earlier slice if its
-        end makes room for everything that is queued: a step can be launched only when its load was submitted
-        completely, so the worker then wakes as early as possible.
+        end makes space for all queued copies: a step can be launched only when its load was submitted completely, so
+        the worker then wakes as early as possible.
         """
         half, pace = len(self._in_flight) // 2, self._pace
         over, segments_over = (
@@ -257,7 +256,7 @@ class Lane:
 
     @property
     def _has_room(self) -> bool:
-        """Whether there is room for a slice of full size. Always True if no slice is in flight."""
+        """Whether there is space for a slice of full size. Always True if no slice is in flight."""
         pace = self._pace
         return not self._bytes or (
             self._bytes + pace.slice_bytes <= pace.bytes_in_flight

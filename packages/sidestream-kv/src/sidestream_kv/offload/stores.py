@@ -1,9 +1,9 @@
 """Stores: copies of KV blocks from the device to host memory. Called on the offload worker's thread only.
 
 A store waits for the step that filled the blocks (hazard H1 in docs/glossary.md). It is copied in pieces. At start,
-host memory is pinned little by little, so the host tier grows for a while. During this time, no block is
-evicted from the host tier. A block that finds no free host slot is deferred: when a slot is free, the engine thread is
-asked to submit the block once more.
+host memory is pinned little by little, so the host tier grows for a while. During this time, no block is evicted from
+the host tier. If there is no free host slot for a block, the block is deferred: when a slot is free, the engine thread
+is asked to submit the block again.
 
     slot    host memory for one block
     settle  a job has settled when it no longer uses device blocks

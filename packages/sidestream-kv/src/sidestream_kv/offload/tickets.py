@@ -1,5 +1,5 @@
-"""Records of transfers: messages between the engine thread and the offload worker, and the worker's jobs and tickets,
-which are the transfers in flight; and state that several parts of the worker share.
+"""Records of transfers: messages between the engine thread and the offload worker, the worker's jobs and tickets (the
+transfers in flight), and state that several parts of the worker share.
 
 Messages are frozen: the engine thread sends commands, and the worker sends events. A plan describes one transfer:
 blocks to store, to load, or to read from a slower tier. A fence is a position on a stream, like a CUDA event.

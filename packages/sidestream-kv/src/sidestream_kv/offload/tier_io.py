@@ -1,5 +1,5 @@
-"""Reads and writes of persistent tiers, such as the disk, on streams of their own; and promotions: reads of blocks into
-host memory for requests that wait for them. Called on the offload worker's thread only.
+"""Reads and writes of persistent tiers, such as the disk, on separate streams. Also promotions: reads of blocks into
+host memory for requests that wait for these blocks. Called on the offload worker's thread only.
 
 A failed write leaves no entry in the tier, and a failed read counts as a cache miss. Before a write, the tier's index
 gives a grant: the right to write one entry, possibly in place of an evicted entry. docs/tiers.md describes tiers.

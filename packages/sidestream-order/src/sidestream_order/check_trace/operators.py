@@ -1,4 +1,4 @@
-"""Determines the tensors that a PyTorch operator reads and writes, from the alias annotations of its schema. Pure
+"""Determines which tensors a PyTorch operator reads and which it writes, from the alias annotations of its schema. Pure
 functions.
 """
 

@@ -2,8 +2,8 @@
 
 A block belongs to the stream that it was allocated for. A freed block is given to the next request of this stream at
 once, although the stream may still have work that uses it: the stream runs in order. Other streams are the caller's
-responsibility. `record_stream` names a stream that uses the block, too: then a freed block is not reused before the
-work that this stream has by then is done.
+responsibility. `record_stream` names another stream that uses the block: then a freed block is not reused before all
+work is done that this stream had at the time of the release.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SimAllocator:
 
     def allocate(self, num_bytes: int, stream: SimStream) -> torch.Tensor:
         """A view uint8 `[num_bytes]` of the memory, for work of `stream`: the block of this size and stream that was
-        freed last, or else new memory. Its bytes are what earlier uses left there.
+        freed last, or else new memory. Its bytes are those that earlier uses have left there.
 
         Raises OutOfDeviceMemory.
         """

@@ -1,4 +1,4 @@
-"""Forecasts when work on a stream will end, from earlier durations of work with the same label. Used by one thread."""
+"""Predicts when work on a stream will end, from earlier durations of work with the same label. Used by one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports to a tracer the events of a GPU, as soon as fences prove that they have happened. Used in tests.
+"""Reports the events of a GPU to a tracer, as soon as fences prove that the events have happened. Used in tests.
 
 A GPU reports neither when work starts nor when a wait ends. But when a fence (a position on a stream) is done, all
 earlier work of its stream is done, and so is all work that the stream has waited for. So each stream has a log, and

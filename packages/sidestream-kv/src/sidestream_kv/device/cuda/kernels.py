@@ -1,5 +1,5 @@
-"""Triton kernels that copy small segments (byte ranges) in place of the copy engine, and small results that must not
-queue behind bulk copies.
+"""Triton kernels that copy small segments (byte ranges) in place of the copy engine. They also copy small results,
+which must not queue behind bulk copies.
 
 Triton does not specialise on the addresses, which are plain integers. So each kernel has only two variants: one moves
 eight bytes at a time, the other one byte. Loading another variant during serving would wait until the GPU is idle.

@@ -1,15 +1,15 @@
-"""Triton kernels that add values over the GPUs of all ranks, through device memory that each GPU maps from the others.
+"""Triton kernels of an all-reduce (sum) over the GPUs of all ranks. Each GPU maps device memory of the others.
 
-Each rank writes its values into the other GPUs' inboxes, waits until theirs are in its own inbox, and adds all values
-in the order of the ranks. So all ranks get equal bits. A sum takes as long as one message over the link between the
-GPUs; NCCL needs several.
+Each rank writes its values into an inbox of each other GPU, waits until the values of all other ranks are in its own
+inbox, and adds all values in the order of the ranks. So all ranks get equal bits. A sum takes as long as one message
+over the link between the GPUs; NCCL needs several messages.
 
 A call of a kernel has a number, which the kernel counts in device memory, so that captured calls count, too. Two calls
-in a row use two halves of an inbox. Call n + 2 writes over the values of call n, and no rank still reads them: call
-n + 2 starts when call n + 1 has ended here, so all other ranks have begun call n + 1, and ended call n.
+in a row use two halves of an inbox. Call n + 2 overwrites the values of call n. No rank reads these any more: when call
+n + 1 has ended here, all other ranks have begun call n + 1, so they have ended call n.
 
-All programs of a call must run at the same time, because they wait for those of other ranks: the numbers of programs
-are bounded by what a GPU holds.
+All programs of a call must run at the same time, because they wait for programs of other ranks. So a call has at most
+as many programs as a GPU can run at once.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def _add_many(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,  # noqa: N803
 ):
     """Add `4 * quads` words in tiles. A program writes its next tile to the other ranks before it waits for theirs. The
-    number of the call behind a tile says that the tile is complete. Words: [2 halves, SIZE ranks, WORDS], 4 bytes each;
-    behind them the numbers: [2 halves, SIZE ranks, WORDS // TILE], 4 bytes each.
+    number of the call after a tile shows that the tile is complete. Words: [2 halves, SIZE ranks, WORDS], 4 bytes each;
+    after them the numbers: [2 halves, SIZE ranks, WORDS // TILE], 4 bytes each.
     """
     if OVERLAP:
         gdc_wait()
@@ -283,7 +283,7 @@ def many_bytes(size: int, words: int) -> int:
 
 def counters(words: int) -> int:
     """Number of words (int32, zeros at first) that count the calls of `add_few` with up to `words` words, or of
-    `add_many`. The first one says whether an abort was seen.
+    `add_many`. The first counter tells whether an abort was seen.
     """
     return 1 + max(-(-words // _LANES), _PROGRAMS)
 
@@ -291,8 +291,8 @@ def counters(words: int) -> int:
 def add_few(
     values: torch.Tensor, inboxes: torch.Tensor, calls: torch.Tensor, abort: torch.Tensor, *, rank: int, words: int
 ) -> None:
-    """Add values over all ranks, in place, on the current stream. Fast for few values: each word travels with a number,
-    so the other ranks need no further message.
+    """Add values over all ranks, in place, on the current stream. Fast for few values: each word is written together
+    with a number, so the other ranks need no further message.
 
     values    contiguous, up to `4 * words` bytes, a multiple of 16, at an address that is a multiple of 16
     inboxes   int64 `[ranks]`: addresses of the inboxes of all ranks, of `few_bytes` bytes, zeros at first

@@ -15,8 +15,8 @@ from sidestream_kv.device.cuda.peer_kernels import add_few, add_many, can_add, c
 from sidestream_kv.errors import ProcessFailed
 
 # Values of up to `_FEW_BYTES`, to all other ranks together, are sent with a number in each word, which doubles the
-# bytes. Values of up to `_MANY_BYTES` are sent with a number behind each tile. For more values NCCL is as fast, and
-# from three ranks on it sends fewer bytes. Over a slow link, NCCL is faster earlier: `measure` finds where.
+# bytes. Values of up to `_MANY_BYTES` are sent with a number after each tile. For more values NCCL is as fast, and from
+# three ranks on it sends fewer bytes. Over a slow link, NCCL is faster also for fewer values: `measure` finds the size.
 _FEW_BYTES = 1 << 20
 _MANY_BYTES = 16 << 20
 _ALIGNMENT = 16
@@ -69,8 +69,8 @@ class PeerSums:
         self._addresses = torch.tensor(starts, dtype=torch.int64).t().contiguous().to(self._device)
 
     def right(self) -> bool:
-        """Whether the sums of all ranks are right: on some machines GPUs reach each other, and lose what they write.
-        Blocks for a few seconds at most. All ranks call it.
+        """Whether the sums of all ranks are right: on some machines, GPUs can map each other's memory, but written
+        values are lost. Blocks for a few seconds at most. All ranks call it.
         """
         ranks = range(1, len(self._inboxes) + 1)
         sizes = [self._few_words, self._many_words] if self._many_words else [self._few_words]
@@ -166,7 +166,8 @@ class PeerSums:
 
 def fastest_bytes(times: Sequence[Sequence[float]]) -> int:
     """The limit that saves the most, by the result of `measure`: sums of up to so many bytes are made here, and larger
-    ones in the other way. 0: all of them. All sizes count alike, so that one time that was disturbed does not decide.
+    sums by the other method. 0: all of them. All sizes have the same weight, so that one disturbed measurement does not
+    decide.
     """
     saved, most, limit = 0.0, 0.0, 0
     for num_bytes, here_s, other_s in times:

@@ -1,5 +1,5 @@
 """The interface of a persistent tier: storage for KV blocks that is slower than host memory, such as a disk.
-docs/tiers.md explains it to authors of tiers; `sidestream_order.tier_conformance` tests an implementation.
+docs/tiers.md explains the interface to authors of tiers; `sidestream_order.tier_conformance` tests an implementation.
 
 The offload worker's thread owns the tier's index, which gives grants (the right to write one entry) and pins entries
 (protects them from eviction). The engine thread only looks keys up in the index. `write` and `read` run on the threads
@@ -60,7 +60,7 @@ class PersistentTier(Protocol):
         """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`. The
         victim may be absent from the medium.
 
-        Raises TierFull (the medium has no room), TierLost (all entries are gone) or TierError. After any error, no
+        Raises TierFull (the medium has no space), TierLost (all entries are gone) or TierError. After any error, no
         part of the entry may be left.
         """
         ...

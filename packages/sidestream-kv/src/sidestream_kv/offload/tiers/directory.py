@@ -1,15 +1,16 @@
-"""The directory of a persistent tier: private, locked by one engine, and never mistaken for another one.
+"""The directory of a persistent tier: private, locked by one engine, and never confused with another directory.
 
-All checks that do not depend on the files of blocks are here, so that every layout of these files has them:
+All checks that do not depend on the files of blocks are here, so that they apply to every layout of these files:
 
 - **Private.** The directory belongs to this user, and no other user may write to it.
 - **Locked** (flock) until `close` or the end of the process. The lock is on the directory itself, so that deleting a
   file cannot end it.
 - **Links are not followed**, and only regular files are opened. No file that exists is opened for writing: files are
   written under a temporary name and renamed.
-- **A new directory under the same path is another directory.** Files are opened relative to the descriptor of this
-  one. After `rm -rf`, operations fail, and none of them touches a directory that somebody else has made meanwhile.
-- **Described.** sidestream-tier.json names the format, model and layout. A directory with other values is refused.
+- **A new directory under the same path is another directory.** Files are opened relative to the descriptor of the
+  locked directory. After `rm -rf`, operations fail, and none of them touches a directory that another process has made
+  meanwhile.
+- **Described.** sidestream-tier.json gives the format, model and layout. A directory with other values is refused.
 
 `path` may be a link, because the user chooses it. Any thread may call a method; `close` only after the others.
 """

@@ -18,10 +18,10 @@ An entry is a header and the block. The header fills a page, so that the block s
     [4080, 4096)  xxh3-128 of everything else in the file
     [4096, …)     payload
 
-**The directory is the index.** At open, the index is rebuilt from file names and sizes, without reading a payload.
-Every write and every read sets the modification time of a file, which gives the order of eviction. If the process dies
-after it has renamed a file into place, and before the index has the entry, the file is complete and is served after the
-next open.
+**There is no index file.** At open, the index in memory is rebuilt from file names and sizes, without reading a
+payload. Every write and every read sets the modification time of a file, which gives the order of eviction. If the
+process dies after it has renamed a file into place, and before the index has the entry, the file is complete and is
+served after the next open.
 
 **No deletion can hit a newer write.** A file name contains the serial number of its write, and is never reused while an
 engine uses the directory. So a late unlink of an evicted entry, a read in flight and a new write of the same key use
@@ -165,7 +165,7 @@ class DiskTier:
         completely or not at all.
 
         Waits for I/O: call it on a disk stream's thread. Raises TierFull if the disk, the quota or the file size limit
-        leaves no room, TierLost if the directory was removed or replaced, and TierError for any other failure. In all
+        leaves no space, TierLost if the directory was removed or replaced, and TierError for any other failure. In all
         cases no file of the entry is left, and the caller must abandon the grant.
         """
         view = self._view(payload)  # rule: write-begins

@@ -51,7 +51,7 @@ class WriteGrant:
 
     Until the write's fence is done, the tier's `write` owns `victim` and `written`; then the offload worker reads them.
 
-    victim   the entry that `write` deletes before it writes; None if there was room, or after the deletion
+    victim   the entry that `write` deletes before it writes; None if there was space, or after the deletion
     written  whether the complete entry is on the medium
     void     whether the key was dropped during the write: `publish` then abandons the grant. Only the offload worker
              uses it
@@ -68,7 +68,7 @@ class TierStats:
     """The content of a tier, and counts since it was opened.
 
     entries, bytes   number of published entries, and the bytes that they take on the medium
-    evictions        number of entries removed to make room
+    evictions        number of entries removed to make space
     corrupt          number of entries dropped because they were damaged or unreadable
     """
 
@@ -234,9 +234,9 @@ class TierIndex:
         return ReadLease(self, slots)
 
     def reserve(self, key: Key) -> WriteGrant | None:
-        """The right to write `key`, with room for the entry. None if `key` is published or being written already.
+        """The right to write `key`, with space for the entry. None if `key` is published or being written already.
 
-        If there is no room, the least recently used entry that is not pinned is evicted at once, and the grant's write
+        If there is no space, the least recently used entry that is not pinned is evicted at once, and the grant's write
         deletes it. Raises TierFull, and evicts nothing, if every entry is being read or written.
         """
         if key in self._slots or key in self._writing:  # rule: key-is-written-by-one-at-a-time
@@ -334,7 +334,7 @@ class TierIndex:
         return doomed
 
     def _make_room(self) -> Entry | None:
-        """The victim of the next grant; None if there is room without deleting an entry."""
+        """The victim of the next grant; None if there is space without deleting an entry."""
         if self._doomed:  # rule: doomed-entries-are-deleted
             return self._doomed.popleft()
         if len(self._slots) + len(self._writing) + self._leaving < self._max_entries:
