@@ -161,7 +161,7 @@ WORLDS = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """The result of a run. `objections` are the findings of the ordering checker, if it was attached."""
+    """The result of a run. `objections` are the findings of the order checker, if it was attached."""
 
     tally: Tally
     seconds: float

@@ -64,7 +64,7 @@ class Outcome:
                 replays them
     decisions   number of decisions about which actor runs next
     lines       the events of all actors in their order, if requested
-    objections  the findings of the ordering checker as objects; `findings` contains their texts
+    objections  the findings of the order checker as objects; `findings` contains their texts
     """
 
     findings: tuple[Finding, ...]

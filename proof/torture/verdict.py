@@ -158,7 +158,7 @@ class Verdict:
                 self.find(oracle, text)
 
     def judge_trace(self, life: Life) -> None:
-        """Add the findings that were made during the run: by the ordering checker, and about blocks with wrong or
+        """Add the findings that were made during the run: by the order checker, and about blocks with wrong or
         outdated content at their publication.
         """
         for text in (*life.recorder.stale, *life.recorder.wrong):

@@ -70,7 +70,7 @@ def build_engine(
     tiers     open persistent tiers by name, fastest first, to use instead of the tiers that `config.offload` names. The
               engine closes them; if this function raises, the caller must close them
     device    a device to use instead of opening the device that `config.device` names; the engine closes it
-    tracer    records which device work waits for which, for the ordering checker. Not used with a given `device`, which
+    tracer    records which device work waits for which, for the order checker. Not used with a given `device`, which
               has its own tracer
     proposer  a proposer (of drafts) to use instead of the proposer that `config.speculative` names
     defaults  values of sampling options that requests leave out

@@ -1,5 +1,5 @@
 """Computes the byte ranges of the KV pool and of the recurrent states that a step reads and writes. Steps declare them
-to the ordering checker. Knows ids and sizes, never a tensor.
+to the order checker. Knows ids and sizes, never a tensor.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ shadow.hide_frames_of(__file__)
 class Problem:
     """One thing that is wrong with a run.
 
-    oracle     "checker": the ordering checker has a finding; `objection` is that finding. "assertion": the program or
+    oracle     "checker": the order checker has a finding; `objection` is that finding. "assertion": the program or
                its work raised AssertionError. "deadlock": no thread or stream can continue. "error": any other
                exception
     text       the finding as a sentence
@@ -69,7 +69,7 @@ class Problem:
 class Run:
     """The result of one schedule.
 
-    problems   all findings, those of the ordering checker first; empty: the run is correct
+    problems   all findings, those of the order checker first; empty: the run is correct
     turns      decisions that switched to another actor: decision number → chosen actor. Give it to `replay` to repeat
                the schedule
     decisions  number of decisions

@@ -1,7 +1,7 @@
 """Records the events of one schedule, and prints them as lines with one column per actor (the host, a stream or a
 thread).
 
-`Recorder` is a tracer (`sidestream_kv.Tracer`) that forwards all events to the ordering checker. It also finds keys
+`Recorder` is a tracer (`sidestream_kv.Tracer`) that forwards all events to the order checker. It also finds keys
 that are published after a cache reset, although their blocks were handed out before the reset. An objection is a
 finding of the checker; an interleaving is the sequence of all events. Called by the actor whose turn it is, so the
 order of calls is the order of the run.

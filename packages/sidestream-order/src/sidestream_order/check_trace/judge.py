@@ -1,4 +1,4 @@
-"""Translates the streams, waits, copies and storages of a PyTorch program into events of the ordering checker.
+"""Translates the streams, waits, copies and storages of a PyTorch program into events of the order checker.
 
 The recorder reports named streams, byte ranges of storages, and marks (positions on a stream, such as a recorded
 event). Each storage is a memory of its own, so findings do not depend on the addresses that the allocator chose in this
