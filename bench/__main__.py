@@ -1,6 +1,6 @@
-"""`python -m bench`, in a checkout of the repository: measures figures and checks their bounds. Most figures are ratios
-to a baseline that users could run themselves, such as transformers' `generate`. The baseline is measured in the same
-run.
+"""`python -m bench`, in a checkout of the repository: measures figures and checks their bounds. Most figures are
+divided by those of a baseline that users could run themselves, such as transformers' `generate`. The baseline is
+measured in the same run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The commands of `python -m bench`, apart from `serve`. A function declares a command's options and says what its
-report is about; `measure` of the module of the same name takes these options and returns the figures.
+"""The commands of `python -m bench`, apart from `serve`. A function declares a command's options and the subject of its
+report; `measure` of the module of the same name takes these options and returns the figures.
 """
 
 from __future__ import annotations

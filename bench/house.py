@@ -1,7 +1,7 @@
 """Figures of the source itself: sizes, import circles, prose, and the files that one request's tokens go through.
 
-`make figures` prints them; `tests/test_house.py` holds them to their bounds. Reads the source as text and syntax trees;
-only `files_of_a_request` runs it.
+`make figures` prints the figures; `tests/test_house.py` compares them with their bounds. Reads the source as text and
+syntax trees; only `files_of_a_request` runs the code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time until the host sees a sampled token while a gigabyte of KV is being stored.
 
-Two ways are compared. Mailbox: a kernel writes the tokens to pinned host memory, as in the engine. Copy engine: the
+Two methods are compared. Mailbox: a kernel writes the tokens to pinned host memory, as in the engine. Copy engine: the
 tokens are copied to the host by a device-to-host copy, which may queue behind the stores.
 """
 

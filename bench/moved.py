@@ -1,7 +1,7 @@
-"""Shows that modules which moved between two commits are equal but for imports: `python -m bench.moved OLD NEW`.
+"""Shows that modules which moved between two commits are equal except for imports: `python -m bench.moved OLD NEW`.
 
-Compares syntax trees without import statements, docstrings' and strings' module names of the moved packages, and lines.
-Prints each moved module that differs, and ends with 1 if there is one. Git finds the renames.
+Compares syntax trees, and ignores lines, import statements, and names of moved packages in docstrings and strings.
+Prints each moved module that differs, and ends with status 1 if there is one. Git finds the renames.
 """
 
 from __future__ import annotations

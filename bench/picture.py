@@ -1,6 +1,6 @@
 """Draw a timeline file as an SVG picture: `python -m bench.picture TIMELINE.json OUT.svg [FROM_MS TO_MS]`.
 
-One track per stream, time from left to right; what a track did is named where it is wide enough.
+There is one track per stream, with time from left to right. A span has its name if it is wide enough.
 """
 
 from __future__ import annotations

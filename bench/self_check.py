@@ -1,8 +1,8 @@
 """The cost of the self-check: time of a step with a share of steps that run twice and of blocks with a checksum,
-divided by the time of a step without. Also the differences that it finds, of which there should be none.
+divided by the time of a step without. Also the number of differences that it finds, which should be 0.
 
-The engines use the same model object, exist at the same time and run in turn. All requests run at once, in two kinds of
-rounds: prompts that are new, and prompts whose KV comes back from host memory.
+The engines use the same model object, exist at the same time and run alternately. All requests run at once, in two
+kinds of rounds: prompts that are new, and prompts whose KV comes back from host memory.
 """
 
 from __future__ import annotations

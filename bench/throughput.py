@@ -2,7 +2,7 @@
 are measured: requests that reuse no KV, where offload cannot help, and conversations whose KV is larger than the
 device's pool, where offload must help.
 
-Both engines use the same model object, exist at the same time and run in turn.
+Both engines use the same model object, exist at the same time and run alternately.
 """
 
 from __future__ import annotations

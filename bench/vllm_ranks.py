@@ -1,4 +1,4 @@
-"""Time vLLM's decode steps and first tokens, with dummy weights, at the sizes of `python -m bench ranks`.
+"""Measures vLLM's decode steps and times to first token, with dummy weights, at the sizes of `python -m bench ranks`.
 
     python -m bench.vllm_ranks DIR RANKS > result.json      # DIR: a model's config.json; needs vLLM
 

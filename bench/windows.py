@@ -1,5 +1,5 @@
-"""TTFT with KV in host memory, for a model in which most layers have a sliding window: loads leave out what no window
-reaches, compared with loads of all layers.
+"""TTFT with KV in host memory, for a model in which most layers have a sliding window: loads that leave out KV that no
+window reaches, compared with loads of all layers.
 """
 
 from __future__ import annotations

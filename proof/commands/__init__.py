@@ -1,1 +1,1 @@
-"""The commands of `python -m proof`: they read options, run what `proof.torture` has, and print it."""
+"""The commands of `python -m proof`: they read options, run functions of `proof.torture`, and print the results."""

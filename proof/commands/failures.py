@@ -1,7 +1,7 @@
 """Saves and shows the failing schedules of `python -m proof torture`.
 
-A campaign saves a failing schedule as it ran when it hears of it: shrinking takes a minute, and an interrupt or the end
-of the process must not lose what a campaign of hours has found. A shrunk schedule replaces the long one.
+A campaign first saves a failing schedule as it ran: shrinking takes a minute, and an interrupt or the end of the
+process must not lose a finding of a campaign of hours. The shrunk schedule then replaces the long one.
 """
 
 from __future__ import annotations

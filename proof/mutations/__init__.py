@@ -7,7 +7,7 @@ A test that passes both with and without a rule does not test it:
         ...  # the real engine, without that rule
 
 A comment `# rule: name` marks the statement of a rule in the product's code; its mutation names a change of the syntax
-tree there. A new wait, lease or check needs a mark, and a row in its room's table beside this file.
+tree there. A new wait, lease or check needs a mark, and a row in the table of its part of the code, beside this file.
 
 A schedule is one workload of the torture test, run in an order that a seed chooses.
 

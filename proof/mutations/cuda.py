@@ -1,6 +1,6 @@
-"""Rules of the CUDA device: waits between streams, and what fails. No schedule runs on a GPU; unit tests on a fake GPU
-detect their removal. The torture test of a device (`python -m proof torture --device cuda --mutations`) removes rules
-of the other rooms on a real one.
+"""Rules of the CUDA device: waits between streams, and failures. No schedule runs on a GPU; unit tests on a fake GPU
+detect the removal of these rules. The torture test of a device (`python -m proof torture --device cuda --mutations`)
+removes the other tables' rules on a real GPU.
 """
 
 from __future__ import annotations

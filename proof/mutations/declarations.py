@@ -1,4 +1,4 @@
-"""Rules of declarations: the accesses that work declares are those that it makes."""
+"""Rules of declarations: work declares exactly the accesses that it makes."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m pytest -p proof.mutations.mutated --mutant NAME --outcomes FILE tests/file.py
 
-A test that fails with the mutant is run again without it: if it fails then too, the failure says nothing about the
-mutant. The plugin appends a line of JSON to FILE when a test begins, and when the mutant is detected. Called by
+A test that fails with the mutant is run again without it: if it fails then, too, the mutant is not the reason. The
+plugin appends a line of JSON to FILE when a test begins, and when the mutant is detected. Called by
 `proof.torture.mutants`, in a process of its own: a test that hangs ends the process.
 """
 

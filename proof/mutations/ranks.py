@@ -1,4 +1,4 @@
-"""Rules of tensor-parallel ranks: every rank does the same work, and rank 0 goes on only when all of them have."""
+"""Rules of tensor-parallel ranks: every rank does the same work, and rank 0 goes on only when all have done it."""
 
 from __future__ import annotations
 

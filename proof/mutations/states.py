@@ -1,4 +1,4 @@
-"""Rules of recurrent states: which state a step reads and writes, and when a checkpoint of it is a hit."""
+"""Rules of recurrent states: which state a step reads and writes, and when a checkpoint is a hit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds the workloads whose schedules run a line of the product's code.
 
-A mutant of a line that no schedule runs cannot be detected by schedules. One schedule of each workload is run with
-Python's tracing, which makes it several times slower.
+If no schedule runs a line, no schedule can detect its mutants. One schedule of each workload is run with Python's
+tracing, which makes it several times slower.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two oracles for losses that no answer shows: a block that is evicted before blocks that were used less recently, and
-a block that a request could reuse and computes again. Called by the actor whose turn it is.
+"""Two oracles for errors that change no answer: a block is evicted before blocks that were used less recently, or a
+request computes a block again that it could reuse. Called by the actor whose turn it is.
 """
 
 from __future__ import annotations

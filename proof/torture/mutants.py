@@ -2,7 +2,7 @@
 
 Each mutant is tried until its first finding. Schedules run in a child process, because a mutant may hang; tests run in
 a process of their own, and need pytest and the directory `tests` of a checkout. Results are appended to a file, so that
-the next call goes on where an interrupted one ended.
+the next call continues an interrupted one.
 """
 
 from __future__ import annotations

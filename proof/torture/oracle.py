@@ -1,7 +1,7 @@
 """The reference for a schedule: the output of each request, and the KV of its tokens.
 
-The output of greedy requests is computed from the toy model's closed form and the definition of the penalties, without
-an engine. Requests with a temperature also depend on random numbers: they run on a second engine, one step at a time,
+The output of greedy requests is computed by the toy model's formula and the definition of the penalties, without an
+engine. Requests with a temperature also depend on random numbers: they run on a second engine, one step at a time,
 without cache, tiers, preemption or aborts. The reference is computed once for each workload.
 """
 

@@ -4,9 +4,9 @@ with its own device.
     torture_ranks(...)   send requests until enough blocks were transferred; each answer must equal the reference
 
 The model is tiny, has random weights in float32, and each of its layers attends to all tokens before. Requests continue
-the conversations of `conversations.py`: with an old prompt, or with a longer one than before. The device has room for
-few of them, so their KV is preempted, stored, loaded, written to disk and read again. Steps, copies and disk I/O of
-every rank are delayed at random, each rank by other delays, and some copies fail on one rank only.
+the conversations of `conversations.py`: with an old prompt, or with a longer one than before. The device has space for
+few of them, so they are preempted, and their KV is stored, loaded, written to disk and read again. Steps, copies and
+disk I/O of every rank are delayed at random, each rank by different delays, and some copies fail on one rank only.
 
 The ranks add their parts in another order than the reference, so log-probabilities differ a little. Each token must be
 equal, and its log-probability must be at most `NEAR` from the reference's. Tokens whose two likeliest candidates are
