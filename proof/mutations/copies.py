@@ -82,7 +82,7 @@ MUTATIONS = (
         at="store-is-settled",
         change=DropOperand("begun"),
         consequence="a store counts as ended between two pieces",
-        needs=frozenset({"offload"}),
+        needs=frozenset({"offload", "layer_groups", "states"}),  # several pieces, and blocks soon used again
         also=(Change("job-settles-once", PopInstead()),),
     ),
     Mutation(
