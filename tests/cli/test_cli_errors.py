@@ -99,7 +99,7 @@ except SystemExit as end:
         ("no/such-model", "0", "the hub cannot be reached (huggingface.co: Name or service not known)"),
     ],
 )
-def test_a_wrong_model_is_refused_before_anything_slow_is_imported(
+def test_a_wrong_model_is_refused_quickly(
     command: list[str], model: str, offline: str, said: str, tmp_path: Path
 ) -> None:
     environ = {

@@ -108,16 +108,8 @@ def test_a_run_writes_a_head_that_says_how_it_came_to_be(tiny: Path, whole: Path
     with safe_open(whole, framework="pt") as file:
         record = file.metadata()
     assert record["weights"] == weights_digest(str(tiny))
-    asked = {
-        "model": str(tiny),
-        "steps": STEPS,
-        "batch": 2,
-        "length": 32,
-        "drafts": 2,
-        "answers": 1400,
-        "learning_rate": 1e-3,
-        "seed": 0,
-    }
+    asked = {"steps": STEPS, "batch": 2, "length": 32, "drafts": 2, "answers": 1400, "learning_rate": 1e-3, "seed": 0}
+    asked["model"] = str(tiny)
     assert {name: json.loads(record[name]) for name in asked} == asked
     assert json.loads(record["texts"]) == []
     assert record["trained_on"] == "cpu"
@@ -126,9 +118,7 @@ def test_a_run_writes_a_head_that_says_how_it_came_to_be(tiny: Path, whole: Path
     assert sorted(path.name for path in whole.parent.iterdir()) == ["head.safetensors", "head.tokens"]
 
 
-def test_the_same_seed_gives_the_same_head_and_another_one_another(
-    run: Run, tiny: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_equal_seeds_give_equal_heads_and_others_do_not(run: Run, tiny: Path, whole: Path, tmp_path: Path) -> None:
     for name, seed in (("same", 0), ("other", 1)):
         assert run(*TRAIN, tiny, "--out", tmp_path / f"{name}.safetensors", "--seed", seed, *LESSON).exit_code == 0
     assert same(tmp_path / "same.safetensors", whole)
@@ -153,10 +143,8 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
     ("arguments", "said"),
     [
         (["--steps", "0"], "steps is 0: it must be 1 or more"),
-        (["--batch", "0"], "batch is 0: it must be 1 or more"),
         (["--drafts", "0"], "drafts is 0: it must be 1 or more"),
         (["--drafts", "17"], "drafts is 17: at most 16 tokens are verified at once; lower it"),
-        (["--learning-rate", "0"], "--learning-rate is 0: it must be more than 0"),
         (["--learning-rate", "inf"], "--learning-rate is inf: it must be more than 0, and finite"),
         (["--learning-rate", "nan"], "--learning-rate is nan: it must be more than 0, and finite"),
         (["--seed", str(1 << 62)], f"seed is {1 << 62}: it must be in [0, 4294967295]"),
@@ -179,9 +167,7 @@ def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, argum
     assert result.output.count("\n") == 1
 
 
-def test_a_directory_that_may_not_be_written_to_is_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_directory_without_write_access_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     result = run(*TRAIN, "no-such-model", "--out", tmp_path / "head.safetensors")
     assert f"{tmp_path} is not a writable directory" in result.output
@@ -216,9 +202,7 @@ def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str, tmp
 # ---------------------------------------------------------------------- interrupted, and started again
 
 
-def test_an_interrupt_keeps_the_answers_that_are_there(
-    run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
-) -> None:
+def test_an_interrupt_keeps_the_answers(run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
     first = run(*command)
@@ -234,7 +218,7 @@ def test_an_interrupt_keeps_the_answers_that_are_there(
 
 
 @pytest.mark.parametrize(("times", "kept"), [(1, 3), (2, 0)], ids=["the step ends first", "a second one does not wait"])
-def test_an_interrupt_within_a_step_changes_nothing(
+def test_an_interrupt_in_a_step_is_no_loss(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted, times: int, kept: int
 ) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
@@ -252,7 +236,7 @@ def test_an_interrupt_within_a_step_changes_nothing(
     assert same(tmp_path / "head.safetensors", whole)
 
 
-def test_an_interrupt_within_the_last_step_leaves_the_head_to_write(
+def test_an_interrupt_in_the_last_step_is_no_loss(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
@@ -341,7 +325,7 @@ def _interrupt(school: Distillation) -> float:
     return 0.5
 
 
-def test_answers_serve_lessons_that_differ_in_nothing_they_depend_on(
+def test_answers_serve_lessons_of_other_steps(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
     (tmp_path / "head.tokens").write_bytes(whole.with_suffix(".tokens").read_bytes())
@@ -349,9 +333,7 @@ def test_answers_serve_lessons_that_differ_in_nothing_they_depend_on(
     assert (work.batches, work.steps) == (0, 2)
 
 
-def test_answers_of_other_weights_in_the_same_place_are_refused(
-    run: Run, whole: Path, tmp_path: Path, work: Interrupted
-) -> None:
+def test_answers_of_other_weights_there_are_refused(run: Run, whole: Path, tmp_path: Path, work: Interrupted) -> None:
     model = tiny_model_dir("llama", tmp_path / "model", seed=1)
     command = (*TRAIN, model, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
@@ -363,9 +345,7 @@ def test_answers_of_other_weights_in_the_same_place_are_refused(
 
 
 @pytest.mark.parametrize("name", ["head.tokens", "head.training"])
-def test_a_torn_file_is_named_with_what_to_do(
-    run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_torn_file_is_named_with_a_remedy(run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str) -> None:
     for path in interrupted.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     whole = (tmp_path / name).read_bytes()
