@@ -359,7 +359,7 @@ def test_poisson_arrivals_are_sent_when_due_whatever_was_answered(fake_server: F
     assert all(answer.ttft_ms > 0 for answer in answers)
 
 
-def test_a_refused_request_ends_the_run_with_what_the_server_said(fake_server: FakeServer) -> None:
+def test_a_refused_request_ends_the_run_with_the_servers_message(fake_server: FakeServer) -> None:
     fake_server.status = 503
     with (
         Clients(Target.at(fake_server.url, "fake"), most=1) as clients,

@@ -190,7 +190,7 @@ def test_the_environment_can_ask_for_tracebacks(run: Run, monkeypatch: pytest.Mo
     assert "Traceback" in run("generate", "--prompt", "x", "--dtype", "bfloat").output
 
 
-def test_a_broken_invariant_says_that_it_is_our_bug() -> None:
+def test_a_broken_invariant_is_called_our_bug() -> None:
     assert "a bug in Sidestream" in CliRunner().invoke(_ending_with(InvariantError("released twice")), ["fail"]).output
 
 

@@ -19,7 +19,7 @@ def answer(run: Run, model: Path, *options: object) -> dict[str, Any]:
     return found
 
 
-def test_the_text_is_printed_and_json_reports_how_it_came(run: Run, tiny: Path) -> None:
+def test_the_text_is_printed_and_json_has_its_figures(run: Run, tiny: Path) -> None:
     plain = run("generate", tiny, "--prompt", "The whale", *ENGINE)
     told = run("generate", tiny, "--prompt", "The whale", "--json", *ENGINE)
     assert plain.exit_code == told.exit_code == 0
@@ -88,7 +88,7 @@ def test_no_prompt_at_a_terminal_says_how_to_give_one(run: Run, monkeypatch: pyt
     assert "no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in" in result.output
 
 
-def test_a_prompt_beyond_the_pool_says_what_the_pool_holds(run: Run, tiny: Path) -> None:
+def test_a_prompt_beyond_the_pool_names_the_pools_size(run: Run, tiny: Path) -> None:
     result = run("generate", tiny, "--prompt", "x" * 200, *ENGINE, "--kv-memory", "96KiB")
     assert result.exit_code == 2
     assert "prompt has 200 tokens, the pool holds 128" in result.output

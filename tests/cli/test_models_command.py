@@ -28,7 +28,7 @@ def _pretend_to_prepare(name: str, *, progress: catalog.Progress | None = None) 
     return directory
 
 
-def test_the_list_says_licence_size_and_how_to_get_it(run: Run) -> None:
+def test_the_list_has_licence_size_and_command(run: Run) -> None:
     shown = run("models").output
     assert DEMO_MODEL in shown
     assert "Apache-2.0" in shown

@@ -53,7 +53,7 @@ def _chat(**fields: object) -> dict[str, object]:
     return {"model": "tiny", "messages": messages, "ignore_eos": True, **fields}
 
 
-def test_an_interrupt_ends_it_in_order_with_its_kv_and_timeline_stored(tiny: Path, tmp_path: Path) -> None:
+def test_an_interrupt_drains_and_stores_kv_and_timeline(tiny: Path, tmp_path: Path) -> None:
     kv, timeline = tmp_path / "kv", tmp_path / "timeline.json"
     options = ("--offload-disk", kv, "--offload-host", "8MiB", "--timeline", timeline, "--served-model-name", "tiny")
     with _serving(tiny, *options) as (child, client, lines):
@@ -90,7 +90,7 @@ def test_a_unix_socket_named_in_a_config_file_is_served_and_removed(tiny: Path, 
     assert f"serving on http://localhost, Unix socket {path}" in log
 
 
-def test_the_second_signal_aborts_what_runs(tiny: Path) -> None:
+def test_the_second_signal_aborts_running_requests(tiny: Path) -> None:
     options = ("--single-process", "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k")
     key = {"Authorization": "Bearer k"}
     with (
@@ -142,6 +142,9 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
             "--uds is '/tmp/s' and --port is 8000: give a Unix socket or an address, not both",
         ),
         (("--ssl-keyfile", "k"), "--ssl-keyfile is k without --ssl-certfile"),
+        (("--stall-timeout", 0), "--stall-timeout is 0: no reply could be sent"),
+        (("--max-connections", 0), "--max-connections is 0: it must be a whole number in [1, 1048576]"),
+        (("--api-processes", 65), "--api-processes is 65: give a whole number in [1, 64]"),
         (("--api-processes", 0), "--api-processes is 0: give a whole number in [1, 64]"),
         (
             ("--api-processes", 2, "--single-process"),

@@ -102,7 +102,7 @@ def same(one: Path, other: Path) -> bool:
 # ---------------------------------------------------------------------- a whole run
 
 
-def test_a_run_writes_a_head_that_says_how_it_came_to_be(tiny: Path, whole: Path) -> None:
+def test_a_head_records_the_run_that_made_it(tiny: Path, whole: Path) -> None:
     head = load_head(load_teacher(str(tiny), device=torch.device("cpu")), whole)
     assert head.hidden_size == 64
     with safe_open(whole, framework="pt") as file:
@@ -143,8 +143,10 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
     ("arguments", "said"),
     [
         (["--steps", "0"], "steps is 0: it must be 1 or more"),
+        (["--batch", "0"], "batch is 0: it must be 1 or more"),
         (["--drafts", "0"], "drafts is 0: it must be 1 or more"),
         (["--drafts", "17"], "drafts is 17: at most 16 tokens are verified at once; lower it"),
+        (["--learning-rate", "0"], "--learning-rate is 0: it must be more than 0"),
         (["--learning-rate", "inf"], "--learning-rate is inf: it must be more than 0, and finite"),
         (["--learning-rate", "nan"], "--learning-rate is nan: it must be more than 0, and finite"),
         (["--seed", str(1 << 62)], f"seed is {1 << 62}: it must be in [0, 4294967295]"),
@@ -268,7 +270,7 @@ app.app()
 
 
 @pytest.mark.parametrize(("during", "batches", "steps"), [("answers", BATCHES - 1, STEPS), ("steps", 0, STEPS - 4)])
-def test_a_process_that_dies_leaves_what_was_saved(
+def test_a_process_that_dies_leaves_its_saved_work(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted, during: str, batches: int, steps: int
 ) -> None:
     command = [str(argument) for argument in (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)]
@@ -294,7 +296,7 @@ def test_a_process_that_dies_leaves_what_was_saved(
         ("--learning-rate", "0.1", "head.training was made with --learning-rate 0.001, but now it is 0.1"),
     ],
 )
-def test_what_was_made_with_other_options_is_neither_used_nor_lost(
+def test_work_of_other_options_is_neither_used_nor_lost(
     run: Run, interrupted: Path, tiny: Path, work: Interrupted, option: str, value: str, said: str
 ) -> None:
     before = {path: path.read_bytes() for path in interrupted.iterdir()}

@@ -29,7 +29,7 @@ def test_h23_consumer_is_enqueued_before_its_producer() -> None:
     reenact("consumer before producer", by=("checker", "tokens"), within=1)
 
 
-def test_h23_kernel_that_starts_early_reads_what_the_one_before_it_writes() -> None:
+def test_h23_kernel_that_starts_early_reads_before_the_last_one_wrote() -> None:
     reenact("early part of a dependent launch", by=("checker", "tokens"), within=12)
 
 

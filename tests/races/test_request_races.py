@@ -9,7 +9,7 @@ def test_h13_ranks_disagree_on_which_load_is_complete() -> None:
     reenact("ranks that decide alone", by=("tokens",), within=10)
 
 
-def test_h21_abort_frees_what_a_step_still_holds_and_the_commit_frees_it_again() -> None:
+def test_h21_abort_and_commit_both_free_the_blocks_of_a_step() -> None:
     reenact("abort while a step is in flight", by=("checker", "balance"), within=1)
 
 

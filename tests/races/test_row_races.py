@@ -5,7 +5,7 @@ from __future__ import annotations
 from reenact import reenact
 
 
-def test_h12_token_is_read_because_the_step_was_counted_and_not_because_it_is_done() -> None:
+def test_h12_token_is_read_when_its_step_is_counted_but_not_done() -> None:
     reenact("token read when the step was counted", by=("checker", "tokens"), within=5)
 
 
@@ -25,5 +25,5 @@ def test_h18_padded_row_of_a_graph_writes_the_block_of_an_earlier_batch() -> Non
     reenact("padded row of a graph", by=("tokens",), within=1)
 
 
-def test_h19_state_of_a_row_is_a_view_of_what_the_next_step_overwrites() -> None:
+def test_h19_state_of_a_row_is_a_view_that_the_next_step_overwrites() -> None:
     reenact("state kept as a view", by=("accept length",), within=1)

@@ -164,7 +164,7 @@ def test_options_of_the_chat_template_reach_it() -> None:
     assert options == {"enable_thinking": False, "style": ["short"]}
 
 
-def test_reasoning_effort_is_given_to_a_template_that_knows_it_and_ignored_otherwise() -> None:
+def test_reasoning_effort_reaches_templates_that_know_it_and_no_others() -> None:
     with serving(_knowing("reasoning_effort")) as served:
         assert served.chat(reasoning_effort="high").status_code == 200
         assert (

@@ -249,7 +249,7 @@ def test_the_response_starts_before_any_event_of_any_prompt() -> None:
     assert set(sent[1:]) == {"http.response.body"}
 
 
-def test_a_body_that_says_it_is_too_long_need_not_even_come() -> None:
+def test_a_body_that_announces_too_many_bytes_is_refused_before_it_comes() -> None:
     with serving(max_body_bytes=1000) as served, served.connect() as announcing:
         announcing.sendall(head(1001))
         assert announcing.recv(12) == b"HTTP/1.1 413"
