@@ -295,7 +295,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
+        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight",
         unreached=True,
     ),
     Equivalent(

@@ -229,7 +229,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the simulated offload worker takes no turn while the engine polls",
-        noticed_by="offload/test_loads.py::test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_polled",
+        noticed_by="offload/test_loads.py::test_load_that_settles_during_a_poll_is_kept_until_its_events_were_polled",
         unreached=True,
     ),
     Equivalent(

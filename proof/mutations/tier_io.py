@@ -191,7 +191,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
+        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight",
         unreached=True,
     ),
     Equivalent(
@@ -254,7 +254,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "slow_tier"}),
         ),
         "in a schedule, slow disk operations end; tests/engine/test_offload.py has a disk that never answers",
-        noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_published_alone",
+        noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_frees_nothing_and_the_late_block_is_published",
         unreached=True,
     ),
     Equivalent(
