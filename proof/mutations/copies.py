@@ -103,7 +103,8 @@ MUTATIONS = (
         needs=frozenset({"failing_copy", "offload"}),
         also=(
             Change(
-                "load-settles-once", Rewrite(".settled", ".settled or job.job_id not in self._unsettled._unsettled")
+                "load-settles-once",
+                Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
             ),
         ),
     ),
@@ -265,7 +266,7 @@ MUTATIONS = (
     Mutation(
         name="last-submitted-transfers-are-dropped-at-close",
         hazard="H22",
-        change=Become("if self.switches.abandoned:\n    self._drop()\nself._take_commands()"),
+        change=Become("if self._switches.abandoned:\n    self._drop()\nself._take_commands()"),
         consequence="transfers submitted just before the close never release their blocks",
         needs=frozenset({"close", "offload"}),
         also=(Change("transfers-are-dropped", Delete()),),

@@ -299,7 +299,8 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
             also=(
                 Change(
-                    "load-settles-once", Rewrite(".settled", ".settled or job.job_id not in self._unsettled._unsettled")
+                    "load-settles-once",
+                    Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
                 ),
             ),
         ),
@@ -316,7 +317,8 @@ EQUIVALENT = (
             needs=frozenset({"failing_copy", "offload"}),
             also=(
                 Change(
-                    "load-settles-once", Rewrite(".settled", ".settled or job.job_id not in self._unsettled._unsettled")
+                    "load-settles-once",
+                    Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
                 ),
             ),
         ),

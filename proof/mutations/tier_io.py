@@ -83,7 +83,8 @@ MUTATIONS = (
         name="failed-disk-read-is-a-miss",
         hazard="H9",
         change=Value(
-            "self._log.ended(f'{self.name}-read', ticket.failure(), 1, ticket.submitted_s) or ticket.work.seconds == 0"
+            "self._context.log.ended(f'{self.name}-read', ticket.failure(), 1, ticket.submitted_s) "
+            "or ticket.work.seconds == 0"
         ),
         consequence="a read that failed, or found a damaged file, leaves a key for wrong bytes",
         needs=frozenset({"disk", "failing_tier"}),
@@ -148,7 +149,7 @@ MUTATIONS = (
     Mutation(
         name="store-has-the-generation-of-its-submission",
         hazard="H8",
-        change=SetArgument("submit", 2, "self.switches.generation"),
+        change=SetArgument("submit", 2, "self._switches.generation"),
         consequence="a store submitted before a reset and started after it counts as submitted after it",
         needs=frozenset({"offload", "reset"}),
     ),
@@ -261,7 +262,7 @@ EQUIVALENT = (
         Mutation(
             name="disk-read-has-the-generation-of-its-submission",
             hazard="H8",
-            change=SetArgument("submit", 1, "self.switches.generation"),
+            change=SetArgument("submit", 1, "self._switches.generation"),
             consequence="a read submitted before a reset and started after it counts as submitted after it",
             needs=frozenset({"disk", "reset"}),
         ),
