@@ -24,14 +24,14 @@ def hazard_table() -> str:
 
 
 def _tests_by_miniature() -> dict[str, list[str]]:
-    """Names of the tests that say `assert_caught("MINIATURE", …)`."""
+    """Names of the tests that say `reenact("MINIATURE", …)`."""
     found: dict[str, list[str]] = {miniature.name: [] for miniature in MINIATURES}
     for path in sorted(RACES.glob("test_*.py")):
         for test in ast.parse(path.read_text(encoding="utf-8")).body:
             for node in ast.walk(test):
                 match node:
-                    case ast.Call(func=ast.Name(id="assert_caught"), args=[ast.Constant(value=str(name)), *_]) if (
-                        isinstance(test, ast.FunctionDef)
+                    case ast.Call(func=ast.Name(id="reenact"), args=[ast.Constant(value=str(name)), *_]) if isinstance(
+                        test, ast.FunctionDef
                     ):
                         found[name].append(test.name)
     return found

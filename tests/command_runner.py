@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
+
+from proof.tiny_models import tiny_model_dir
 
 Run = Callable[..., Any]
 
@@ -38,3 +41,9 @@ def interrupts_reach_children() -> Iterator[None]:
     yield
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGHUP, hangup)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose answers are long enough to be interrupted, given `--ignore-eos`."""
+    return tiny_model_dir("llama", tmp_path_factory.mktemp("tiny"), seed=1, max_position_embeddings=1 << 15)

@@ -42,3 +42,11 @@ def main(descriptor: int) -> None:
         link.report(Arrived())
         os._exit(3)
     worker_main.main(descriptor, on_device=run_out)
+
+
+def is_rank(pid: int | str) -> bool:
+    """Whether a process is a rank that runs: one that has ended and is not reaped yet has no command line."""
+    try:
+        return "worker_main" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False

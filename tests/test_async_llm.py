@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import json
 import logging
@@ -15,16 +14,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llm_rig import with_sampling_defaults
 
 from proof.mutations import applied, find
-from proof.tiny_models import tiny_model_dir
 from sidestream import (
     LLM,
     AsyncLLM,
@@ -54,17 +53,10 @@ SIZES: dict[str, Any] = {"kv_memory": "8MiB", "compute_threads": 1}
 KINDS = pytest.mark.parametrize("engine_process", [True, False], ids=["process", "thread"])
 
 
-def tiny_model(directory: Path, **defaults: Any) -> Path:
-    """A tiny model whose generation_config.json has `defaults` too."""
-    path = tiny_model_dir("llama", directory, seed=1) / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **defaults}), encoding="utf-8")
-    return directory
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its sampling defaults leave no choice where nothing else is asked for, though the temperature is high."""
-    return tiny_model(tmp_path_factory.mktemp("tiny"), temperature=20.0, top_k=1)
+    return with_sampling_defaults(tmp_path_factory.mktemp("tiny"), temperature=20.0, top_k=1)
 
 
 @pytest.fixture(scope="module")
@@ -97,24 +89,6 @@ def text_of(news: list[Delta]) -> str:
     return "".join(delta.text for delta in news)
 
 
-async def ended(model: AsyncLLM) -> dict[str, float]:
-    """How many requests have ended, by how."""
-    snapshot = await model.metrics_snapshot()
-    return {labels[0]: value for labels, value in snapshot.values.get("requests_total", {}).items()}
-
-
-@contextlib.asynccontextmanager
-async def ending(model: AsyncLLM, **expected: int) -> AsyncIterator[None]:
-    """Within it, so many requests end in each way, and no others."""
-    before = await ended(model)
-    yield
-    async with asyncio.timeout(20):
-        while sum((await ended(model)).values()) < sum(before.values()) + sum(expected.values()):
-            await asyncio.sleep(0)
-    after = await ended(model)
-    assert {how: after[how] - before.get(how, 0) for how in after if after[how] != before.get(how, 0)} == expected
-
-
 # ------------------------------------------------------------------ answers
 
 
@@ -129,61 +103,6 @@ def test_answers_are_those_of_the_synchronous_model(model: AsyncLLM, llm: LLM) -
     assert model.health().status == "ok"
 
 
-def test_one_model_serves_one_event_loop_after_another(model: AsyncLLM) -> None:
-    answers = [tokens_of(asyncio.run(news_of(model, PROMPTS[0], GREEDY))) for _ in range(3)]
-    assert answers[0] and len(set(answers)) == 1
-
-
-def test_a_stop_string_ends_an_answer_in_the_engine_too(model: AsyncLLM) -> None:
-    async def use() -> None:
-        text = text_of(await news_of(model, PROMPTS[0], GREEDY))
-        async with ending(model, stop=1):
-            news = await news_of(model, PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=900, stop=(text[1:3],)))
-        assert (text_of(news), news[-1].finish_reason) == (text[:1], "stop")
-
-    asyncio.run(use())
-
-
-class Broken:
-    """A detokenizer that fails at the third token."""
-
-    def __init__(self) -> None:
-        self._left = 2
-
-    def push(self, token_id: int) -> str:
-        self._left -= 1
-        if self._left < 0:
-            raise UnicodeError("injected: no such character")
-        return "x"
-
-    def finish(self) -> str:
-        return ""
-
-
-def test_a_tokenizer_that_fails_ends_its_sample_alone(model: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = iter([Broken(), model.tokenizer.detokenizer()])
-    monkeypatch.setattr(model.tokenizer, "detokenizer", lambda after: next(made))
-
-    async def use() -> list[Delta]:
-        async with ending(model, error=1, length=1):
-            news = await news_of(model, PROMPTS[0], dataclasses.replace(GREEDY, n=2, max_tokens=200))
-        return [delta for delta in news if delta.finish_reason is not None]
-
-    ends = asyncio.run(use())
-    assert sorted(str(delta.finish_reason) for delta in ends) == ["error", "length"]
-    assert [delta.error for delta in ends if delta.error] == ["the tokenizer failed: injected: no such character"]
-
-
-def test_a_stream_that_is_left_is_aborted(model: AsyncLLM) -> None:
-    async def use() -> None:
-        async with ending(model, abort=1):
-            news = model.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=900))
-            await anext(news)
-            await news.aclose()
-
-    asyncio.run(use())
-
-
 def test_sampling_defaults_of_the_checkpoint_count(model: AsyncLLM) -> None:
     news = asyncio.run(news_of(model, "The whale", SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True)))
     answers = {tokens_of(news, index) for index in range(4)}
@@ -194,9 +113,7 @@ def test_sampling_defaults_of_the_checkpoint_count(model: AsyncLLM) -> None:
     assert len({tokens_of(freely, index) for index in range(4)}) == 4
 
 
-def test_it_chats_and_tokenizes_beside_the_event_loop(
-    model: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chats_are_tokenized_beside_the_event_loop(model: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     makers: list[threading.Thread] = []
     lay_out = model.tokenizer.chat
     monkeypatch.setattr(
@@ -220,7 +137,7 @@ def test_it_chats_and_tokenizes_beside_the_event_loop(
         (lambda model: model.chat("hi"), "^messages is 'hi'"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_name(model: AsyncLLM, ask: Callable[[AsyncLLM], Any], words: str) -> None:
+def test_a_wrong_prompt_is_refused_by_name(model: AsyncLLM, ask: Callable[[AsyncLLM], Any], words: str) -> None:
     async def use() -> None:
         with pytest.raises(RequestRejected, match=words):
             await anext(ask(model))
@@ -228,7 +145,7 @@ def test_what_is_no_prompt_is_refused_by_name(model: AsyncLLM, ask: Callable[[As
     asyncio.run(use())
 
 
-def test_it_flushes_and_forgets(model: AsyncLLM) -> None:
+def test_flush_and_reset_reach_the_engine(model: AsyncLLM) -> None:
     prompt = list(range(1, 70))
 
     async def cached() -> int:
@@ -306,7 +223,7 @@ class Downloads:
 
 
 @KINDS
-def test_it_reports_the_progress_of_the_start_and_leaves_nothing_at_its_end(
+def test_a_start_reports_its_progress_and_an_end_leaves_nothing(
     engine_process: bool,
     directory: Path,
     tmp_path: Path,
@@ -410,7 +327,7 @@ def test_a_start_that_fails_raises_why_once_and_leaves_no_process(
             AsyncLLM(model, **options, engine_process=engine_process)
         return failure.value
 
-    cases = [(tiny_model(tmp_path, top_p=1.5), SIZES), (directory, {**SIZES, "kv_memory": "1KiB"})]
+    cases = [(with_sampling_defaults(tmp_path, top_p=1.5), SIZES), (directory, {**SIZES, "kv_memory": "1KiB"})]
     with ThreadPoolExecutor(2 if engine_process else 1) as starts:  # a process takes seconds
         of_model, of_size = starts.map(failure_of, *zip(*cases, strict=True))
     assert (type(of_model), type(of_size)) == (ModelError, ConfigError)
@@ -422,7 +339,7 @@ def test_a_start_that_fails_raises_why_once_and_leaves_no_process(
     assert str(of_model) not in said and str(of_size) not in said
 
 
-def test_a_process_that_is_killed_before_it_reads_its_start_is_an_error_that_says_so(
+def test_a_process_killed_before_it_reads_its_start_is_an_error(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_first(monkeypatch, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
@@ -441,7 +358,7 @@ sys.meta_path.insert(0, type("Finder", (), {"find_spec": staticmethod(import_eng
 """
 
 
-def test_a_thread_that_the_system_refuses_is_an_error_with_its_limits(
+def test_a_thread_that_the_system_refuses_is_named_with_limits(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_first(monkeypatch, NO_THREADS)
@@ -482,9 +399,7 @@ def test_a_tokenizer_that_cannot_be_loaded_here_ends_the_process(monkeypatch: py
     assert killed == ["a whale"]
 
 
-def test_a_stopped_engine_process_is_stalled_and_close_ends_it(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_engine_process_stalls_and_close_ends_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "_SILENCE_S", 0.5)
     model = AsyncLLM(directory, **SIZES, watchdog_timeout_s=0.2)
     assert model.engine_pid is not None

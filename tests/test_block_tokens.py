@@ -28,9 +28,7 @@ def test_blocks_are_larger_on_a_gpu_for_models_with_recurrent_states(tmp_path: P
     assert asked.kv.block_tokens == 16
 
 
-def test_sizes_must_fit_the_default_of_the_model_before_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_must_fit_the_models_default_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "torch_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(loading, "load_model", None)  # a call of it fails
     directory = tiny_model_dir("qwen3_next", tmp_path, 1)

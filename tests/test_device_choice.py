@@ -33,11 +33,7 @@ def test_blocks_that_a_gpu_cannot_read_are_refused() -> None:
 
 
 def test_the_default_is_a_gpu_where_there_is_one() -> None:
-    assert EngineConfig().device == engine_config().device == "auto"
-
-
-def test_the_option_reaches_the_config() -> None:
-    assert engine_config(device="auto").device == "auto"
+    assert EngineConfig().device == engine_config().device == engine_config(device="auto").device == "auto"
 
 
 @pytest.fixture
@@ -54,7 +50,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error_that_says_what_is_missing() -> None:
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error_that_names_the_cause() -> None:
     assert torch_device("auto") == torch_device("cpu") == torch.device("cpu")
     with pytest.raises(
         ConfigError, match=r"device is 'cuda': the CUDA driver cannot be loaded \(injected\): install NVIDIA's driver"
@@ -63,9 +59,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error_that_says_what_is_mi
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_auto_refuses_blocks_that_the_gpu_cannot_read_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_refuses_blocks_that_the_gpu_cannot_read_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=_BAD_BLOCKS):
         LLM("no such model", block_tokens=8)
@@ -102,12 +96,11 @@ def test_doctor_says_why_no_gpu_is_used() -> None:
 
 
 @pytest.mark.freezes_gc_heap
-def test_what_there_is_once_it_serves_is_off_the_garbage_collectors_list_until_it_closes(tmp_path: Path) -> None:
+def test_the_heap_is_frozen_while_an_engine_serves(tmp_path: Path) -> None:
     before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     with LLM(tiny_model_dir("llama", tmp_path, 1), kv_memory="8MiB", compute_threads=1):
         assert gc.get_freeze_count() > before + 10_000
-        assert (
-            gc.get_threshold()[0] > 5_000
-        )  # or young objects would be looked through in every step of a few hundred requests
+        # Else young objects would be looked through in every step of a few hundred requests.
+        assert gc.get_threshold()[0] > 5_000
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == thresholds

@@ -46,9 +46,7 @@ def names_in(text: str) -> list[str]:
         ),
     ],
 )
-def test_a_document_names_all_methods_of_a_protocol_and_their_number(
-    file: str, pattern: str, protocol: type[Any]
-) -> None:
+def test_a_document_names_and_counts_all_methods_of_a_protocol(file: str, pattern: str, protocol: type[Any]) -> None:
     fact = stated(file, pattern)
     named = names_in(fact["names"])
     assert sorted(named) == sorted(methods_of(protocol))

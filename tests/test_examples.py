@@ -31,21 +31,15 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def test_the_offloaders_race_is_found_in_every_schedule_and_gone_with_the_wait(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_offloaders_race_is_in_every_schedule_and_gone_with_the_wait(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "two_stream_offloader.py"), run_name="__main__")
     without, race, fixed = capsys.readouterr().out.splitlines()
     assert without.startswith("without the wait: the checker objects to 100 of 100 schedules")
     assert not without.endswith((" after 0", " after 100")), (
         "some orders are right by luck: that is why output alone does not tell"
     )
-    assert (
-        "`forward 2`" in race
-        and "`copy 0`" in race
-        and race.count("two_stream_offloader.py") == 2
-        and "nothing orders" in race
-    )
+    assert all(words in race for words in ("`forward 2`", "`copy 0`", "nothing orders"))
+    assert race.count("two_stream_offloader.py") == 2
     assert fixed == "with the wait: the checker objects to 0 of 100 schedules, the host's bytes are wrong after 0"
 
 
@@ -93,7 +87,7 @@ def test_a_server_answers_over_http_and_reuses_the_prompt(
     assert second.endswith(", cached prompt tokens: 64")
 
 
-def test_an_architecture_of_ones_own_is_served(
+def test_an_own_architecture_is_served(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run(monkeypatch, "own_model.py", str(tmp_path / "clipped"))
@@ -113,7 +107,7 @@ def test_an_architecture_of_ones_own_is_served(
         ("serve_and_ask.py", ["no-such-model"]),
     ],
 )
-def test_an_example_with_a_wrong_argument_ends_with_one_clear_line(
+def test_a_wrong_argument_of_an_example_is_one_line(
     monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
 ) -> None:
     monkeypatch.setattr(stack, "_KINDS", [*stack._KINDS])  # own_tier.py registers a tier in this process
@@ -137,21 +131,20 @@ def test_the_code_of_the_readme_answers(capsys: pytest.CaptureFixture[str], tiny
     assert "CachedTokens(device=0, host=0)" in capsys.readouterr().out
 
 
+def printed_by(code: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    (directory / "script.py").write_text(code, encoding="utf-8")
+    runpy.run_path(str(directory / "script.py"))
+    return capsys.readouterr().out
+
+
 def test_the_checker_finds_the_race_of_the_ordering_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = tmp_path / "race.py"
-    script.write_text(python_of("docs/ordering.md"), encoding="utf-8")
-    runpy.run_path(str(script))
-    assert "nothing orders `store` after compute:1" in capsys.readouterr().out
+    found = printed_by(python_of("docs/ordering.md"), tmp_path, capsys)
+    assert "nothing orders `store` after compute:1" in found
 
 
-def test_the_program_of_the_ordering_page_is_explored_as_the_page_shows(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(python_of("docs/ordering.md", 2), encoding="utf-8")
-    runpy.run_path(str(script))
+def test_the_ordering_pages_program_is_explored_as_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed = printed_by(python_of("docs/ordering.md", 2), tmp_path, capsys).splitlines()
     page = (EXAMPLES.parent / "docs" / "ordering.md").read_text(encoding="utf-8")
-    printed = capsys.readouterr().out.splitlines()
     shown = page.partition("left. The same call gives the same result.\n\n```\n")[2].partition("```")[0].splitlines()
     assert len(printed) == len(shown)
     for ours, theirs in zip(shown, printed, strict=True):
@@ -166,7 +159,7 @@ class _PrivateForCausalLM(LlamaForCausalLM):
     config_class = _PrivateConfig
 
 
-def test_an_architecture_whose_module_does_not_name_the_attention_interface_is_refused(tmp_path: Path) -> None:
+def test_an_architecture_without_the_attention_interface_is_refused(tmp_path: Path) -> None:
     AutoConfig.register("private_llama", _PrivateConfig, exist_ok=True)
     AutoModelForCausalLM.register(_PrivateConfig, _PrivateForCausalLM, exist_ok=True)
     directory = tiny_model_dir("llama", tmp_path / "private", seed=1)

@@ -43,6 +43,8 @@ class TrapTokenizer(PreTrainedTokenizerFast):
 def generate(*args, **kwargs):
     pass
 """
+TRAPPED_MODEL = {"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.TrapModel"}
+TRAPPED_TOKENIZER = {"AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"]}
 OWN_CODE = "needs code of its own (auto_map in config.json), which Sidestream never runs"
 
 
@@ -74,8 +76,7 @@ def trapped(tmp_path: Path, marker: Path) -> Path:
     """A complete model of a type that its own code defines."""
     directory = tiny_model_dir("llama", tmp_path / "trapped", 0)
     set_trap(directory, marker)
-    auto_map = {"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.TrapModel"}
-    edit_json(directory / "config.json", model_type="trap", auto_map=auto_map)
+    edit_json(directory / "config.json", model_type="trap", auto_map=TRAPPED_MODEL)
     return directory
 
 
@@ -84,11 +85,7 @@ def trapped_tokenizer(tmp_path: Path, marker: Path) -> Path:
     """A directory whose own code defines the tokenizer."""
     directory = tiny_model_dir("llama", tmp_path / "trapped_tokenizer", 0)
     set_trap(directory, marker)
-    tokenizer = {
-        "tokenizer_class": "TrapTokenizer",
-        "auto_map": {"AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"]},
-    }
-    edit_json(directory / "tokenizer_config.json", **tokenizer)
+    edit_json(directory / "tokenizer_config.json", tokenizer_class="TrapTokenizer", auto_map=TRAPPED_TOKENIZER)
     edit_json(directory / "config.json", model_type="trap")
     return directory
 
@@ -121,9 +118,7 @@ ENTRIES: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_model_that_needs_its_own_code_is_refused_and_its_code_does_not_run(
-    trapped: Path, marker: Path, entry: str
-) -> None:
+def test_a_model_that_needs_its_own_code_is_refused_and_does_not_run(trapped: Path, marker: Path, entry: str) -> None:
     with pytest.raises(ModelError) as caught:
         ENTRIES[entry](str(trapped))
     assert f"its model_type 'trap' {OWN_CODE}: choose a model of a type that transformers knows" in str(caught.value)
@@ -185,9 +180,7 @@ def test_the_baseline_of_a_benchmark_runs_no_code_either(trapped: Path, marker: 
     assert not marker.exists()
 
 
-def test_a_tokenizer_that_needs_code_is_refused_and_its_code_does_not_run(
-    trapped_tokenizer: Path, marker: Path
-) -> None:
+def test_a_tokenizer_that_needs_code_is_refused_and_does_not_run(trapped_tokenizer: Path, marker: Path) -> None:
     with pytest.raises(ModelError) as caught:
         Tokenizer.load(str(trapped_tokenizer))
     assert (
@@ -197,18 +190,12 @@ def test_a_tokenizer_that_needs_code_is_refused_and_its_code_does_not_run(
     assert not marker.exists()
 
 
-def test_a_model_of_a_known_type_is_served_by_transformers_code_though_it_brings_its_own(
-    tmp_path: Path, marker: Path
-) -> None:
+def test_a_known_type_of_model_is_served_by_transformers_code_not_its_own(tmp_path: Path, marker: Path) -> None:
     """Many checkpoints are older than the support of their model in transformers."""
     directory = tiny_model_dir("llama", tmp_path / "both", 0)
     set_trap(directory, marker)
-    edit_json(
-        directory / "config.json", auto_map={"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.TrapModel"}
-    )
-    edit_json(
-        directory / "tokenizer_config.json", auto_map={"AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"]}
-    )
+    edit_json(directory / "config.json", auto_map=TRAPPED_MODEL)
+    edit_json(directory / "tokenizer_config.json", auto_map=TRAPPED_TOKENIZER)
     edit_json(directory / "generation_config.json", custom_generate="trap")
 
     assert Tokenizer.load(str(directory)).encode("a")
@@ -228,14 +215,8 @@ def test_a_chat_template_cannot_reach_python(llama: Path, tmp_path: Path, marker
 
 def _auto_loaders(tree: ast.AST) -> list[tuple[int, bool]]:
     """Line of every use of `Auto….from_pretrained`, and whether it is a call that runs no foreign code."""
-    safe = {
-        id(node.func)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and any(
-            word.arg == "trust_remote_code" and getattr(word.value, "value", None) is False for word in node.keywords
-        )
-    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    safe = {id(call.func) for call in calls if "trust_remote_code=False" in map(ast.unparse, call.keywords)}
     return [
         (node.lineno, id(node) in safe)
         for node in ast.walk(tree)

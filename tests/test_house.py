@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 10_450,
+    "sidestream_kv": 10_350,
     "sidestream_order": 5_950,
     "sidestream": 33_150,
     "proof": 19_300,
     "bench": 8_150,
-    "tests": 52_000,
+    "tests": 50_950,
 }
 
 
@@ -72,6 +73,13 @@ def test_no_part_has_more_lines_than_its_budget() -> None:
     lines = house.lines_by_part()
     assert lines.keys() == LINES.keys()
     assert not {part: found for part, found in lines.items() if found > LINES[part]}
+
+
+def test_names_of_tests_have_at_most_80_characters() -> None:
+    pages = (ROOT / "tests").rglob("*.py")
+    names = [name for page in pages for name in re.findall(r"def (test_\w+)", page.read_text(encoding="utf-8"))]
+    assert len(names) > 2_000
+    assert not [name for name in names if len(name) > 80]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ def _record(text: str) -> logging.LogRecord:
     return logging.LogRecord("x", logging.INFO, "f", 1, text, (), None)
 
 
-def test_a_log_that_is_not_read_loses_lines_counts_them_and_says_so_when_it_is_read_again() -> None:
+def test_lines_of_a_log_that_is_not_read_are_lost_counted_and_reported() -> None:
     reader, writer = os.pipe()
     handler = LogStream(writer, max_lines=100)
     for number in range(1000):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import rank_that_ends
+from rank_that_ends import is_rank
 
 from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, ConfigError, ModelError, OffloadConfig, SamplingParams, SpeculativeConfig
@@ -76,13 +77,6 @@ def children() -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def is_rank(pid: str) -> bool:
-    try:
-        return "worker_main" in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
-
-
 def test_a_killed_rank_ends_the_engine_with_its_reason(
     model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +102,7 @@ def test_a_killed_rank_ends_the_engine_with_its_reason(
     assert not any(is_rank(pid) for pid in children())
 
 
-def test_what_ranks_cannot_do_is_refused_before_any_process_starts(model: Path, tmp_path: Path) -> None:
+def test_options_that_ranks_lack_are_refused_before_any_process_starts(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="3 ranks cannot divide: choose one of 1, 2"):
         LLM(model, tensor_parallel=3, **OPTIONS)
     with pytest.raises(ConfigError, match="the proposer mtp does not run on 2 ranks yet: use ngram, or one rank"):
@@ -121,9 +115,7 @@ def test_what_ranks_cannot_do_is_refused_before_any_process_starts(model: Path, 
     assert not any(is_rank(pid) for pid in children())
 
 
-def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_at_the_start_ends_all_with_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_that_ends.start_with_it(monkeypatch)
     began_s = time.monotonic()
     with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):
@@ -140,9 +132,7 @@ def test_a_rank_that_ends_before_it_joins_the_others_ends_the_start(model: Path)
     assert time.monotonic() - began_s < 60.0  # without a look at the other ranks, it would wait for 600 s
 
 
-def test_rank_0_leaves_its_collectives_when_a_rank_ends_during_the_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_leaves_its_collectives_when_a_rank_ends_at_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU would wait in a collective for minutes. Gloo ends by itself, so the group is a fake."""
 
     class Group:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import rank_that_ends
 import torch
+from rank_that_ends import is_rank
 
 from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
@@ -92,9 +93,7 @@ def test_two_ranks_answer_like_one_from_every_tier(model: Path, tmp_path: Path, 
         assert any(output.cached.disk for output in restarted)
 
 
-def test_a_rank_killed_while_kv_is_loaded_ends_the_engine_and_leaves_the_disk_intact(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_rank_killed_during_a_load_ends_the_engine_and_leaves_the_disk_intact(model: Path, tmp_path: Path) -> None:
     options = OPTIONS | {
         "kv_memory": "64MiB",
         "tensor_parallel": 2,
@@ -136,9 +135,7 @@ def test_a_rank_killed_while_kv_is_loaded_ends_the_engine_and_leaves_the_disk_in
         assert any(output.cached.disk for output in restarted)
 
 
-def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_at_the_start_ends_all_with_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_that_ends.start_with_it(monkeypatch)
     began_s = time.monotonic()
     with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):
@@ -179,19 +176,11 @@ def test_no_rank_outlives_the_engine_process(model: Path, tmp_path: Path) -> Non
             assert engine.poll() is None and time.monotonic() < until_s
             time.sleep(0.1)
         rank = int(answered.read_text())
-        assert runs(rank)
+        assert is_rank(rank)
     finally:
         engine.kill()
         engine.wait(10)
     until_s = time.monotonic() + 10.0
-    while runs(rank) and time.monotonic() < until_s:
+    while is_rank(rank) and time.monotonic() < until_s:
         time.sleep(0.05)
-    assert not runs(rank)
-
-
-def runs(pid: int) -> bool:
-    """Whether the rank process runs. A process that has ended and is not reaped yet has no command line."""
-    try:
-        return "worker_main" in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return False
+    assert not is_rank(rank)

@@ -17,7 +17,7 @@ _every_option = pytest.mark.parametrize("name", SAMPLING_OPTIONS)
 
 
 @_every_option
-def test_a_request_that_leaves_an_option_out_has_the_models_default_or_the_neutral_value(name: str) -> None:
+def test_an_option_left_out_has_the_models_default_or_the_neutral_value(name: str) -> None:
     row, unset = SAMPLING_OPTIONS[name], getattr(SamplingParams(), name)
     assert unset is None if name in MODEL_OPTIONS else unset == row.neutral
     assert get_type_hints(SamplingParams)[name] == (row.kind | None if unset is None else row.kind)

@@ -82,7 +82,7 @@ MUTATIONS = (
         at="store-is-settled",
         change=DropOperand("begun"),
         consequence="a store counts as ended between two pieces",
-        needs=frozenset({"offload"}),
+        needs=frozenset({"offload", "layer_groups", "states"}),  # several pieces, and blocks soon used again
         also=(Change("job-settles-once", PopInstead()),),
     ),
     Mutation(
@@ -103,7 +103,8 @@ MUTATIONS = (
         needs=frozenset({"failing_copy", "offload"}),
         also=(
             Change(
-                "load-settles-once", Rewrite(".settled", ".settled or job.job_id not in self._unsettled._unsettled")
+                "load-settles-once",
+                Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
             ),
         ),
     ),
@@ -265,7 +266,7 @@ MUTATIONS = (
     Mutation(
         name="last-submitted-transfers-are-dropped-at-close",
         hazard="H22",
-        change=Become("if self.switches.abandoned:\n    self._drop()\nself._take_commands()"),
+        change=Become("if self._switches.abandoned:\n    self._drop()\nself._take_commands()"),
         consequence="transfers submitted just before the close never release their blocks",
         needs=frozenset({"close", "offload"}),
         also=(Change("transfers-are-dropped", Delete()),),
@@ -295,7 +296,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
+        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight",
         unreached=True,
     ),
     Equivalent(

@@ -37,7 +37,7 @@ EQUIVALENT = (
         "host-wait-ends-after-the-work",
         "H7",
         "a host wait returns before the work is done",
-        "test_cpu.py::test_host_waits_are_counted_by_reason_and_only_when_there_was_something_to_wait_for",
+        "test_cpu.py::test_host_waits_for_unfinished_work_are_counted_by_reason",
         Value("True"),
     ),
     _of_device(
@@ -69,7 +69,7 @@ EQUIVALENT = (
         "done-fence-needs-no-wait",
         "H12",
         "a wait for work that is done counts as a host wait",
-        "test_cpu.py::test_host_waits_are_counted_by_reason_and_only_when_there_was_something_to_wait_for",
+        "test_cpu.py::test_host_waits_for_unfinished_work_are_counted_by_reason",
         Never(),
     ),
     _of_device(

@@ -299,7 +299,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_step", "preempt"}),
         ),
         "a request of a failed step may end with an error: an answer is missing, but no answer is wrong",
-        noticed_by="engine/test_failures.py::test_request_that_was_preempted_after_the_launch_of_a_failed_step_is_computed_again",
+        noticed_by="engine/test_failures.py::test_request_preempted_after_the_launch_of_a_failed_step_is_computed_again",
     ),
     Equivalent(
         Mutation(

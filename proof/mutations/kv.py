@@ -257,7 +257,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "at most one step runs when the next is planned, and the host waits for all other uses of blocks",
-        noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
+        noticed_by="kv/test_pool.py::test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream",
     ),
     Equivalent(
         Mutation(
@@ -268,7 +268,7 @@ EQUIVALENT = (
             consequence="the next owner waits only for the first of two uses on one stream",
         ),
         "at most one step runs when the next is planned, and the host waits for all other uses of blocks",
-        noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
+        noticed_by="kv/test_pool.py::test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream",
     ),
     Equivalent(
         Mutation(
@@ -280,7 +280,7 @@ EQUIVALENT = (
         ),
         "steps run in the order of their launch, and the host waits for all other uses of blocks, so the last release "
         "knows the last use",
-        noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
+        noticed_by="kv/test_pool.py::test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream",
     ),
     Equivalent(
         Mutation(

@@ -229,7 +229,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the simulated offload worker takes no turn while the engine polls",
-        noticed_by="offload/test_loads.py::test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_polled",
+        noticed_by="offload/test_loads.py::test_load_that_settles_during_a_poll_is_kept_until_its_events_were_polled",
         unreached=True,
     ),
     Equivalent(
@@ -299,7 +299,8 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
             also=(
                 Change(
-                    "load-settles-once", Rewrite(".settled", ".settled or job.job_id not in self._unsettled._unsettled")
+                    "load-settles-once",
+                    Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
                 ),
             ),
         ),
@@ -316,7 +317,8 @@ EQUIVALENT = (
             needs=frozenset({"failing_copy", "offload"}),
             also=(
                 Change(
-                    "load-settles-once", Rewrite(".settled", ".settled or job.job_id not in self._unsettled._unsettled")
+                    "load-settles-once",
+                    Rewrite(".settled", ".settled or job.job_id not in self._context.unsettled._unsettled"),
                 ),
             ),
         ),

@@ -239,7 +239,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         "the scheduler plans no such read, and a failed load computes its request again: a second line of defence",
-        noticed_by="models/test_hybrid.py::test_what_is_computed_from_a_wrong_state_is_wrong",
+        noticed_by="models/test_hybrid.py::test_results_of_a_wrong_state_are_wrong",
     ),
     Equivalent(
         Mutation(

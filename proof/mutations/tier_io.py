@@ -83,7 +83,8 @@ MUTATIONS = (
         name="failed-disk-read-is-a-miss",
         hazard="H9",
         change=Value(
-            "self._log.ended(f'{self.name}-read', ticket.failure(), 1, ticket.submitted_s) or ticket.work.seconds == 0"
+            "self._context.log.ended(f'{self.name}-read', ticket.failure(), 1, ticket.submitted_s) "
+            "or ticket.work.seconds == 0"
         ),
         consequence="a read that failed, or found a damaged file, leaves a key for wrong bytes",
         needs=frozenset({"disk", "failing_tier"}),
@@ -148,7 +149,7 @@ MUTATIONS = (
     Mutation(
         name="store-has-the-generation-of-its-submission",
         hazard="H8",
-        change=SetArgument("submit", 2, "self.switches.generation"),
+        change=SetArgument("submit", 2, "self._switches.generation"),
         consequence="a store submitted before a reset and started after it counts as submitted after it",
         needs=frozenset({"offload", "reset"}),
     ),
@@ -191,7 +192,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
+        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight",
         unreached=True,
     ),
     Equivalent(
@@ -254,14 +255,14 @@ EQUIVALENT = (
             needs=frozenset({"disk", "slow_tier"}),
         ),
         "in a schedule, slow disk operations end; tests/engine/test_offload.py has a disk that never answers",
-        noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_published_alone",
+        noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_frees_nothing_and_the_late_block_is_published",
         unreached=True,
     ),
     Equivalent(
         Mutation(
             name="disk-read-has-the-generation-of-its-submission",
             hazard="H8",
-            change=SetArgument("submit", 1, "self.switches.generation"),
+            change=SetArgument("submit", 1, "self._switches.generation"),
             consequence="a read submitted before a reset and started after it counts as submitted after it",
             needs=frozenset({"disk", "reset"}),
         ),

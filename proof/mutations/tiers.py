@@ -272,8 +272,7 @@ EQUIVALENT = (
             consequence="entries of a removed directory are found, and each request waits for a read that fails",
         ),
         "no schedule removes a directory in use; every read of such an entry is a miss",
-        noticed_by="offload/test_disk_directory.py::"
-        "test_loss_forgets_the_entries_shows_in_health_and_metrics_and_ends_with_the_next_write",
+        noticed_by="offload/test_disk_directory.py::test_loss_forgets_the_entries_is_reported_and_ends_with_the_next_write",
         unreached=True,
     ),
     Equivalent(

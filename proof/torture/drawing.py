@@ -68,7 +68,8 @@ def draw_workload(seed: int) -> Workload:
     workload = _draw_window(random.Random(f"sidestream window {seed}"), workload)
     workload = _draw_lag(random.Random(f"sidestream lag {seed}"), workload)
     large = workload.layer_groups and random.Random(f"sidestream large groups {seed}").random() < 1 / 4
-    workload = dataclasses.replace(workload, large_groups=large)
+    turn_blocks = 1 + random.Random(f"sidestream turns {seed}").randrange(2)
+    workload = dataclasses.replace(workload, large_groups=large, turn_blocks=turn_blocks)
     return _draw_vocabulary(random.Random(f"sidestream vocabulary {seed}"), workload)
 
 

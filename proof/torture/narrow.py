@@ -11,18 +11,17 @@ from dataclasses import replace
 from sidestream_kv.offload import pacing
 from sidestream_kv.offload.pacing import Pace
 
-_PIECES = {"BLOCKS_PER_TURN": 2, "LOAD_PIECE_BYTES": 0, "LAST_PIECE_BYTES": 0}
-
 
 @contextlib.contextmanager
-def narrow_lanes(*, in_flight: int = 3) -> Iterator[None]:
+def narrow_lanes(*, in_flight: int = 3, turn_blocks: int = 2) -> Iterator[None]:
     """Affects the transfer engines that are built in this context. A slice has one segment, `in_flight` slices run at a
-    time, and a piece has two blocks. With three slices in flight, a copy of an earlier layer may fail after all slices
-    were submitted.
+    time, and a piece has `turn_blocks` blocks. With three slices in flight, a copy of an earlier layer may fail after
+    all slices were submitted.
     """
-    lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(pacing, name) for name in _PIECES}
+    pieces = {"BLOCKS_PER_TURN": turn_blocks, "LOAD_PIECE_BYTES": 0, "LAST_PIECE_BYTES": 0}
+    lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(pacing, name) for name in pieces}
     pacing.TO_HOST, pacing.TO_DEVICE = (_narrow(pace, in_flight) for pace in lanes)
-    vars(pacing).update(_PIECES)
+    vars(pacing).update(pieces)
     try:
         yield
     finally:

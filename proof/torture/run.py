@@ -110,7 +110,7 @@ def _stage(workload: Workload) -> Iterator[None]:
     torch.set_num_threads(1)
     tier_io.PAUSE_S = LOAD_DEADLINE_S
     try:
-        with narrow_lanes() if workload.layer_groups else contextlib.nullcontext():
+        with narrow_lanes(turn_blocks=workload.turn_blocks) if workload.layer_groups else contextlib.nullcontext():
             yield
     finally:
         tier_io.PAUSE_S = pause_s

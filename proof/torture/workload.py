@@ -142,6 +142,8 @@ class Workload:
     eos_every                    about one in this many tokens is the end of sequence; 0: none
     layer_groups                 load blocks layer by layer, and cut every copy into slices
     large_groups                 with layer groups: two of them, the last one with fewer layers. False: up to four
+    turn_blocks                  with layer groups: blocks of a piece of a store. If it is 1, a piece may end before the
+                                 next one begins
     captured                     capture CUDA graphs of forward passes in a few shapes, also of passes that wait for
                                  loads
     drafts                       draft tokens per row and step; 0: no speculation
@@ -176,6 +178,7 @@ class Workload:
     asynchronous: bool = True
     layer_groups: bool = True
     large_groups: bool = False
+    turn_blocks: int = 2
     captured: bool = False
     drafts: int = 0
     hidden: bool = False

@@ -18,67 +18,46 @@ from sidestream.types import StepPlan
 pytestmark = pytest.mark.slow
 
 COMMANDS = {
-    "transfer": ["--mib", "8", "--rounds", "1"],
-    "interference": ["--rounds", "1"],
-    "mailbox": ["--mib", "16", "--tokens", "8"],
-    "forward-thread": ["--requests", "32", "--steps", "4", "--pending", "200"],
-    "host-time": ["--shape", "tiny", "--requests", "6", "--output-tokens", "24", "--rounds", "1"],
-    "identity": ["--shape", "tiny", "--requests", "3", "--prompt-tokens", "40", "--output-tokens", "12"],
-    "engine": ["--shape", "tiny"],
-    "hybrid-engine": ["--shape", "tiny-hybrid"],
-    "windows": ["--shape", "tiny-windows"],
-    "throughput": ["--shape", "tiny"],
-    "self-check": ["--rounds", "1"],
-    "ranks": ["--shape", "tiny-two-heads"],
-    "host-tier": ["--shape", "tiny", "--host", "16MiB", "--rounds", "1"],
+    "transfer": "--mib 8 --rounds 1",
+    "interference": "--rounds 1",
+    "mailbox": "--mib 16 --tokens 8",
+    "forward-thread": "--requests 32 --steps 4 --pending 200",
+    "host-time": "--shape tiny --requests 6 --output-tokens 24 --rounds 1",
+    "identity": "--shape tiny --requests 3 --prompt-tokens 40 --output-tokens 12",
+    "engine": "--shape tiny",
+    "hybrid-engine": "--shape tiny-hybrid",
+    "windows": "--shape tiny-windows",
+    "throughput": "--shape tiny",
+    "self-check": "--rounds 1",
+    "ranks": "--shape tiny-two-heads",
+    "host-tier": "--shape tiny --host 16MiB --rounds 1",
 }
 FIGURES = {
-    "transfer": {"store_over_link", "load_over_link", "two_way_over_link", "store_64k_over_link", "load_64k_over_link"},
-    "interference": {"decode_under_transfer", "matmul_under_transfer"},
-    "mailbox": {"mailbox_ms_p99", "foreign_copy_wait_ms"},
-    "forward-thread": {"engine_thread_us_median", "engine_thread_us_max", "host_waits", "pending_submit_us_max"},
-    "host-time": {"host_ms_per_step_6_greedy", "host_ms_per_step_6_sampled", "host_cpu_ms_per_step_6_penalised"},
-    "identity": {
-        "requests_identical_again",
-        "requests_identical_offload_off",
-        "logprob_distance_max_synchronous",
-    },
-    "engine": {
-        "decode_b1_over_floor",
-        "idle_share_max",
-        "ttft_host_over_floor",
-        "itl_p99_during_resume",
-        "async_tokens_identical",
-    },
-    "hybrid-engine": {
-        "hybrid_decode_b1_over_floor",
-        "hybrid_ttft_host_over_floor",
-        "hybrid_verify_over_plain_step",
-        "hybrid_speculative_idle_share",
-    },
-    "windows": {"windows_ttft_host_over_all_layers_128", "windows_loaded_share_128"},
-    "self-check": {"self_check_overhead", "self_check_step_ratio", "self_check_disagreements"},
-    "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
-    "ranks": {
-        "tp2_over_tp1_decode_b1",
-        "tp2_over_tp1_ttft_cold_32",
-        "tp2_over_tp1_ttft_host_128",
-        "tp2_over_tp1_load_gb_s",
-        "tp2_idle_share_max",
-        "tp2_host_waits_besides_commits",
-        "tp2_resume_ttft_ms",
-    },
-    "host-tier": {"host_tier_ready_s_per_gib", "round_2_found_in_host"},
+    "transfer": "store_over_link load_over_link two_way_over_link store_64k_over_link load_64k_over_link",
+    "interference": "decode_under_transfer matmul_under_transfer",
+    "mailbox": "mailbox_ms_p99 foreign_copy_wait_ms",
+    "forward-thread": "engine_thread_us_median engine_thread_us_max host_waits pending_submit_us_max",
+    "host-time": "host_ms_per_step_6_greedy host_ms_per_step_6_sampled host_cpu_ms_per_step_6_penalised",
+    "identity": "requests_identical_again requests_identical_offload_off logprob_distance_max_synchronous",
+    "engine": "decode_b1_over_floor idle_share_max ttft_host_over_floor itl_p99_during_resume async_tokens_identical",
+    "hybrid-engine": "hybrid_decode_b1_over_floor hybrid_ttft_host_over_floor hybrid_verify_over_plain_step "
+    "hybrid_speculative_idle_share",
+    "windows": "windows_ttft_host_over_all_layers_128 windows_loaded_share_128",
+    "self-check": "self_check_overhead self_check_step_ratio self_check_disagreements",
+    "throughput": "throughput_no_reuse throughput_working_set_4x",
+    "ranks": "tp2_over_tp1_decode_b1 tp2_over_tp1_ttft_cold_32 tp2_over_tp1_ttft_host_128 tp2_over_tp1_load_gb_s "
+    "tp2_idle_share_max tp2_host_waits_besides_commits tp2_resume_ttft_ms",
+    "host-tier": "host_tier_ready_s_per_gib round_2_found_in_host",
 }
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_benchmark_measures_on_the_cpu_too(name: str, run: Run) -> None:
-    done = run(name, "--device", "cpu", "--json", *COMMANDS[name])
+    done = run(name, "--device", "cpu", "--json", *COMMANDS[name].split())
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     figures = {figure["name"]: figure for figure in report["figures"]}
-    assert FIGURES[name] <= figures.keys()
+    assert set(FIGURES[name].split()) <= figures.keys()
     bounded = {name for name, figure in figures.items() if figure["bound"] is not None}
     # Tokens are equal on a CPU, too.
     assert bounded == (
@@ -146,14 +125,14 @@ def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
         (["--device", "cud"], "did you mean cuda"),
     ],
 )
-def test_what_a_benchmark_of_steps_would_not_measure_is_refused(asked: list[str], reason: str, run: Run) -> None:
+def test_options_without_effect_on_a_benchmark_of_steps_are_refused(asked: list[str], reason: str, run: Run) -> None:
     done = run("decode", *asked)
     assert done.exit_code != 0
     assert reason in done.stderr
 
 
 @pytest.mark.parametrize("shape", ["qwen3-8b", "llama-3.2-1b"])
-def test_steps_on_a_gpu_are_those_of_the_shape_that_was_asked_for(
+def test_steps_on_a_gpu_have_the_shape_that_was_asked_for(
     shape: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[object] = []

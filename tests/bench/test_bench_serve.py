@@ -59,16 +59,16 @@ def chunked(*parts: bytes) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (*parts, b""))
 
 
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
 def piece(text: str, finish: str | None = None) -> bytes:
-    return (
-        b"data: "
-        + json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}], "usage": None}).encode()
-        + b"\n\n"
-    )
+    return event(choices=[{"index": 0, "text": text, "finish_reason": finish}], usage=None)
 
 
 def usage(tokens: int) -> bytes:
-    return b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": tokens}}).encode() + b"\n\n"
+    return event(choices=[], usage={"completion_tokens": tokens})
 
 
 DONE = b"data: [DONE]\n\n"
@@ -102,12 +102,6 @@ def test_an_event_has_the_time_of_its_last_byte_wherever_the_stream_is_cut() -> 
         events = list(taken((1, raw[:cut]), (2, raw[cut:])).events())
         assert [event.data for event in events] == whole
         assert [event.time_ns for event in events[1:]] == [1 if end <= cut else 2 for end in ends]
-
-
-def test_a_stream_that_comes_byte_by_byte_is_read_alike() -> None:
-    raw = HEAD + chunked(piece("a"), DONE)
-    reply = taken(*((number, raw[number : number + 1]) for number in range(len(raw))))
-    assert [event.data for event in reply.events()][-1] == b"[DONE]"
 
 
 def test_events_that_end_with_carriage_returns_are_read_alike() -> None:
@@ -326,9 +320,7 @@ def fake_server() -> Iterator[FakeServer]:
     thread.join()
 
 
-def test_each_client_sends_its_next_request_when_the_former_has_ended_on_one_connection(
-    fake_server: FakeServer,
-) -> None:
+def test_each_client_sends_its_requests_one_after_another_on_one_connection(fake_server: FakeServer) -> None:
     load = Workload("loop", 3, 4, 8, 5, watched=True)
     told: list[str] = []
     with Clients(Target.at(fake_server.url, "fake"), most=3) as clients:
@@ -367,7 +359,7 @@ def test_poisson_arrivals_are_sent_when_due_whatever_was_answered(fake_server: F
     assert all(answer.ttft_ms > 0 for answer in answers)
 
 
-def test_a_refused_request_ends_the_run_with_what_the_server_said(fake_server: FakeServer) -> None:
+def test_a_refused_request_ends_the_run_with_the_servers_message(fake_server: FakeServer) -> None:
     fake_server.status = 503
     with (
         Clients(Target.at(fake_server.url, "fake"), most=1) as clients,
@@ -377,44 +369,23 @@ def test_a_refused_request_ends_the_run_with_what_the_server_said(fake_server: F
 
 
 def test_another_server_is_measured_beside_an_earlier_result(fake_server: FakeServer, run: Run, tmp_path: Path) -> None:
-    ours = {
-        "bench": "serve",
-        "command": "python -m bench serve",
-        "environment": {},
-        "figures": [
-            Figure(name, 50.0, "tokens/s").plain()
-            for name in ("served_over_engine_tok_s_b2", "served_tok_s_b2", "engine_tok_s_b2")
-        ]
-        + [
-            Figure("served_requests_per_s_poisson50", 40.0, "requests/s").plain(),
-            Figure("served_e2e_ms_p99_poisson50", 1e9, "ms").plain(),
-        ],
-    }
+    rates = ("served_over_engine_tok_s_b2", "served_tok_s_b2", "engine_tok_s_b2")
+    figures = [Figure(name, 50.0, "tokens/s") for name in rates]
+    figures += [Figure("served_requests_per_s_poisson50", 40.0, "requests/s")]
+    figures += [Figure("served_e2e_ms_p99_poisson50", 1e9, "ms")]
+    ours: dict[str, Any] = {"bench": "serve", "command": "python -m bench serve", "environment": {}}
+    ours["figures"] = [figure.plain() for figure in figures]
     (tmp_path / "ours.json").write_text(json.dumps(ours), encoding="utf-8")
-    options = [
-        "--clients",
-        "2",
-        "--prompt-tokens",
-        "8",
-        "--output-tokens",
-        "8",
-        "--rounds",
-        "12",
-        "--label",
-        "vllm",
-        "--arrivals",
-        "50",
-        "--json",
-    ]
-    done = run("serve", "--against", fake_server.url, "--beside", tmp_path / "ours.json", *options)
+    sizes = "--clients 2 --prompt-tokens 8 --output-tokens 8 --rounds 12 --label vllm --arrivals 50 --json"
+    done = run("serve", "--against", fake_server.url, "--beside", tmp_path / "ours.json", *sizes.split())
     assert done.exit_code == 1, done.output  # the earlier server is slower
     report = json.loads(done.stdout)
-    figures = {figure["name"]: figure["value"] for figure in report["figures"]}
-    assert next(iter(figures)) == "served_tok_s_b2"
-    assert figures["served_over_vllm_tok_s_b2"] == pytest.approx(50 / figures["vllm_tok_s_b2"], rel=1e-3)
-    assert figures["vllm_requests_per_s_poisson50"] == 40  # what the earlier server got, not a share of its own rate
-    assert figures["served_over_vllm_e2e_ms_p99_poisson50"] > 1
-    assert {"vllm_ttft_ms_p99_b2", "vllm_itl_ms_p90_b2", "vllm_burst_share_b2"} <= figures.keys()
+    found = {figure["name"]: figure["value"] for figure in report["figures"]}
+    assert next(iter(found)) == "served_tok_s_b2"
+    assert found["served_over_vllm_tok_s_b2"] == pytest.approx(50 / found["vllm_tok_s_b2"], rel=1e-3)
+    assert found["vllm_requests_per_s_poisson50"] == 40  # the earlier server's rate, not a share of its own
+    assert found["served_over_vllm_e2e_ms_p99_poisson50"] > 1
+    assert {"vllm_ttft_ms_p99_b2", "vllm_itl_ms_p90_b2", "vllm_burst_share_b2"} <= found.keys()
     holds = {figure["name"]: figure["holds"] for figure in report["figures"] if figure["holds"] is not None}
     assert holds == {"served_over_vllm_tok_s_b2": False, "served_over_vllm_e2e_ms_p99_poisson50": False}
     assert report["beside"] == [{"command": "python -m bench serve", "environment": {}}]
@@ -594,9 +565,7 @@ def test_a_figure_is_its_median_over_repetitions() -> None:
         ),
     ],
 )
-def test_what_could_not_be_measured_is_refused(
-    asked: list[str], reason: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_are_refused(asked: list[str], reason: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("serve", *asked)
     assert done.exit_code != 0
     assert reason in done.stderr
@@ -618,20 +587,11 @@ def test_a_metric_is_read_by_its_whole_name() -> None:
 def tried(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options of a run that takes seconds."""
     directory = tmp_path_factory.mktemp("random") / "tiny"
-    options = ["--shape", "tiny", "--tokenizer", str(tiny), "--checkpoint", str(directory), "--json", "--rounds", "3"]
-    return [
-        *options,
-        "--prompt-tokens",
-        "16",
-        "--output-tokens",
-        "12",
-        "--engine-option",
-        "kv-memory=16MiB",
-        "--engine-option",
-        "threads=1",
-        "--serve-option",
-        "single-process",  # starts in half the time, and is measured alike
-    ]
+    sizes = "--json --rounds 3 --prompt-tokens 16 --output-tokens 12 --engine-option kv-memory=16MiB"
+    # One process starts in half the time, and is measured alike.
+    more = "--engine-option threads=1 --serve-option single-process"
+    model = ["--shape", "tiny", "--tokenizer", str(tiny), "--checkpoint", str(directory)]
+    return [*model, *sizes.split(), *more.split()]
 
 
 def test_a_server_is_measured_beside_its_engine_in_process(tried: list[str], run: Run) -> None:

@@ -133,7 +133,7 @@ def test_a_refused_question_in_a_pipe_is_an_error(run: Run, tiny: Path) -> None:
     assert "the pool holds 128" in result.output
 
 
-def test_a_model_without_a_chat_template_says_what_to_use(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_names_another_command(run: Run, tiny: Path, tmp_path: Path) -> None:
     for file in tiny.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).symlink_to(file)

@@ -60,7 +60,6 @@ def _commands(program: typer.Typer, tree: typer.Typer, path: tuple[str, ...] = (
 
 _ALL = [found for program in (app, bench, proof) for found in _commands(program, program)]
 _SERVE = next(found for found in _ALL if found.program is app and found.path == ("serve",))
-_every_command = pytest.mark.parametrize("command", _ALL, ids=[" ".join(command.path) or "-" for command in _ALL])
 
 
 def _in_tree(command: _Command) -> Any:
@@ -79,45 +78,39 @@ def _help(command: _Command, columns: int = 200) -> str:
     return str(_invoke(command, "--help-all" if hidden else "--help", columns=columns).output)
 
 
-@_every_command
-def test_every_option_is_declared_with_its_name_in_full(command: _Command) -> None:
-    for name, (_, option) in command.options().items():
-        declared = str(option.default)  # in Annotated, the first positional argument of typer.Option is the name
-        assert declared.partition("/")[0] == _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
+def test_every_option_is_declared_and_given_by_its_own_name() -> None:
+    for command in _ALL:
+        parameters = {parameter.name: parameter for parameter in _in_tree(command).params}
+        for name, (_, option) in command.options().items():
+            declared = str(option.default)  # in Annotated, the first positional argument of typer.Option is the name
+            spelling, found = _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}"), parameters[name]
+            assert declared.partition("/")[0] == spelling, command.path
+            assert spelling in found.opts, command.path
+            assert all(one == one.lower() for one in found.opts + found.secondary_opts), command.path
 
 
-@_every_command
-def test_every_option_can_be_given_by_its_name_in_lower_case(command: _Command) -> None:
-    parameters = {parameter.name: parameter for parameter in _in_tree(command).params}
-    for name in command.options():
-        assert _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}") in parameters[name].opts
-        assert all(spelling == spelling.lower() for spelling in parameters[name].opts + parameters[name].secondary_opts)
+def test_help_shows_no_type_for_a_flag_and_a_default_in_one_pair_of_brackets() -> None:
+    for command in _ALL:
+        shown = _help(command)
+        assert "--help" in shown, command.path
+        assert not [word for word in ("bool", "[default: (", "[[", "]]") if word in shown.lower()], command.path
 
 
-@_every_command
-def test_help_shows_no_type_for_a_flag_and_a_default_in_one_pair_of_brackets(command: _Command) -> None:
-    shown = _help(command)
-    assert "--help" in shown
-    assert "bool" not in shown.lower()
-    assert not [pair for pair in ("[default: (", "[[", "]]") if pair in shown]
+def test_a_number_that_cannot_be_read_is_named_with_its_option() -> None:
+    for command in _ALL:
+        for name, (kind, _) in command.options().items():
+            spelling = f"--{name.replace('_', '-')}"
+            for number, value, said in (
+                (int, "1.5", "'1.5' is not a whole number"),
+                (float, "abc", "'abc' is not a number"),
+            ):
+                if {kind, *get_args(kind)} & {number, list[number]}:  # type: ignore[valid-type]
+                    result = _invoke(command, spelling, value)
+                    assert result.exit_code == 2
+                    assert f"Invalid value for '{spelling}': {said}" in result.output
 
 
-@_every_command
-def test_a_number_that_cannot_be_read_is_named_with_its_option(command: _Command) -> None:
-    for name, (kind, _) in command.options().items():
-        spelling = f"--{name.replace('_', '-')}"
-        kinds = {kind, *get_args(kind)}
-        for number, value, said in (
-            (int, "1.5", "'1.5' is not a whole number"),
-            (float, "abc", "'abc' is not a number"),
-        ):
-            if kinds & {number, list[number]}:  # type: ignore[valid-type]
-                result = _invoke(command, spelling, value)
-                assert result.exit_code == 2
-                assert f"Invalid value for '{spelling}': {said}" in result.output
-
-
-def test_help_says_what_an_absent_value_stands_for(run: Run) -> None:
+def test_help_gives_the_meaning_of_an_absent_value(run: Run) -> None:
     shown = run("serve", "--help-all").output
     assert "Chunked prefill: tokens per chunk. Default: 256 on a CPU, 8192 on a GPU." in shown
     assert "Address to listen on; 0.0.0.0 for all addresses. Default: 127.0.0.1." in shown

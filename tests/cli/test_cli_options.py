@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,74 +42,52 @@ def test_every_server_option_reaches_its_field() -> None:
 
 
 def test_every_engine_option_reaches_its_field() -> None:
-    config = engine_config(
-        dtype="float32",
-        kv_memory="2GiB",
-        block_tokens=8,
-        chunk_tokens=64,
-        token_budget=256,
-        max_running=4,
-        max_waiting=5,
-        max_model_len=100,
-        threads=3,
-        salt="s",
-        generation_config="none",
-    )
+    sizes = {"block_tokens": 8, "chunk_tokens": 64, "token_budget": 256, "max_running": 4, "max_waiting": 5}
+    more = {"max_model_len": 100, "threads": 3, "salt": "s", "generation_config": "none"}
+    config = engine_config(dtype="float32", kv_memory="2GiB", **sizes, **more)
     assert config == EngineConfig("float32", "auto", "2GiB", 8, 64, 256, 4, 5, 100, 3, "s", generation_config="none")
 
 
 def test_every_sampling_option_reaches_its_field() -> None:
-    params = sampling_params(
-        max_tokens=9,
-        min_tokens=2,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        seed=7,
-        stop=["a", "b"],
-        ignore_eos=True,
-    )
-    assert params == SamplingParams(
-        0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, seed=7, stop=("a", "b"), max_tokens=9, min_tokens=2, ignore_eos=True
-    )
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True}
+    options |= {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3}
+    options |= {"max_tokens": 9, "min_tokens": 2}
+    assert sampling_params(**options, stop=["a", "b"]) == SamplingParams(**options, stop=("a", "b"))
 
 
-def test_drafting_is_on_when_its_way_is_given() -> None:
-    assert engine_config().speculative is None
-    assert engine_config(speculative="ngram").speculative == SpeculativeConfig()
-    assert engine_config(speculative="ngram", max_drafts=7).speculative == SpeculativeConfig(max_drafts=7)
-    with pytest.raises(ConfigError, match="--max-drafts is 7, but nothing is drafted: give --speculative too"):
-        engine_config(max_drafts=7)
-    with pytest.raises(ConfigError, match="no proposer gram; did you mean ngram"):
-        engine_config(speculative="gram")
-    drafting = engine_config(speculative="draft", draft_model="small").speculative
-    assert drafting == SpeculativeConfig("draft", model="small")
-    with pytest.raises(ConfigError, match="--speculative draft needs a draft model: give --draft-model"):
-        engine_config(speculative="draft")
-    with pytest.raises(
-        ConfigError, match="--draft-model is small, but nothing is drafted: give --speculative draft too"
-    ):
-        engine_config(draft_model="small")
-    with pytest.raises(
-        ConfigError,
-        match="--draft-model is small, but --speculative is ngram: leave it out, or choose --speculative draft",
-    ):
-        engine_config(speculative="ngram", draft_model="small")
-    assert engine_config(speculative="ngram", max_draft_slowdown=0.1).speculative == SpeculativeConfig(
-        max_draft_slowdown=0.1
-    )
-    with pytest.raises(
-        ConfigError, match=r"--max-draft-slowdown is 0\.1, but nothing is drafted: give --speculative too"
-    ):
-        engine_config(max_draft_slowdown=0.1)
-    with pytest.raises(ConfigError, match=r"max_draft_slowdown is -1\.0: give a share of 0 or more"):
-        engine_config(speculative="ngram", max_draft_slowdown=-1.0)
-    with pytest.raises(ConfigError, match="--max-drafts is 0: give 1 to 16, or leave out --speculative"):
-        engine_config(speculative="ngram", max_drafts=0)
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        ({}, None),
+        ({"speculative": "ngram"}, SpeculativeConfig()),
+        ({"speculative": "ngram", "max_drafts": 7}, SpeculativeConfig(max_drafts=7)),
+        ({"speculative": "ngram", "max_draft_slowdown": 0.1}, SpeculativeConfig(max_draft_slowdown=0.1)),
+        ({"speculative": "draft", "draft_model": "small"}, SpeculativeConfig("draft", model="small")),
+    ],
+)
+def test_drafting_is_on_when_its_way_is_given(options: dict[str, Any], config: SpeculativeConfig | None) -> None:
+    assert engine_config(**options).speculative == config
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_drafts": 7}, "--max-drafts is 7, but nothing is drafted: give --speculative too"),
+        ({"speculative": "gram"}, "no proposer gram; did you mean ngram"),
+        ({"speculative": "draft"}, "--speculative draft needs a draft model: give --draft-model"),
+        ({"draft_model": "small"}, "--draft-model is small, but nothing is drafted: give --speculative draft too"),
+        (
+            {"speculative": "ngram", "draft_model": "small"},
+            "--draft-model is small, but --speculative is ngram: leave it out, or choose --speculative draft",
+        ),
+        ({"max_draft_slowdown": 0.1}, "--max-draft-slowdown is 0.1, but nothing is drafted: give --speculative too"),
+        ({"speculative": "ngram", "max_draft_slowdown": -1.0}, "max_draft_slowdown is -1.0: give a share of 0 or more"),
+        ({"speculative": "ngram", "max_drafts": 0}, "--max-drafts is 0: give 1 to 16, or leave out --speculative"),
+    ],
+)
+def test_drafting_that_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        engine_config(**options)
 
 
 def test_offload_is_on_when_a_place_for_it_is_given() -> None:

@@ -53,9 +53,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
     return _Seen(monkeypatch)
 
 
-def test_every_option_of_serve_may_stand_in_the_file_and_is_read_as_its_type(
-    run: Run, write: Write, seen: _Seen
-) -> None:
+def test_every_option_of_serve_is_read_from_the_file_as_its_type(run: Run, write: Write, seen: _Seen) -> None:
     examples = {bool: True, int: 3, float: 0.5, str: "text", Path: "text", list: ["a", "b"]}
     lines, expected = [], {}
     for name, parameter in inspect.signature(serve, eval_str=True).parameters.items():

@@ -14,36 +14,22 @@ from sidestream.cli.progress import Steps
 from sidestream.cli.prompt_runs import PromptRuns
 
 
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    program = tmp_path / "sidestream"
-    program.touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return program
-
-
-def test_the_name_alone_where_the_shell_finds_this_very_program(
-    installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(installed)])
-    assert _program() == "sidestream"
-
-
-def test_the_path_that_was_typed_where_the_shell_finds_none_or_another(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = tmp_path / "venv" / "sidestream"
+def test_the_program_is_named_as_the_reader_can_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, mine = tmp_path / "sidestream", tmp_path / "venv" / "sidestream"
     mine.parent.mkdir()
-    mine.touch(mode=0o755)
-    monkeypatch.setattr(sys, "argv", [str(mine)])
-    assert _program() == str(mine)
-    installed.unlink()
-    assert _program() == str(mine)
+    for program in (found, mine):
+        program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
 
+    def named(argument: object) -> str:
+        monkeypatch.setattr(sys, "argv", [str(argument)])
+        return _program()
 
-def test_the_module_where_it_was_started_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/sidestream/__main__.py"])
-    assert _program() == "python -m sidestream"
+    assert named(found) == "sidestream"  # the shell finds this very program
+    assert named(mine) == str(mine)  # it finds another one
+    found.unlink()
+    assert named(mine) == str(mine)  # it finds none
+    assert named("/somewhere/sidestream/__main__.py") == "python -m sidestream"
 
 
 def test_every_step_is_reported_before_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

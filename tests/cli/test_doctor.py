@@ -41,9 +41,7 @@ def test_programs_get_every_finding_with_its_figures(run: Run, tmp_path: Path) -
     report = json.loads(result.stdout)
     found = {finding["name"]: finding for finding in report["findings"]}
     assert report["serves"] is True
-    assert {"sidestream", "torch", "transformers", "cpu", "memory", "gpus", "host to device", "memory lock"} <= set(
-        found
-    )
+    assert {"sidestream", "torch", "transformers", "cpu", "memory", "gpus", "memory lock"} <= found.keys()
     assert found["host to device"]["data"]["bytes_per_s"] > 0
     assert set(found["disk speed"]["data"]) == {"write_bytes_per_s", "write_synced_bytes_per_s", "read_bytes_per_s"}
     assert found["disk space"]["data"]["directory"] == str(tmp_path)
@@ -118,7 +116,7 @@ def _versions(replaced: dict[str, str | None]) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("version", "said"), [(None, "not installed, 2.11 or later"), ("2.9.1+cpu", "2.9.1+cpu, 2.11 or later")]
 )
-def test_a_package_that_serving_needs_makes_doctor_fail(
+def test_a_missing_package_makes_doctor_fail(
     run: Run, monkeypatch: pytest.MonkeyPatch, version: str | None, said: str
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", _versions({"torch": version}))
@@ -152,7 +150,7 @@ def test_a_missing_extra_is_a_warning_that_names_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("cores", "said"), [(0.5, "use --threads 1"), (64.0, "some cores are idle")])
-def test_threads_that_do_not_match_the_cores_are_a_warning(
+def test_threads_that_do_not_fit_the_cores_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, cores: float, said: str
 ) -> None:
     monkeypatch.setattr(probes.os, "sched_getaffinity", lambda process: set(range(64)))
@@ -163,7 +161,7 @@ def test_threads_that_do_not_match_the_cores_are_a_warning(
 
 
 @pytest.mark.parametrize(("over_float32", "dtype"), [(0.5, "bfloat16"), (4.0, "float32")])
-def test_doctor_says_which_dtype_is_served_and_why(
+def test_doctor_gives_the_served_dtype_and_why(
     monkeypatch: pytest.MonkeyPatch, over_float32: float, dtype: str
 ) -> None:
     monkeypatch.setattr(precision, "time_over_float32", lambda stored: over_float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_runner import Run
@@ -13,7 +14,12 @@ from proof.tiny_models import tiny_model_dir
 ENGINE = ("--kv-memory", "4MiB", "--threads", "1", "--temperature", "0", "--ignore-eos", "--max-tokens", "12")
 
 
-def test_the_text_is_printed_and_json_reports_how_it_came(run: Run, tiny: Path) -> None:
+def answer(run: Run, model: Path, *options: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("generate", model, "--json", *options, *ENGINE).stdout)
+    return found
+
+
+def test_the_text_is_printed_and_json_has_its_figures(run: Run, tiny: Path) -> None:
     plain = run("generate", tiny, "--prompt", "The whale", *ENGINE)
     told = run("generate", tiny, "--prompt", "The whale", "--json", *ENGINE)
     assert plain.exit_code == told.exit_code == 0
@@ -29,22 +35,8 @@ def test_the_text_is_printed_and_json_reports_how_it_came(run: Run, tiny: Path) 
 
 
 def test_json_reports_the_outcome_of_drafts(run: Run, tiny: Path) -> None:
-    plain, drafting = (
-        json.loads(
-            run(
-                "generate",
-                tiny,
-                "--prompt",
-                "The whale. The whale. The",
-                "--json",
-                "--dtype",
-                "float32",
-                *more,
-                *ENGINE,
-            ).stdout
-        )
-        for more in ((), ("--speculative", "ngram"))
-    )
+    asked = ("--prompt", "The whale. The whale. The", "--dtype", "float32")
+    plain, drafting = (answer(run, tiny, *asked, *more) for more in ((), ("--speculative", "ngram")))
     assert not {"drafted", "accepted"} & plain.keys()
     assert drafting["drafted"] >= drafting["accepted"] >= 0
     assert drafting["drafted"] > 0
@@ -59,27 +51,14 @@ def test_the_prompt_may_come_from_a_file_or_from_stdin(run: Run, tiny: Path, tmp
 
 
 def test_chat_lays_the_prompt_out_by_the_template(run: Run, tiny: Path) -> None:
-    plain, asked, told = (
-        json.loads(run("generate", tiny, "--prompt", "Hi", "--json", *more, *ENGINE).stdout)
-        for more in ((), ("--chat",), ("--chat", "--system", "Be brief."))
-    )
+    ways = ((), ("--chat",), ("--chat", "--system", "Be brief."))
+    plain, asked, told = (answer(run, tiny, "--prompt", "Hi", *more) for more in ways)
     assert plain["prompt_tokens"] < asked["prompt_tokens"] < told["prompt_tokens"]
 
 
 def test_kv_on_disk_serves_the_next_process(run: Run, tiny: Path, tmp_path: Path) -> None:
-    again = (
-        "generate",
-        tiny,
-        "--prompt",
-        "Call me Ishmael. " * 8,
-        "--json",
-        "--offload-disk",
-        tmp_path / "kv",
-        "--offload-host",
-        "8MiB",
-        *ENGINE,
-    )
-    first, second = (json.loads(run(*again).stdout) for _ in range(2))
+    tiers = ("--offload-disk", tmp_path / "kv", "--offload-host", "8MiB")
+    first, second = (answer(run, tiny, "--prompt", "Call me Ishmael. " * 8, *tiers) for _ in range(2))
     assert first["cached"]["disk"] == 0
     assert second["cached"]["disk"] > 0
     assert second["token_ids"] == first["token_ids"]
@@ -91,24 +70,15 @@ def test_the_timeline_is_written(run: Run, tiny: Path, tmp_path: Path) -> None:
     assert "compute" in {event["args"].get("name") for event in events}
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (b"", "the prompt is empty"),
-        (b"\n", "the prompt is empty"),
-        (b"caf\xe9", "standard input is not UTF-8: byte 3 is 0xe9; convert it"),
-    ],
-)
-def test_stdin_that_is_no_prompt_is_refused(run: Run, data: bytes, said: str) -> None:
-    result = run("generate", "no-such-model", stdin=data)
-    assert result.exit_code == 2
-    assert said in result.output
-
-
-def test_a_prompt_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
-    result = run("generate", "no-such-model", "--prompt-file", tmp_path / "none.txt")
-    assert result.exit_code == 2
-    assert f"prompt file {tmp_path / 'none.txt'} cannot be read: No such file or directory" in result.output
+def test_a_prompt_that_cannot_be_read_is_refused(run: Run, tmp_path: Path) -> None:
+    for data, options, said in (
+        (b"\n", (), "the prompt is empty"),
+        (b"caf\xe9", (), "standard input is not UTF-8: byte 3 is 0xe9; convert it"),
+        (b"", ("--prompt-file", tmp_path / "none"), f"{tmp_path / 'none'} cannot be read: No such file or directory"),
+    ):
+        result = run("generate", "no-such-model", *options, stdin=data)
+        assert result.exit_code == 2
+        assert said in result.output
 
 
 def test_no_prompt_at_a_terminal_says_how_to_give_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +88,14 @@ def test_no_prompt_at_a_terminal_says_how_to_give_one(run: Run, monkeypatch: pyt
     assert "no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in" in result.output
 
 
-def test_a_prompt_beyond_the_pool_says_what_the_pool_holds(run: Run, tiny: Path) -> None:
+def test_a_prompt_beyond_the_pool_names_the_pools_size(run: Run, tiny: Path) -> None:
     result = run("generate", tiny, "--prompt", "x" * 200, *ENGINE, "--kv-memory", "96KiB")
     assert result.exit_code == 2
     assert "prompt has 200 tokens, the pool holds 128" in result.output
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_models_sampling_defaults_count_unless_an_option_says_otherwise(
-    run: Run, tmp_path: Path, command: str
-) -> None:
+def test_the_models_sampling_defaults_count_unless_an_option_is_given(run: Run, tmp_path: Path, command: str) -> None:
     model = tiny_model_dir("llama", tmp_path, seed=1)
     (model / "generation_config.json").write_text(
         '{"eos_token_id": 256, "temperature": 20.0, "top_k": 1}', encoding="utf-8"

@@ -28,7 +28,7 @@ def _pretend_to_prepare(name: str, *, progress: catalog.Progress | None = None) 
     return directory
 
 
-def test_the_list_says_licence_size_and_how_to_get_it(run: Run) -> None:
+def test_the_list_has_licence_size_and_command(run: Run) -> None:
     shown = run("models").output
     assert DEMO_MODEL in shown
     assert "Apache-2.0" in shown
@@ -41,9 +41,7 @@ def test_programs_get_the_list_as_json(run: Run) -> None:
     assert (row["name"], row["licence"], row["path"]) == (DEMO_MODEL, "Apache-2.0", None)
 
 
-def test_preparing_prints_where_the_model_is_and_the_list_shows_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_a_prepared_model_is_shown_with_its_directory(run: Run, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(catalog, "prepare", _pretend_to_prepare)
     where = str(cache / "models" / DEMO_MODEL)
     first = run("models", "prepare", DEMO_MODEL)

@@ -64,7 +64,7 @@ def started(*, quiet_s: float) -> Clock:
     return Clock(first_after_s=0, every_s=START_EVERY_S, quiet_s=quiet_s)
 
 
-def test_a_start_is_never_silent_for_more_than_two_seconds_and_names_the_current_step() -> None:
+def test_a_start_is_never_silent_for_more_than_two_seconds_and_names_its_step() -> None:
     clock = started(quiet_s=0)
     clock.lines.update("reading the weights")
     clock.passes(4)
@@ -137,7 +137,7 @@ def test_every_stage_in_bytes_gets_a_bar_that_reaches_its_end() -> None:
     assert "waiting for another process" in drawn
 
 
-def test_a_start_draws_one_line_with_what_it_is_at_and_a_bar_where_that_is_counted() -> None:
+def test_a_start_draws_one_line_with_its_step_and_a_bar_for_counted_steps() -> None:
     output = io.StringIO()
     with Steps(Console(file=output, force_terminal=True, width=140), title="loading a model: ") as steps:
         assert steps._bars is not None
@@ -161,7 +161,7 @@ def test_a_short_command_says_nothing_where_the_output_is_no_terminal() -> None:
     assert output.getvalue() == ""
 
 
-def test_what_goes_to_a_log_is_not_drawn(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_go_to_a_log_are_not_drawn(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     output = io.StringIO()
     with Steps(Console(file=output, force_terminal=True), say=logging.getLogger("a start").info) as steps:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from command_runner import Run
 
 import sidestream
@@ -14,17 +13,10 @@ from sidestream.models.catalog import CATALOG
 
 
 def test_help_lists_every_command(run: Run) -> None:
-    result = run("--help")
+    result = run("-h")
     assert result.exit_code == 0
     for command in ("serve", "chat", "generate", "models", "doctor"):
         assert command in result.output
-
-
-@pytest.mark.parametrize("command", ["serve", "chat", "generate", "models", "doctor"])
-def test_each_command_explains_its_options(run: Run, command: str) -> None:
-    result = run(command, "-h")
-    assert result.exit_code == 0
-    assert "--help" in result.output
 
 
 def test_version_is_the_packages(run: Run) -> None:

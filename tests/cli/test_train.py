@@ -102,22 +102,14 @@ def same(one: Path, other: Path) -> bool:
 # ---------------------------------------------------------------------- a whole run
 
 
-def test_a_run_writes_a_head_that_says_how_it_came_to_be(tiny: Path, whole: Path) -> None:
+def test_a_head_records_the_run_that_made_it(tiny: Path, whole: Path) -> None:
     head = load_head(load_teacher(str(tiny), device=torch.device("cpu")), whole)
     assert head.hidden_size == 64
     with safe_open(whole, framework="pt") as file:
         record = file.metadata()
     assert record["weights"] == weights_digest(str(tiny))
-    asked = {
-        "model": str(tiny),
-        "steps": STEPS,
-        "batch": 2,
-        "length": 32,
-        "drafts": 2,
-        "answers": 1400,
-        "learning_rate": 1e-3,
-        "seed": 0,
-    }
+    asked = {"steps": STEPS, "batch": 2, "length": 32, "drafts": 2, "answers": 1400, "learning_rate": 1e-3, "seed": 0}
+    asked["model"] = str(tiny)
     assert {name: json.loads(record[name]) for name in asked} == asked
     assert json.loads(record["texts"]) == []
     assert record["trained_on"] == "cpu"
@@ -126,9 +118,7 @@ def test_a_run_writes_a_head_that_says_how_it_came_to_be(tiny: Path, whole: Path
     assert sorted(path.name for path in whole.parent.iterdir()) == ["head.safetensors", "head.tokens"]
 
 
-def test_the_same_seed_gives_the_same_head_and_another_one_another(
-    run: Run, tiny: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_equal_seeds_give_equal_heads_and_others_do_not(run: Run, tiny: Path, whole: Path, tmp_path: Path) -> None:
     for name, seed in (("same", 0), ("other", 1)):
         assert run(*TRAIN, tiny, "--out", tmp_path / f"{name}.safetensors", "--seed", seed, *LESSON).exit_code == 0
     assert same(tmp_path / "same.safetensors", whole)
@@ -179,9 +169,7 @@ def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, argum
     assert result.output.count("\n") == 1
 
 
-def test_a_directory_that_may_not_be_written_to_is_refused(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_directory_without_write_access_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     result = run(*TRAIN, "no-such-model", "--out", tmp_path / "head.safetensors")
     assert f"{tmp_path} is not a writable directory" in result.output
@@ -216,9 +204,7 @@ def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str, tmp
 # ---------------------------------------------------------------------- interrupted, and started again
 
 
-def test_an_interrupt_keeps_the_answers_that_are_there(
-    run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
-) -> None:
+def test_an_interrupt_keeps_the_answers(run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
     first = run(*command)
@@ -234,7 +220,7 @@ def test_an_interrupt_keeps_the_answers_that_are_there(
 
 
 @pytest.mark.parametrize(("times", "kept"), [(1, 3), (2, 0)], ids=["the step ends first", "a second one does not wait"])
-def test_an_interrupt_within_a_step_changes_nothing(
+def test_an_interrupt_in_a_step_is_no_loss(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted, times: int, kept: int
 ) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
@@ -252,7 +238,7 @@ def test_an_interrupt_within_a_step_changes_nothing(
     assert same(tmp_path / "head.safetensors", whole)
 
 
-def test_an_interrupt_within_the_last_step_leaves_the_head_to_write(
+def test_an_interrupt_in_the_last_step_is_no_loss(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
@@ -284,7 +270,7 @@ app.app()
 
 
 @pytest.mark.parametrize(("during", "batches", "steps"), [("answers", BATCHES - 1, STEPS), ("steps", 0, STEPS - 4)])
-def test_a_process_that_dies_leaves_what_was_saved(
+def test_a_process_that_dies_leaves_its_saved_work(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted, during: str, batches: int, steps: int
 ) -> None:
     command = [str(argument) for argument in (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)]
@@ -310,7 +296,7 @@ def test_a_process_that_dies_leaves_what_was_saved(
         ("--learning-rate", "0.1", "head.training was made with --learning-rate 0.001, but now it is 0.1"),
     ],
 )
-def test_what_was_made_with_other_options_is_neither_used_nor_lost(
+def test_work_of_other_options_is_neither_used_nor_lost(
     run: Run, interrupted: Path, tiny: Path, work: Interrupted, option: str, value: str, said: str
 ) -> None:
     before = {path: path.read_bytes() for path in interrupted.iterdir()}
@@ -341,7 +327,7 @@ def _interrupt(school: Distillation) -> float:
     return 0.5
 
 
-def test_answers_serve_lessons_that_differ_in_nothing_they_depend_on(
+def test_answers_serve_lessons_of_other_steps(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
     (tmp_path / "head.tokens").write_bytes(whole.with_suffix(".tokens").read_bytes())
@@ -349,9 +335,7 @@ def test_answers_serve_lessons_that_differ_in_nothing_they_depend_on(
     assert (work.batches, work.steps) == (0, 2)
 
 
-def test_answers_of_other_weights_in_the_same_place_are_refused(
-    run: Run, whole: Path, tmp_path: Path, work: Interrupted
-) -> None:
+def test_answers_of_other_weights_there_are_refused(run: Run, whole: Path, tmp_path: Path, work: Interrupted) -> None:
     model = tiny_model_dir("llama", tmp_path / "model", seed=1)
     command = (*TRAIN, model, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
@@ -363,9 +347,7 @@ def test_answers_of_other_weights_in_the_same_place_are_refused(
 
 
 @pytest.mark.parametrize("name", ["head.tokens", "head.training"])
-def test_a_torn_file_is_named_with_what_to_do(
-    run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_torn_file_is_named_with_a_remedy(run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str) -> None:
     for path in interrupted.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     whole = (tmp_path / name).read_bytes()

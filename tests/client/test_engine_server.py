@@ -12,32 +12,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from border_rig import Remote, ask, border, check_nothing_left, run, tokens_of
+from border_rig import Remote, ask, border, check_nothing_left, read_all, run, tokens_of
 from engine_rig import PATIENCE_S, Rig, prompts
 
 from proof.toy import ToyModel
-from sidestream.client import engine_server, pulse, remote
+from sidestream.client import engine_server, messages, pulse, remote
 from sidestream.client.engine_server import Connection
-from sidestream.client.messages import (
-    Abort,
-    Attach,
-    Call,
-    Close,
-    Count,
-    Outputs,
-    Ping,
-    Rejected,
-    Reply,
-    Snapshot,
-    Status,
-    Submit,
-    Welcome,
-    decoder_of_outputs,
-    decoder_of_requests,
-)
 from sidestream.client.remote import RemoteClient
 from sidestream.config import WATCHDOG_OPTION, SamplingParams
-from sidestream.errors import ConfigError, EngineStopped, RaceError
+from sidestream.errors import ConfigError, EngineStopped, QueueFull, RaceError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameEncoder
 from sidestream.version import VERSION
@@ -52,9 +35,9 @@ class Raw:
     def __init__(self, made: Remote, **options: Any) -> None:
         self.socket = made.attach(**options)
         self._encoder = FrameEncoder()
-        self._decoder = decoder_of_outputs()
+        self._decoder = messages.decoder_of_outputs()
         self._inbox: list[Any] = []
-        assert isinstance(self.read(), Welcome)
+        assert isinstance(self.read(), messages.Welcome)
 
     def send(self, message: Any) -> None:
         self.socket.sendall(self._encoder.encode(message))
@@ -76,7 +59,7 @@ class Raw:
         told: dict[int, list[int]] = {}
         while samples:
             news = self.read()
-            assert isinstance(news, Outputs), news
+            assert isinstance(news, messages.Outputs), news
             for entry, (stream, token) in enumerate(zip(news.streams, news.tokens, strict=True)):
                 detail = news.details.get(entry)
                 told.setdefault(stream, []).extend([token] if detail is None else detail.token_ids)
@@ -84,11 +67,13 @@ class Raw:
         return told
 
 
-def submission(prompt: list[int], max_tokens: int = 8, *, stream: int = 0, **params: Any) -> Submit:
+def submission(prompt: list[int], max_tokens: int = 8, *, stream: int = 0, **params: Any) -> messages.Submit:
     body = b"".join(token.to_bytes(4, "little") for token in prompt)
     # Without keys, as for an engine that has no prefix cache, under a version that no engine has: the engine makes
     # them.
-    return Submit(stream, body, b"", -1, SamplingParams(max_tokens=max_tokens, **params), 0, max_tokens, 0, b"")
+    return messages.Submit(
+        stream, body, b"", -1, SamplingParams(max_tokens=max_tokens, **params), 0, max_tokens, 0, b""
+    )
 
 
 @pytest.fixture
@@ -114,16 +99,15 @@ def test_all_outputs_of_a_commit_for_a_front_end_are_one_message(made_frames: li
 
         async def use() -> None:
             hold = made.rig.hold("compute")
-            asking = [
-                asyncio.ensure_future(ask(client, prompt, 10)) for client in clients for prompt in (PROMPT, OTHER)
-            ]
+            pairs = [(client, prompt) for client in clients for prompt in (PROMPT, OTHER)]
+            asking = [asyncio.ensure_future(ask(*pair, 10)) for pair in pairs]
             await asyncio.sleep(0)
             await asyncio.to_thread(made.rig.turn_until, lambda: made.rig.engine.unfinished == 4)
             hold.release()
             await asyncio.gather(*asking)
 
         run(use())
-        news = [message for message in made_frames if isinstance(message, Outputs)]
+        news = [message for message in made_frames if isinstance(message, messages.Outputs)]
         assert sum(len(message.streams) for message in news) >= 40
         assert max(len(message.streams) for message in news) == 2  # both requests of a front end
         assert len(news) <= 2 * made.rig.engine.num_steps
@@ -133,7 +117,7 @@ def test_all_outputs_of_a_commit_for_a_front_end_are_one_message(made_frames: li
 def test_a_token_costs_two_numbers_once_a_stream_is_known(made_frames: list[Any]) -> None:
     with border("remote") as made:
         run(ask(made.connect(), PROMPT, 10))
-        news = [message for message in made_frames if isinstance(message, Outputs)]
+        news = [message for message in made_frames if isinstance(message, messages.Outputs)]
         assert [len(message.details) for message in news] == [1, *[0] * (len(news) - 2), 1]
 
 
@@ -148,9 +132,7 @@ def test_keys_of_a_front_end_are_those_of_the_engine() -> None:
 # ------------------------------------------------------------------ front ends that go
 
 
-def test_requests_of_a_lost_front_end_are_aborted_and_one_with_the_same_streams_receives_none_of_their_outputs() -> (
-    None
-):
+def test_a_front_end_receives_no_outputs_of_the_lost_one_before_it() -> None:
     with border("remote") as made:
         gone, hold = Raw(made), made.rig.hold("compute")
         gone.submit(PROMPT, 60, n=3)
@@ -172,10 +154,8 @@ def test_a_client_that_is_closed_has_its_requests_aborted() -> None:
 
         async def use() -> None:
             hold = made.rig.hold("compute")
-            answer, calls = (
-                client.submit(PROMPT, SamplingParams(max_tokens=60)),
-                asyncio.ensure_future(client.flush(timeout_s=1.0)),
-            )
+            answer = client.submit(PROMPT, SamplingParams(max_tokens=60))
+            calls = asyncio.ensure_future(client.flush(timeout_s=1.0))
             await asyncio.sleep(0)
             client.close()
             client.close()
@@ -231,11 +211,11 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
         slow.submit(PROMPT, 80, logprobs=5)
         made.rig.turn_until(lambda: made.rig.counted("requests_total", "length") == 1)
         made.rig.turn()
-        made._owner.sendall(made._encoder.encode(Close(0.0)))
+        made._owner.sendall(made._encoder.encode(messages.Close(0.0)))
         made.rig.turn_until(lambda: made.rig.engine.health().status != "ok")
         assert slow.tokens() == {0: made.rig.model.expected(PROMPT, 80)}
         made.close()
-        assert made.last_words() == [Reply(0, None)]
+        assert made.last_words() == [messages.Reply(0, None)]
 
 
 # ------------------------------------------------------------------ front ends that talk nonsense
@@ -247,9 +227,9 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
         (lambda: os.urandom(64).replace(b"\0", b"\1").join([b"\xff\xff\xff\xff", b""]), "a frame has"),
         (lambda: frames._HEAD.pack(3, 1) + b"\xc1\xc1\xc1", "a message cannot be read"),
         (lambda: frames._HEAD.pack(3, 2) + b"abc", "frame 2 came in place of frame 1"),
-        (lambda: FrameEncoder().encode(Status("ok", "")), "a message cannot be read"),
-        (lambda: FrameEncoder().encode(Close(0.0)), "a front end may not send Close"),
-        (lambda: FrameEncoder().encode(Attach()), "a front end may not send Attach"),
+        (lambda: FrameEncoder().encode(messages.Status("ok", "")), "a message cannot be read"),
+        (lambda: FrameEncoder().encode(messages.Close(0.0)), "a front end may not send Close"),
+        (lambda: FrameEncoder().encode(messages.Attach()), "a front end may not send Attach"),
         (
             lambda: FrameEncoder().encode(msgspec.structs.replace(submission(PROMPT), prompt=b"abc")),
             "a message cannot be executed",
@@ -258,20 +238,8 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
             lambda: FrameEncoder().encode(msgspec.structs.replace(submission(PROMPT), cache_salt=b"\xff")),
             "a message cannot be executed",
         ),
-        (lambda: FrameEncoder().encode(Count("no_such_total", 1.0, ())), "a message cannot be executed"),
+        (lambda: FrameEncoder().encode(messages.Count("no_such_total", 1.0, ())), "a message cannot be executed"),
         (lambda: repeated(submission(PROMPT, 60)), "stream 0 is submitted before it has ended"),
-    ],
-    ids=[
-        "noise",
-        "no msgpack",
-        "out of order",
-        "of the engine",
-        "close",
-        "attach",
-        "ragged prompt",
-        "no text",
-        "counter",
-        "stream again",
     ],
 )
 def test_nonsense_of_a_front_end_cuts_off_that_front_end_alone(
@@ -296,7 +264,7 @@ def repeated(message: Any) -> bytes:
 def test_a_call_that_does_not_exist_is_answered_with_an_error() -> None:
     with border("remote") as made:
         raw = Raw(made)
-        raw.send(Call(7, "sing"))
+        raw.send(messages.Call(7, "sing"))
         reply = raw.read()
         assert (reply.number, str(reply.failure.error())) == (7, "no call 'sing'")
 
@@ -304,10 +272,10 @@ def test_a_call_that_does_not_exist_is_answered_with_an_error() -> None:
 def test_ends_of_streams_that_nothing_is_known_of_do_nothing() -> None:
     with border("remote") as made:
         raw = Raw(made)
-        raw.send(Abort(5, 9, "abort"))
+        raw.send(messages.Abort(5, 9, "abort"))
         raw.submit(PROMPT, 4, stream=9)
         assert raw.tokens() == {9: made.rig.model.expected(PROMPT, 4)}
-        raw.send(Abort(9, 10, "stop"))
+        raw.send(messages.Abort(9, 10, "stop"))
         raw.submit(OTHER, 4, stream=10)
         assert raw.tokens() == {10: made.rig.model.expected(OTHER, 4)}
         assert made.rig.counted("requests_total", "length") == 2
@@ -334,7 +302,7 @@ def info() -> Any:
 
 
 def test_an_engine_of_another_version_is_refused_by_both_names() -> None:
-    connection = engine_end(Welcome(msgspec.structs.replace(info(), version="0.0.1")))
+    connection = engine_end(messages.Welcome(msgspec.structs.replace(info(), version="0.0.1")))
     with pytest.raises(
         ConfigError,
         match=rf"^the engine runs Sidestream 0\.0\.1, this front end {VERSION}: restart both from one installation$",
@@ -352,18 +320,18 @@ def test_an_engine_that_ends_before_it_serves_is_reported() -> None:
 
 def test_a_first_message_that_is_no_welcome_breaks_the_connection() -> None:
     with pytest.raises(EngineStopped, match="the engine's first message is a Status, not a Welcome"):
-        RemoteClient.connect(engine_end(Status("ok", "")))
+        RemoteClient.connect(engine_end(messages.Status("ok", "")))
 
 
-def test_what_comes_right_behind_the_welcome_is_heard() -> None:
-    client = RemoteClient.connect(engine_end(Welcome(info()), Status("failed", "DeviceLost: gone")))
+def test_a_message_right_behind_the_welcome_is_heard() -> None:
+    client = RemoteClient.connect(engine_end(messages.Welcome(info()), messages.Status("failed", "DeviceLost: gone")))
     health = client.health()
     client.close()
     assert (health.status, health.detail) == ("failed", "DeviceLost: gone")
 
 
 def test_an_end_of_the_engine_process_is_reported_with_its_exit_status() -> None:
-    client = RemoteClient.connect(engine_end(Welcome(info())), why_gone=lambda: "it was killed by SIGKILL")
+    client = RemoteClient.connect(engine_end(messages.Welcome(info())), why_gone=lambda: "it was killed by SIGKILL")
 
     async def use() -> None:
         with pytest.raises(
@@ -437,26 +405,45 @@ def test_a_refusal_names_the_stream_and_nothing_more_comes_of_it() -> None:
         raw.submit(PROMPT, 4, n=2)
         raw.submit(OTHER, 4, stream=2)
         refused = raw.read()
-        assert isinstance(refused, Rejected)
+        assert isinstance(refused, messages.Rejected)
         assert (refused.stream, refused.failure.kind) == (2, "QueueFull")
         hold.release()
         assert raw.tokens(2) == {stream: made.rig.model.expected(PROMPT, 4) for stream in range(2)}
 
 
-def test_an_engine_that_does_not_answer_is_stalled_and_shows_its_last_metrics(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_refusal_is_sent_to_the_samples_that_are_left_when_the_first_one_was_ended() -> None:
+    """The end of the first sample crosses the refusal of all."""
+    with border("remote", max_waiting=1, max_running=2) as made:
+        client = made.connect()
+
+        async def use() -> None:
+            hold = made.rig.hold("compute")
+            taken = client.submit([5, 6, 7], SamplingParams(max_tokens=5, n=3))
+            refused = client.submit([6, 7, 8], SamplingParams(max_tokens=5, n=2))
+            client.abort(refused, "stop", index=0)
+            with pytest.raises(QueueFull):
+                await refused.read()
+            hold.release()
+            await read_all(taken, 3)
+
+        run(use())
+        check_nothing_left(made)
+
+
+def test_an_engine_that_does_not_answer_is_stalled_and_shows_its_last_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_METRICS_S", 0.05)
     monkeypatch.setattr(pulse, "PULSE_S", 0.0)
     ours, engine = socket.socketpair()
-    encoder, decoder = FrameEncoder(), decoder_of_requests()
-    engine.sendall(encoder.encode(Welcome(msgspec.structs.replace(info(), watchdog_timeout_s=0.05))))
+    encoder, decoder = FrameEncoder(), messages.decoder_of_requests()
+    engine.sendall(encoder.encode(messages.Welcome(msgspec.structs.replace(info(), watchdog_timeout_s=0.05))))
     client = RemoteClient.connect(ours)
 
     def answer() -> None:
         for message in decoder.feed(engine.recv(1 << 16)):
-            snapshot = Snapshot({"steps_total": [((), 7.0)]}, {})
-            engine.sendall(encoder.encode(message if isinstance(message, Ping) else Reply(1, snapshot=snapshot)))
+            snapshot = messages.Snapshot({"steps_total": [((), 7.0)]}, {})
+            engine.sendall(
+                encoder.encode(message if isinstance(message, messages.Ping) else messages.Reply(1, snapshot=snapshot))
+            )
 
     async def use() -> None:
         with pytest.raises(EngineStopped, match="does not answer, and has sent no metrics yet"):

@@ -224,7 +224,7 @@ def test_a_fence_that_no_cpu_stream_made_is_refused(device: CpuDevice) -> None:
 # ---------------------------------------------------------------------- what the host waits for
 
 
-def test_host_waits_are_counted_by_reason_and_only_when_there_was_something_to_wait_for() -> None:
+def test_host_waits_for_unfinished_work_are_counted_by_reason() -> None:
     metrics = Metrics()
     device = CpuDevice(metrics=metrics)
     stream, barrier = device.stream("compute"), Barrier()

@@ -83,7 +83,7 @@ def test_step_that_raises_ends_its_requests_and_others_go_on(
     assert "a step of" in caplog.text
 
 
-def test_request_that_was_preempted_after_the_launch_of_a_failed_step_is_computed_again() -> None:
+def test_request_preempted_after_the_launch_of_a_failed_step_is_computed_again() -> None:
     model, device = PoisonedModel(explode), CpuDevice(compute_threads=1)
     prompt = [POISON, 1, 2]
     config = EngineConfig(kv_memory=8 * model.layout.block_bytes, block_tokens=4, chunk_tokens=8, max_running=2)

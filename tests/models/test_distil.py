@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from batch_rig import one_row
 from torch import Tensor
 
 from proof.tiny_models import save_head, tiny_model_dir
 from sidestream import LLM, SamplingParams, SpeculativeConfig
-from sidestream.attention.interface import ungated
-from sidestream.attention.paged import PagedBatch
 from sidestream.errors import ConfigError
 from sidestream.models.distil import Distillation, Divergence, Lesson, load_teacher, unroll_drafts
 from sidestream.models.loader import load_model
@@ -82,7 +81,7 @@ def test_the_divergence_and_its_gradient_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 @torch.no_grad()
-def test_a_head_is_taught_on_what_it_will_draft_from(family: str, tmp_path: Path) -> None:
+def test_a_head_is_taught_on_the_states_of_later_drafts(family: str, tmp_path: Path) -> None:
     """Each prediction is that of a head that was given the model's hidden states up to a position, and fed itself from
     there.
     """
@@ -112,9 +111,7 @@ def test_a_teacher_caps_its_scores_as_the_served_model_does(tmp_path: Path) -> N
     """SDPA cannot: for Gemma 2, transformers 5.17 leaves the cap out with it, and 5.23 refuses it."""
     directory = tiny_model_dir("gemma2", tmp_path, 3, attn_logit_softcapping=0.1)
     tokens, served = torch.arange(10, 40), load_model(str(directory), block_tokens=16)
-    batch = PagedBatch(
-        torch.zeros(served.layout.shape(2)), torch.arange(30), torch.arange(2)[None], (0, 30), (30,), 0, ungated
-    )
+    batch = one_row(torch.zeros(served.layout.shape(2)), 30)
     teacher = load_teacher(str(directory), device=torch.device("cpu"))
     expected = served.forward(tokens, torch.arange(30), batch, torch.arange(30))
     torch.testing.assert_close(teacher(tokens[None], use_cache=False).logits[0], expected, atol=1e-5, rtol=1e-5)

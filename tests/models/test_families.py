@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batch_rig import one_row
 from transformers import AutoModelForCausalLM
 
 from proof.tiny_models import FAMILIES, tiny_model_dir
@@ -164,9 +165,8 @@ def test_forward_runs_on_another_thread_than_the_one_that_loaded(tmp_path: Path)
 def test_a_step_that_samples_nothing_has_no_logits(tmp_path: Path, dtype: str) -> None:
     model = load_model(str(tiny_model_dir("gemma2", tmp_path, 3)), dtype=dtype, block_tokens=BLOCK_TOKENS)
     pool = torch.zeros(model.layout.shape(1), dtype=getattr(torch, dtype))
-    batch = PagedBatch(pool, torch.arange(3), torch.zeros(1, 1, dtype=torch.int64), (0, 3), (3,), 0, lambda layer: None)
-
-    logits = model.forward(torch.tensor([1, 2, 3]), torch.arange(3), batch, torch.empty(0, dtype=torch.int64))
+    nothing = torch.empty(0, dtype=torch.int64)
+    logits = model.forward(torch.tensor([1, 2, 3]), torch.arange(3), one_row(pool, 3), nothing)
 
     assert logits.shape == (0, model.vocab_size)
     assert pool[0, :, :, :3].abs().sum() > 0

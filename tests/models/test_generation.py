@@ -21,20 +21,14 @@ def checkpoint(directory: Path, fields: Any) -> Path:
 
 
 def test_all_five_fields_are_read_and_others_are_left_alone(tmp_path: Path) -> None:
-    others = {
-        "do_sample": False,
-        "eos_token_id": [1, 2],
-        "max_new_tokens": 5,
-        "num_beams": 4,
-        "transformers_version": "4.51.0",
-    }
+    others = {"do_sample": False, "eos_token_id": [1, 2], "num_beams": 4, "transformers_version": "4.51.0"}
     assert sampling_defaults(checkpoint(tmp_path, {**FIELDS, **others})) == SamplingDefaults(FIELDS)
 
 
 @pytest.mark.parametrize(
     "fields", [None, {}, dict.fromkeys(FIELDS), {"top_k": -1}], ids=["no file", "empty", "null", "top_k -1"]
 )
-def test_what_the_file_does_not_say_is_neutral(tmp_path: Path, fields: dict[str, Any] | None) -> None:
+def test_fields_that_the_file_lacks_are_neutral(tmp_path: Path, fields: dict[str, Any] | None) -> None:
     defaults = sampling_defaults(tmp_path if fields is None else checkpoint(tmp_path, fields))
     assert defaults == NEUTRAL
     assert {name: defaults[name] for name in FIELDS} == {
@@ -45,10 +39,7 @@ def test_what_the_file_does_not_say_is_neutral(tmp_path: Path, fields: dict[str,
 @pytest.mark.parametrize(
     ("field", "value", "bound"),
     [
-        ("temperature", -0.5, r"a number in \[0\.0, 100\.0\]"),
         ("temperature", "0.6", r"a number in \[0\.0, 100\.0\]"),
-        ("temperature", True, r"a number in \[0\.0, 100\.0\]"),
-        ("temperature", float("nan"), r"a number in \[0\.0, 100\.0\]"),
         ("temperature", 10**400, r"a number in \[0\.0, 100\.0\]"),
         ("top_k", -2, r"a whole number in \[0, \d+\]"),
         ("top_k", 2.5, r"a whole number in \[0, \d+\]"),
@@ -57,9 +48,7 @@ def test_what_the_file_does_not_say_is_neutral(tmp_path: Path, fields: dict[str,
         ("repetition_penalty", [1.1], r"a number in \(0\.0, 10\.0\]"),
     ],
 )
-def test_a_bad_value_is_refused_with_file_field_bound_and_remedy(
-    tmp_path: Path, field: str, value: Any, bound: str
-) -> None:
+def test_a_bad_value_is_refused_with_file_field_and_bound(tmp_path: Path, field: str, value: Any, bound: str) -> None:
     words = (
         rf"generation_config\.json: {field} is .+: it must be {bound}; "
         "correct the file, or .+ --generation-config none$"

@@ -68,7 +68,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("family", "package"), _FAMILIES.items())
-def test_kernels_of_other_packages_get_no_tensors_of_a_cpu(
+def test_kernels_of_other_packages_get_no_cpu_tensors(
     family: str, package: str, packages: Path, tmp_path: Path
 ) -> None:
     model = tiny_model_dir(family, tmp_path, 1)

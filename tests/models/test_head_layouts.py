@@ -198,9 +198,7 @@ def test_a_head_is_read_as_its_makers_publish_it(kind: str, again: bool, tmp_pat
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.no_grad()
-def test_a_head_feeds_itself_its_normed_state_where_it_is_qwens_and_else_the_state_before(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_head_of_qwen_feeds_itself_its_normed_state_others_the_state_before(kind: str, tmp_path: Path) -> None:
     publish(kind, tmp_path)
     head = load_head(loaded(tmp_path), tmp_path)
     left: list[Tensor] = []
@@ -216,7 +214,7 @@ def test_a_head_feeds_itself_its_normed_state_where_it_is_qwens_and_else_the_sta
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
-def test_what_the_model_keeps_in_float32_its_head_keeps_too(kind: str, tmp_path: Path) -> None:
+def test_a_head_keeps_in_float32_all_that_its_model_keeps_so(kind: str, tmp_path: Path) -> None:
     """Rounded to bfloat16, experts' corrections would choose others."""
     published = publish(kind, tmp_path)
     model = loaded(tmp_path, torch.bfloat16)

@@ -67,9 +67,7 @@ ASKED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize(("change", "cause"), REFUSED.values(), ids=REFUSED)
-def test_an_uncached_model_is_refused_without_the_client(
-    cache: Path, monkeypatch: Patch, change: Change, cause: str
-) -> None:
+def test_an_uncached_model_needs_no_client(cache: Path, monkeypatch: Patch, change: Change, cause: str) -> None:
     change(cache, monkeypatch)
     with pytest.raises(ModelError) as caught:
         local_directory("no/such-model")
@@ -78,7 +76,7 @@ def test_an_uncached_model_is_refused_without_the_client(
 
 
 @pytest.mark.parametrize("change", ASKED.values(), ids=ASKED)
-def test_the_client_decides_what_is_not_certain(cache: Path, monkeypatch: Patch, change: Change) -> None:
+def test_the_client_decides_uncertain_cases(cache: Path, monkeypatch: Patch, change: Change) -> None:
     change(cache, monkeypatch)
     assert local_directory("no/such-model") == Path("from the client")
 

@@ -218,7 +218,7 @@ def test_tokens_are_equal_after_preemption(tmp_path: Path) -> None:
         llm.engine.call(held[0].release)
 
 
-def test_states_and_blocks_take_what_was_asked_for(tmp_path: Path) -> None:
+def test_states_and_blocks_take_the_memory_that_was_asked_for(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen3_next", tmp_path, 3)
     with LLM(directory, kv_memory=4 << 20, **OPTIONS) as llm:
         parts = llm.engine.parts
@@ -311,7 +311,7 @@ def test_a_state_that_covers_other_tokens_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_what_is_computed_from_a_wrong_state_is_wrong(tmp_path: Path, drafts: int) -> None:
+def test_results_of_a_wrong_state_are_wrong(tmp_path: Path, drafts: int) -> None:
     model = load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
     assert model.state_layout is not None
     kept = DraftInputs(model.state_layout, 2, drafts, torch.device("cpu")) if drafts else None
@@ -345,9 +345,7 @@ def test_what_is_computed_from_a_wrong_state_is_wrong(tmp_path: Path, drafts: in
             kept.count[0] = drafts
 
 
-def test_the_check_of_a_load_refuses_states_that_cover_other_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_check_refuses_states_that_cover_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = StateBatch.finish
 
     def miscounted(self: StateBatch, logits: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
@@ -360,7 +358,7 @@ def test_the_check_of_a_load_refuses_states_that_cover_other_tokens(
         load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
 
 
-def test_a_layer_that_forgets_what_came_before_its_chunk_is_refused(
+def test_a_layer_that_forgets_the_tokens_before_its_chunk_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tiny_model_dir("lfm2", tmp_path, 3)
@@ -396,9 +394,7 @@ REFUSED: list[tuple[PreTrainedConfig, str]] = [
 
 
 @pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda each: getattr(each, "model_type", ""))
-def test_what_cannot_be_served_is_refused_with_its_reason(
-    config: PreTrainedConfig, reason: str, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_served_is_refused(config: PreTrainedConfig, reason: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=reason):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from batch_rig import one_row
 
 from proof.tiny_models import tiny_model_dir
-from sidestream.attention.paged import PagedBatch
 from sidestream.models import PagedModel, load_model
 from sidestream.models.adapter import padded_length
 
@@ -43,17 +43,15 @@ def test_rows_that_decode_beside_whole_chunks_add_16_tokens() -> None:
 
 
 @pytest.mark.parametrize("count", [8, 9, 16, 17, 31, 32, 33])
-def test_the_module_sees_only_padded_lengths_and_the_pool_only_what_was_asked(model: PagedModel, count: int) -> None:
+def test_the_module_sees_padded_lengths_and_the_pool_only_real_tokens(model: PagedModel, count: int) -> None:
     seen: list[int] = []
     handle = model.module.get_input_embeddings().register_forward_hook(
         lambda _, inputs, __: seen.append(inputs[0].shape[-1])
     )
     pool = torch.full(model.layout.shape(12), 7.0)
-    tokens, slots = torch.arange(1, count + 1), torch.arange(count)  # the first blocks, in order
-    table = torch.arange(12)[None]
-    batch = PagedBatch(pool, slots, table, (0, count), (count,), 0, lambda layer: None)
+    batch = one_row(pool, count)
     try:
-        logits = model.forward(tokens, torch.arange(count), batch, torch.tensor([count - 1]))
+        logits = model.forward(torch.arange(1, count + 1), torch.arange(count), batch, torch.tensor([count - 1]))
     finally:
         handle.remove()
     assert seen == [padded_length(count)]
@@ -65,10 +63,7 @@ def test_the_module_sees_only_padded_lengths_and_the_pool_only_what_was_asked(mo
 
 def test_logits_do_not_depend_on_the_padding(model: PagedModel) -> None:
     def last(count: int) -> torch.Tensor:
-        pool = torch.zeros(model.layout.shape(12))
-        batch = PagedBatch(
-            pool, torch.arange(count), torch.arange(12)[None], (0, count), (count,), 0, lambda layer: None
-        )
+        batch = one_row(torch.zeros(model.layout.shape(12)), count)
         return model.forward(torch.arange(1, count + 1), torch.arange(count), batch, torch.arange(17))
 
     torch.testing.assert_close(last(17), last(32), atol=1e-5, rtol=1e-5)

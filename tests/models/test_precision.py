@@ -39,9 +39,9 @@ def computes(monkeypatch: pytest.MonkeyPatch, *, over_float32: float, memory: in
 def test_a_model_is_loaded_as_stored_where_the_cpu_is_fast_in_that(
     directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     computes(monkeypatch, over_float32=0.5)
-    with caplog.at_level(logging.INFO, "sidestream.models.loader"):
-        model = load_model(str(directory), block_tokens=4)
+    model = load_model(str(directory), block_tokens=4)
     assert model.layout.dtype == stored
     assert f"model llama: {stored}, as stored: this CPU multiplies {stored} 2.0 times as fast as float32" in caplog.text
 
@@ -49,9 +49,9 @@ def test_a_model_is_loaded_as_stored_where_the_cpu_is_fast_in_that(
 def test_a_model_is_loaded_in_float32_where_the_cpu_is_faster_in_that(
     directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     computes(monkeypatch, over_float32=4.0)
-    with caplog.at_level(logging.INFO, "sidestream.models.loader"):
-        model = load_model(str(directory), block_tokens=4)
+    model = load_model(str(directory), block_tokens=4)
     assert model.layout.dtype == str(model.module.dtype).removeprefix("torch.") == "float32"
     assert (
         f"model llama: float32, not {stored} as stored: this CPU multiplies float32 4.0 times as fast as {stored}"
@@ -67,7 +67,7 @@ def test_an_exact_dtype_is_kept_however_slow(directory: Path, stored: str, monke
     assert kv_token_bytes(str(directory), dtype=stored) * 2 == kv_token_bytes(str(directory))
 
 
-def test_a_config_that_says_no_dtype_is_completed_by_the_weights(
+def test_a_config_without_dtype_has_that_of_the_weights(
     directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = directory / "config.json"
@@ -82,9 +82,7 @@ def test_nothing_is_measured_for_a_gpu_or_for_float32(monkeypatch: pytest.Monkey
     assert str(choose_precision("auto", "float32", weights_bytes=GIB, on_cpu=True)) == "float32, as stored"
 
 
-def test_weights_that_would_take_more_than_half_of_the_memory_stay_as_they_are_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_of_more_than_half_of_the_memory_stay_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     computes(monkeypatch, over_float32=4.0, memory=8 * GIB)
     assert choose_precision("auto", "bfloat16", weights_bytes=2 * GIB, on_cpu=True).dtype == "float32"
     kept = choose_precision("auto", "bfloat16", weights_bytes=3 * GIB, on_cpu=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from batch_rig import one_row
 from transformers import AutoModelForCausalLM
 
 from proof.tiny_models import tiny_config, tiny_model_dir
 from sidestream import LLM, SamplingParams
-from sidestream.attention.paged import PagedBatch
 from sidestream.errors import ConfigError
 from sidestream.models import PagedModel, load_model
 from sidestream.models.config_checks import max_positions
@@ -49,15 +49,17 @@ def own_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def own_next(directory: Path, prompt: list[int]) -> int:
+    return int(own_logits(directory, torch.tensor(prompt))[-1].argmax())
+
+
 def paged_logits(model: PagedModel, tokens: torch.Tensor, chunk: int = 24) -> torch.Tensor:
     blocks = -(-len(tokens) // BLOCK_TOKENS)
     pool = torch.full(model.layout.shape(blocks), float("nan"))
     logits = []
     for positions in torch.arange(len(tokens)).split(chunk):
-        length, end = len(positions), int(positions[-1]) + 1
-        batch = PagedBatch(
-            pool, positions, torch.arange(blocks)[None], (0, length), (end,), int(length == 1), lambda layer: None
-        )
+        length = len(positions)
+        batch = one_row(pool, int(positions[-1]) + 1, start=int(positions[0]), num_decode=int(length == 1))
         logits.append(model.forward(tokens[positions], positions, batch, torch.arange(length)))
     return torch.cat(logits)
 
@@ -111,9 +113,7 @@ def test_longrope_is_served_as_far_as_it_extends_with_the_long_factors(tmp_path:
 
 
 @pytest.mark.parametrize("max_model_len", [BEFORE, 10])
-def test_longrope_keeps_the_short_factors_where_requests_are_no_longer_than_the_model_was_before(
-    max_model_len: int, tmp_path: Path
-) -> None:
+def test_longrope_keeps_short_factors_for_requests_within_the_old_length(max_model_len: int, tmp_path: Path) -> None:
     directory = longrope(tmp_path)
 
     model = load_model(str(directory), block_tokens=BLOCK_TOKENS, max_model_len=max_model_len)
@@ -144,15 +144,11 @@ def test_an_engine_chooses_factors_by_its_max_model_len(tmp_path: Path) -> None:
     prompt, greedy = text(BEFORE + 6).tolist(), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     with LLM(directory, **options) as llm:
         assert llm.max_model_len == 4 * BEFORE
-        assert llm.generate([prompt], greedy)[0].token_ids == (
-            int(own_logits(directory, torch.tensor(prompt))[-1].argmax()),
-        )
+        assert llm.generate([prompt], greedy)[0].token_ids == (own_next(directory, prompt),)
     with LLM(directory, max_model_len=BEFORE, **options) as llm:
         assert llm.max_model_len == BEFORE
         prompt = prompt[:40]
-        assert llm.generate([prompt], greedy)[0].token_ids == (
-            int(own_logits(directory, torch.tensor(prompt))[-1].argmax()),
-        )
+        assert llm.generate([prompt], greedy)[0].token_ids == (own_next(directory, prompt),)
     with pytest.raises(ConfigError, match="the model was made for 256"):
         LLM(directory, max_model_len=257, **options)
 

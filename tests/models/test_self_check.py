@@ -64,16 +64,14 @@ ERRORS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("error", ERRORS)
-def test_attention_with_an_error_is_refused(
-    error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_attention_is_refused(error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "paged_attention", ERRORS[error])
     with pytest.raises(ModelError, match="paged attention and transformers' own give different values"):
         loaded("gemma2", tmp_path, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_that_start_anew_in_each_chunk_are_refused(
+def test_positions_that_restart_in_chunks_are_refused(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = PagedModel.forward
@@ -103,9 +101,7 @@ def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "jetmoe"])
-def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(
-    family: str, dtype: str, tmp_path: Path
-) -> None:
+def test_experts_that_rounding_chooses_otherwise_are_accepted(family: str, dtype: str, tmp_path: Path) -> None:
     """Compared as a whole, logits of some seeds differ by 0.3 of their spread: one token of the first layer
     suffices.
     """

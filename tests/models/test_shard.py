@@ -165,7 +165,7 @@ def test_ranks_with_different_weights_are_refused(tmp_path: Path) -> None:
         ("granitemoeshared", {}, 2, "no tensor-parallel plan for the layers of granitemoeshared"),
     ],
 )
-def test_models_that_cannot_be_divided_are_refused_before_weights_are_read(
+def test_models_that_cannot_be_divided_are_refused(
     family: str, changes: dict[str, Any], size: int, reason: str
 ) -> None:
     with pytest.raises(ModelError) as caught:

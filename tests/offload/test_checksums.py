@@ -90,7 +90,7 @@ def test_a_flipped_byte_in_a_later_piece_fails_the_load(rig: Rig, monkeypatch: p
 def test_a_slot_without_a_checksum_is_not_judged_by_the_one_of_its_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_slots=1, self_check=0.5)
     chances = iter((0.0, 0.9))
-    monkeypatch.setattr(rig.transfers._worker._stores._checksums._random, "random", lambda: next(chances))
+    monkeypatch.setattr(rig.transfers._worker._stores._context.checksums._random, "random", lambda: next(chances))
     rig.stored(keys("a"))
     rig.host.pool.forget_all()
     rig.stored(keys("b"))

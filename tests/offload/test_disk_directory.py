@@ -217,7 +217,7 @@ def test_lost_directory_is_noticed_by_a_read(made: Path, lose: Callable[[Path], 
         load(tier, key(1))
 
 
-def test_engine_whose_directory_was_lost_shares_none_with_the_engine_that_took_the_path(made: Path) -> None:
+def test_engine_of_a_lost_directory_shares_nothing_with_the_new_owner_of_the_path(made: Path) -> None:
     first = open_tier(made)
     entry = entry_of(first, key(1))
     removed(made)
@@ -284,7 +284,7 @@ def test_close_after_a_loss_reports_no_block(made: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("by", ["write", "read"])
-def test_loss_forgets_the_entries_shows_in_health_and_metrics_and_ends_with_the_next_write(
+def test_loss_forgets_the_entries_is_reported_and_ends_with_the_next_write(
     disk_rig: transfer_rig.Rig, tmp_path: Path, by: str
 ) -> None:
     rig = disk_rig

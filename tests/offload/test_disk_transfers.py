@@ -290,9 +290,7 @@ def test_block_that_was_promoted_early_is_kept_until_its_request_has_all(disk_ri
 # ------------------------------------------------------------------ deadline
 
 
-def test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_published_alone(
-    disk_rig: Rig,
-) -> None:  # H6, H10
+def test_deadline_is_reported_once_frees_nothing_and_the_late_block_is_published(disk_rig: Rig) -> None:  # H6, H10
     gate = threading.Event()
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("late"))
@@ -332,9 +330,7 @@ def test_request_that_asks_again_after_its_deadline_joins_the_late_read(disk_rig
 # ------------------------------------------------------------------ the whole
 
 
-def test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not(
-    disk_rig: Rig,
-) -> None:  # H9
+def test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight(disk_rig: Rig) -> None:  # H9
     assert disk_rig.disk is not None
     bad = keys("on disk", "being read", "in both", "being written", "being stored", "ordered")
     disk_rig.on_disk_only(keys("on disk", "being read", "good, read"))

@@ -51,7 +51,7 @@ def test_a_load_has_arrived_when_all_of_it_is_done(rig: Rig) -> None:
     lease.release()
 
 
-def test_a_step_may_begin_before_a_load_has_ended_if_each_layer_is_there_when_it_comes_to_it(
+def test_a_step_may_begin_before_its_load_ends_if_each_layer_arrives_in_time(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rig.device, "segment_bytes", LAYOUT.layer_bytes)
@@ -184,7 +184,7 @@ def test_failed_load_is_reported_once_by_worker_or_engine(
     lease.release()
 
 
-def test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_polled(
+def test_load_that_settles_during_a_poll_is_kept_until_its_events_were_polled(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = rig.blocks.take(1)

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from reenact import assert_caught, assert_clean
+from reenact import reenact
 
 
 def test_h32_frame_overtakes_the_one_before_it() -> None:
-    assert_caught("frames that two threads hand over", by=("tokens",), within=5)
-    assert_clean("frames that two threads hand over")
+    reenact("frames that two threads hand over", by=("tokens",), within=5)
 
 
 def test_h32_frame_that_was_only_late_is_sent_again() -> None:
-    assert_caught("frame sent again after a timeout", by=("tokens",), within=5)
-    assert_clean("frame sent again after a timeout")
+    reenact("frame sent again after a timeout", by=("tokens",), within=5)
 
 
 def test_h32_frame_is_lost_without_an_error() -> None:
-    assert_caught("frame overwritten before it was read", by=("tokens",), within=5)
-    assert_clean("frame overwritten before it was read")
+    reenact("frame overwritten before it was read", by=("tokens",), within=5)
 
 
 def test_h32_token_of_an_ended_request_reaches_the_next_one_with_its_number() -> None:
-    assert_caught("stream number used again", by=("tokens",), within=5)
-    assert_clean("stream number used again")
+    reenact("stream number used again", by=("tokens",), within=5)
 
 
 def test_h32_abort_that_crosses_the_finish_ends_another_request() -> None:
-    assert_caught("abort that crosses the finish", by=("tokens",), within=5)
-    assert_clean("abort that crosses the finish")
+    reenact("abort that crosses the finish", by=("tokens",), within=5)
 
 
 def test_h34_front_end_hears_the_answers_of_the_dead_one_before_it() -> None:
-    assert_caught("place of a front end that has died", by=("tokens",), within=5)
-    assert_clean("place of a front end that has died")
+    reenact("place of a front end that has died", by=("tokens",), within=5)
 
 
 def test_h34_request_of_a_front_end_that_has_gone_is_left_behind() -> None:
-    assert_caught("requests of a process that has gone", by=("balance",), within=5)
-    assert_clean("requests of a process that has gone")
+    reenact("requests of a process that has gone", by=("balance",), within=5)
 
 
 def test_h35_outputs_pile_up_for_a_reader_that_does_not_read() -> None:
-    assert_caught("outputs for a reader that does not read", by=("order",), within=10)
-    assert_clean("outputs for a reader that does not read")
+    reenact("outputs for a reader that does not read", by=("order",), within=10)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from reenact import assert_caught, assert_clean
+from reenact import reenact
 
 
 def test_h13_ranks_disagree_on_which_load_is_complete() -> None:
-    assert_caught("ranks that decide alone", by=("tokens",), within=10)
-    assert_clean("ranks that decide alone")
+    reenact("ranks that decide alone", by=("tokens",), within=10)
 
 
-def test_h21_abort_frees_what_a_step_still_holds_and_the_commit_frees_it_again() -> None:
-    assert_caught("abort while a step is in flight", by=("checker", "balance"), within=1)
-    assert_clean("abort while a step is in flight")
+def test_h21_abort_and_commit_both_free_the_blocks_of_a_step() -> None:
+    reenact("abort while a step is in flight", by=("checker", "balance"), within=1)
 
 
 def test_h22_release_is_left_to_a_worker_that_has_gone() -> None:
-    assert_caught("release left to a worker that has gone", by=("checker", "balance"), within=5)
-    assert_clean("release left to a worker that has gone")
+    reenact("release left to a worker that has gone", by=("checker", "balance"), within=5)
 
 
 def test_h25_recovered_request_emits_a_token_of_a_chunk_that_is_not_its_last() -> None:
-    assert_caught("token of a chunk that is not the last", by=("tokens",), within=1)
-    assert_clean("token of a chunk that is not the last")
+    reenact("token of a chunk that is not the last", by=("tokens",), within=1)
 
 
 def test_h26_requests_preempt_one_another_and_neither_goes_on() -> None:
-    assert_caught("preempted before it ran", by=("order",), within=1)
-    assert_clean("preempted before it ran")
+    reenact("preempted before it ran", by=("order",), within=1)

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import pytest
-from reenact import assert_caught, assert_clean, named
+from reenact import named, reenact
 
 from proof.miniatures import Outcome
 from sidestream_order.checker import simulated
 
 
 def test_h1_store_reads_a_block_before_compute_wrote_it() -> None:
-    assert_caught("store before compute", by=("checker", "tokens"), within=5)
-    assert_clean("store before compute")
+    reenact("store before compute", by=("checker", "tokens"), within=5)
 
 
 def test_p5_tokens_submitted_after_a_store_queue_behind_it() -> None:
-    assert_caught("tokens behind a store", by=("order",), within=5)
-    assert_clean("tokens behind a store")
+    reenact("tokens behind a store", by=("order",), within=5)
 
 
 def test_h2_a_flush_waits_for_an_event_that_a_background_thread_has_not_recorded_yet() -> None:
-    assert_caught("wait for an event not yet recorded", by=("checker", "tokens"), within=5)
-    assert_clean("wait for an event not yet recorded")
+    reenact("wait for an event not yet recorded", by=("checker", "tokens"), within=5)
 
 
 def test_h5_graph_is_replayed_while_its_request_is_being_loaded() -> None:
-    assert_caught("graph replayed during a load", by=("checker", "tokens"), within=5)
-    assert_clean("graph replayed during a load")
+    reenact("graph replayed during a load", by=("checker", "tokens"), within=5)
 
 
 def test_h19_worker_publishes_the_next_steps_state_too_late() -> None:
-    assert_caught("state published by a late worker", by=("checker", "accept length"), within=10)
-    assert_clean("state published by a late worker", seeds=4)
+    reenact("state published by a late worker", by=("checker", "accept length"), within=10, seeds=4)
 
 
 def test_h20_flag_is_read_twice_and_changes_in_between() -> None:
-    assert_caught("flag read twice", by=("accept length",), within=10)
-    assert_clean("flag read twice", seeds=4)
+    reenact("flag read twice", by=("accept length",), within=10, seeds=4)
 
 
 @pytest.mark.parametrize("name", ["state published by a late worker", "flag read twice"])
@@ -54,5 +48,4 @@ def test_a_stale_draft_state_leaves_the_text_alone_and_costs_accepted_drafts(nam
 
 
 def test_p2_queue_of_the_one_store_stream_fills_and_the_forward_thread_stands_still() -> None:
-    assert_caught("queue of one stream full", by=("checker", "order"), within=2)
-    assert_clean("queue of one stream full", seeds=1)
+    reenact("queue of one stream full", by=("checker", "order"), within=2, seeds=1)

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from reenact import assert_caught, assert_clean
+from reenact import reenact
 
 
 def test_h6_slot_is_freed_by_a_timer_while_a_store_still_writes_it() -> None:
-    assert_caught("slot freed by a timer", by=("checker", "tokens"), within=2)
-    assert_clean("slot freed by a timer")
+    reenact("slot freed by a timer", by=("checker", "tokens"), within=2)
 
 
 def test_h7_key_is_findable_before_its_bytes_are_complete() -> None:
-    assert_caught("key published before its bytes", by=("checker", "tokens"), within=5)
-    assert_clean("key published before its bytes")
+    reenact("key published before its bytes", by=("checker", "tokens"), within=5)
 
 
 def test_h8_store_survives_new_weights_and_publishes_kv_of_the_old_ones() -> None:
-    assert_caught("store that survives new weights", by=("tokens",), within=1)
-    assert_clean("store that survives new weights")
+    reenact("store that survives new weights", by=("tokens",), within=1)
 
 
 def test_h9_failed_write_leaves_an_entry() -> None:
-    assert_caught("failed write that stays visible", by=("checker", "tokens"), within=1)
-    assert_clean("failed write that stays visible")
+    reenact("failed write that stays visible", by=("checker", "tokens"), within=1)
 
 
 def test_h10_load_lands_in_a_block_that_was_given_away_after_its_deadline() -> None:
-    assert_caught("load that lands after its deadline", by=("checker", "tokens"), within=2)
-    assert_clean("load that lands after its deadline")
+    reenact("load that lands after its deadline", by=("checker", "tokens"), within=2)
 
 
 def test_h14_key_does_not_contain_the_adapter() -> None:
-    assert_caught("key without identity", by=("tokens",), within=1)
-    assert_clean("key without identity")
+    reenact("key without identity", by=("tokens",), within=1)
 
 
 def test_h15_block_of_which_the_recurrent_state_is_missing_counts_as_a_hit() -> None:
-    assert_caught("block of which a part is missing", by=("checker", "tokens"), within=1)
-    assert_clean("block of which a part is missing")
+    reenact("block of which a part is missing", by=("checker", "tokens"), within=1)
 
 
 def test_h24_client_receives_the_end_before_the_references_are_dropped() -> None:
-    assert_caught("done before its references are dropped", by=("order",), within=1)
-    assert_clean("done before its references are dropped")
+    reenact("done before its references are dropped", by=("order",), within=1)

@@ -29,7 +29,7 @@ def decodes(world: World, request: Request) -> list[RowPlan]:
     ]
 
 
-def test_a_step_behind_drafts_is_planned_within_bounds_that_come_down_when_they_are_known() -> None:
+def test_bounds_of_a_step_behind_drafts_narrow_when_accept_lengths_are_known() -> None:
     world = drafting_world(right=1)
     request = world.submit(prompt(6), outputs=20)
     while len(decodes(world, request)) < 4:

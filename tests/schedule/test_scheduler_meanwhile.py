@@ -24,7 +24,7 @@ def rests(world: World, request: Request, source: str = "host", *, blocks: int =
     world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:blocks], source))  # type: ignore[arg-type]
 
 
-def test_a_load_is_planned_while_a_step_is_awaited_and_its_request_joins_the_next_one() -> None:
+def test_a_load_is_planned_while_a_step_is_awaited_and_its_request_joins_the_next() -> None:
     world, _ = busy_world()
     arrived: list[Request] = []
 

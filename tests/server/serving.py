@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from proof.fake_backend import FakeBackend, Script
 from sidestream.server import RunningServer, ServerOptions, serve
@@ -22,6 +24,7 @@ WAIT_S = 20.0
 
 # beyond what both ends' socket buffers can swallow
 LONG = Script("x" * (16 << 20), token_bytes=1 << 18)
+HI = [{"role": "user", "content": "hi"}]
 ASK_LONG = {"model": "fake", "prompt": "long", "max_tokens": 16 << 20, "stream": True}
 
 
@@ -56,6 +59,10 @@ class Served:
             connection.close()
             raise
         return connection
+
+    def refused(self, reason: str) -> float:
+        """How many connections were refused for this reason."""
+        return self.backend.metrics.value("connections_refused_total", reason)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -107,13 +114,37 @@ def serving(
             raise AssertionError("the server did not end by itself")
 
 
+def head(length: int | None, *, path: str = "/v1/completions", kind: str = "application/json", more: str = "") -> bytes:
+    """The head of a request with a body of `length` bytes, or of chunks."""
+    size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n{more}{size}\r\n\r\n".encode()
+
+
+def request(fields: dict[str, object], path: str = "/v1/chat/completions") -> bytes:
+    body = json.dumps(fields).encode()
+    return head(len(body), path=path, more="Connection: close\r\n") + body
+
+
 def send(served: Served, fields: dict[str, object], path: str = "/v1/chat/completions") -> socket.socket:
     """Send a request on a raw connection, and read nothing."""
-    body = json.dumps(fields).encode()
     connection = served.connect()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    connection.sendall(head.encode() + body)
+    connection.sendall(request(fields, path))
     return connection
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    received = bytearray()
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(1 << 20):
+            received += piece
+    return bytes(received)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Messages of warnings and errors."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def request_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The log's lines of requests."""
+    return [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]

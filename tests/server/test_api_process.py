@@ -59,9 +59,7 @@ def api_process_of(model: Path) -> Iterator[Process]:
                     reader.join(WAIT_S)  # it reads from `line`, which is closed next
 
 
-def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_api_process_that_has_lost_its_engine_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_process, "GRACE_S", 0.05)
     settled: list[bool] = []
     monkeypatch.setattr(api_process, "freeze_gc_heap", lambda: settled.append(True))
@@ -79,9 +77,7 @@ def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(
     ],
     ids=["nested ranges", "one wide number"],
 )
-def test_a_chat_template_that_hangs_fails_its_own_request_only(
-    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_template_that_hangs_fails_alone(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_process, "freeze_gc_heap", lambda: None)  # this process would stay frozen
     bounds = ProcessBounds(cpu_s=0.5, memory_bytes=256 << 20)
     monkeypatch.setattr(ProcessBounds, "for_context", lambda max_model_len: bounds)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from sidestream.server.fields import OTHER_SERVERS
 
-from .serving import Served, serving
+from .serving import HI, Served, serving
 
-HI = [{"role": "user", "content": "hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
 
@@ -36,10 +35,7 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
         ({"n": 0}, "n"),
-        ({"n": -3}, "n"),
         ({"n": 1.5}, "n"),
         ({"n": 129}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -76,22 +72,13 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_k": -2}, "top_k"),
-        ({"min_p": 2}, "min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [1.5]}, "stop_token_ids[0]"),
         ({"max_drafts": 17}, "max_drafts"),
-        ({"max_drafts": "many"}, "max_drafts"),
         ({"priority": "high"}, "priority"),
         ({"priority": 10**9}, "priority"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "hard"}, "reasoning_effort"),
         ({"reasoning_effort": 3}, "reasoning_effort"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
-        ({"use_beam_search": True}, "use_beam_search"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
         ({"request_id": ""}, "request_id"),
         ({"request_id": "a b"}, "request_id"),
@@ -107,7 +94,6 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"chat_template_kwargs": {"enable_thinkng": True}}, "chat_template_kwargs.enable_thinkng"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs.add_generation_prompt"),
-        ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"temprature": 1}, "temprature"),
         ({"best_of": 1}, "best_of"),  # the other API's
         ({"prompt": "x"}, "prompt"),
@@ -216,7 +202,7 @@ def _expect_400(reply: Any, param: str) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_more_than_the_model_takes_is_refused_by_its_length_before_anything_else(
+def test_too_long_prompts_are_refused_by_their_length(
     shared: Served, path: str, fields: dict[str, Any], param: str
 ) -> None:
     reply = shared.post_raw(json.dumps({"model": "fake", **fields}).encode(), path)
@@ -225,28 +211,8 @@ def test_more_than_the_model_takes_is_refused_by_its_length_before_anything_else
     assert "the model takes 4096" in error["message"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
-        {
-            "response_format": {"type": "text"},
-            "modalities": ["text"],
-            "store": False,
-            "metadata": {},
-            "service_tier": "auto",
-        },
-        {"user": "ann", "safety_identifier": "x", "prompt_cache_key": "y"},
-        {"stream_options": None, "stop": [], "top_logprobs": 0},
-    ],
-)
-def test_a_field_that_asks_for_nothing_is_accepted(shared: Served, fields: dict[str, Any]) -> None:
-    assert shared.chat(**fields).status_code == 200
-
-
-@pytest.mark.parametrize("fields", [{"echo": False, "best_of": 1, "suffix": None}, {"user": "ann"}])
-def test_a_text_field_that_asks_for_nothing_is_accepted(shared: Served, fields: dict[str, Any]) -> None:
-    assert shared.text(**fields).status_code == 200
+def test_fields_that_ask_for_nothing_are_accepted(shared: Served) -> None:
+    assert shared.chat(stream_options=None, stop=[], top_logprobs=0).status_code == 200
 
 
 def test_an_unknown_field_names_the_nearest_known_one(shared: Served) -> None:
@@ -324,12 +290,6 @@ def test_wrong_model_is_the_clients_not_found(shared: Served) -> None:
     with pytest.raises(openai.NotFoundError) as failure:
         shared.openai.chat.completions.create(model="gpt-4", messages=HI)  # type: ignore[arg-type]
     assert (failure.value.code, failure.value.param) == ("model_not_found", "model")
-
-
-def test_bad_value_is_the_clients_bad_request(shared: Served) -> None:
-    with pytest.raises(openai.BadRequestError) as failure:
-        shared.openai.completions.create(model="fake", prompt="x", temperature=-1)
-    assert failure.value.param == "temperature"
 
 
 def test_unknown_path_and_method_have_openai_bodies(shared: Served) -> None:

@@ -12,81 +12,48 @@ import pytest
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.server.fields import EXTRAS, Extra
 
-from .serving import Served, serving
+from .serving import HI, Served, serving
 
-HI = [{"role": "user", "content": "hi"}]
 API_DOC = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
 # What clients send by default or with one of their usual options; `{"model", "messages" or "prompt"}` come on top.
-CLIENTS: dict[str, dict[str, Any]] = {
-    "LangChain": {
-        "stream": False,
-        "n": 1,
-        "temperature": 0.7,
-        "max_completion_tokens": 5,
-        "seed": None,
-        "logprobs": None,
-        "parallel_tool_calls": None,
-        "reasoning_effort": "low",
-        "service_tier": "auto",
-        "store": False,
-        "metadata": {"run": "1"},
-        "user": "ann",
-    },
-    "Open WebUI": {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_tokens": 5,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "logit_bias": {},
-        "response_format": {"type": "text"},
-        "chat_template_kwargs": {},
-    },
-    "vLLM's serving benchmark": {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.0,
-        "repetition_penalty": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "max_completion_tokens": 5,
-        "ignore_eos": True,
-        "include_stop_str_in_output": False,
-        "skip_special_tokens": True,
-        "spaces_between_special_tokens": True,
-        "truncate_prompt_tokens": None,
-        "use_beam_search": False,
-        "request_id": "benchmark-0",
-    },
-    "GuideLLM": {
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        "max_tokens": 5,
-        "max_completion_tokens": 5,
-        "stop": None,
-        "ignore_eos": True,
-    },
-    "the openai client with its newest options": {
-        "modalities": ["text"],
-        "verbosity": "medium",
-        "tool_choice": "none",
-        "tools": [],
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "safety_identifier": "s",
-        "prediction": {"type": "content", "content": "hello"},
-    },
+CLIENTS = {
+    "LangChain": """
+        "stream": false, "n": 1, "temperature": 0.7, "max_completion_tokens": 5, "seed": null,
+        "logprobs": null, "parallel_tool_calls": null, "reasoning_effort": "low", "service_tier": "auto",
+        "store": false, "metadata": {"run": "1"}, "user": "ann"
+    """,
+    "Open WebUI": """
+        "stream": true, "stream_options": {"include_usage": true}, "max_tokens": 5,
+        "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
+        "response_format": {"type": "text"}, "chat_template_kwargs": {}
+    """,
+    "vLLM's serving benchmark": """
+        "stream": true, "stream_options": {"include_usage": true}, "temperature": 0.0,
+        "repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "max_completion_tokens": 5,
+        "ignore_eos": true, "include_stop_str_in_output": false, "skip_special_tokens": true,
+        "spaces_between_special_tokens": true, "truncate_prompt_tokens": null, "use_beam_search": false,
+        "request_id": "benchmark-0"
+    """,
+    "GuideLLM": """
+        "stream": true, "stream_options": {"include_usage": true, "continuous_usage_stats": true},
+        "max_tokens": 5, "max_completion_tokens": 5, "stop": null, "ignore_eos": true
+    """,
+    "the openai client with its newest options": """
+        "modalities": ["text"], "verbosity": "medium", "tool_choice": "none", "tools": [],
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s",
+        "prediction": {"type": "content", "content": "hello"}
+    """,
 }
 
 
 @pytest.mark.parametrize("fields", CLIENTS.values(), ids=CLIENTS)
-def test_what_common_clients_send_is_accepted(shared: Served, fields: dict[str, Any]) -> None:
-    reply = shared.chat(**fields)
+def test_requests_of_common_clients_are_accepted(shared: Served, fields: str) -> None:
+    reply = shared.chat(**json.loads(f"{{{fields}}}"))
     assert reply.status_code == 200, reply.text
 
 
-def test_what_clients_of_completions_send_is_accepted(shared: Served) -> None:
+def test_requests_of_clients_of_completions_are_accepted(shared: Served) -> None:
     reply = shared.text(
         best_of=1, echo=False, suffix=None, logit_bias={}, use_beam_search=False, top_k=-1, user="ann", logprobs=None
     )
@@ -108,9 +75,7 @@ def _send(served: Served, place: str, name: str, value: Any) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: f"{extra.name} of {'+'.join(extra.places)}")
-def test_an_extra_that_asks_for_nothing_is_accepted_and_any_other_is_refused_by_name(
-    shared: Served, extra: Extra
-) -> None:
+def test_extras_that_ask_for_nothing_are_accepted_and_others_refused_by_name(shared: Served, extra: Extra) -> None:
     other = {"something": ["else"]}
     for place in extra.places:
         for value in (None, *((other, "x", True, 5) if extra.values is None else extra.values)):
@@ -199,13 +164,7 @@ def test_options_of_the_chat_template_reach_it() -> None:
     assert options == {"enable_thinking": False, "style": ["short"]}
 
 
-def test_an_option_that_the_template_does_not_know_is_refused_by_name() -> None:
-    with serving(_knowing("enable_thinking")) as served:
-        error = served.chat(chat_template_kwargs={"enable_thinkng": False}).json()["error"]
-    assert error["param"] == "chat_template_kwargs.enable_thinkng"
-
-
-def test_reasoning_effort_is_given_to_a_template_that_knows_it_and_ignored_otherwise() -> None:
+def test_reasoning_effort_reaches_templates_that_know_it_and_no_others() -> None:
     with serving(_knowing("reasoning_effort")) as served:
         assert served.chat(reasoning_effort="high").status_code == 200
         assert (

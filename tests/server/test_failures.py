@@ -22,11 +22,9 @@ from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestR
 from sidestream.server import ServerOptions, create_app
 from sidestream.server.app import generate_all
 from sidestream.server.fields import Call
-from sidestream.types import CachedTokens, Delta, Health
+from sidestream.types import CachedTokens, Delta
 
-from .serving import ASK_LONG, LONG, WAIT_S, send, serving
-
-HI = [{"role": "user", "content": "hi"}]
+from .serving import ASK_LONG, HI, LONG, WAIT_S, head, read_to_end, request_lines, send, serving, warned
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -40,7 +38,7 @@ HI = [{"role": "user", "content": "hi"}]
         (ZeroDivisionError("secret"), openai.InternalServerError, "internal_error"),
     ],
 )
-def test_a_refusal_is_the_clients_exception(
+def test_a_refusal_is_an_exception(
     stream: bool, refusal: Exception, expected: type[openai.APIStatusError], code: str | None
 ) -> None:
     with serving(FakeBackend(Script(refuse=refusal))) as served:
@@ -126,9 +124,9 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool, caplog: pytest.Lo
         served.backend.wait_until(lambda fake: len(fake.held) == 1)
         leaving.close()
         served.backend.wait_until(lambda fake: fake.aborted == fake.held)
-    (line,) = [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]
+    (line,) = request_lines(caplog)
     assert f"status={200 if stream else 499} outcome=client_gone" in line
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not warned(caplog)
 
 
 def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
@@ -142,13 +140,11 @@ def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
 def test_a_client_that_leaves_within_its_body_disturbs_no_other_client(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as served:
         leaving = served.connect()
-        leaving.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-        )
+        leaving.sendall(head(99) + b"{")
         leaving.close()
         assert served.text().status_code == 200
         assert len(served.backend.names) == 1
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not warned(caplog)
 
 
 def test_a_client_that_does_not_read_delays_no_other_client_and_loses_nothing() -> None:
@@ -157,7 +153,8 @@ def test_a_client_that_does_not_read_delays_no_other_client_and_loses_nothing() 
         served.backend.wait_until(lambda fake: len(fake.names) == 1)
         assert served.text(prompt="short").json()["choices"][0]["text"] == "Hello, world"
         assert served.backend.finished == served.backend.names[1:]
-        received = _read_to_end(slow)
+        with slow:
+            received = read_to_end(slow)
         assert received.count(b"x" * LONG.token_bytes) == len(LONG.text) // LONG.token_bytes
         assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
@@ -199,7 +196,8 @@ def test_encoding_a_long_prompt_delays_no_other_client() -> None:
         waiting = send(served, {"model": "fake", "prompt": "a long one " * 1000}, "/v1/completions")
         assert served.http.get("/health").status_code == 200
         health_was_answered.set()
-        assert b"Hello, world" in _read_to_end(waiting)
+        with waiting:
+            assert b"Hello, world" in read_to_end(waiting)
 
 
 def test_short_prompts_are_encoded_on_the_event_loop_and_long_ones_beside_it() -> None:
@@ -251,53 +249,29 @@ def test_the_response_starts_before_any_event_of_any_prompt() -> None:
     assert set(sent[1:]) == {"http.response.body"}
 
 
-def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
-    with serving(max_body_bytes=1000) as served:
-        reply = served.chat(user="x" * 2000)
-        assert reply.status_code == 413
-        assert "1000 bytes" in reply.json()["error"]["message"]
-        assert served.chat().status_code == 200
-
-
-def test_a_body_that_says_it_is_too_long_need_not_even_come() -> None:
-    with serving(max_body_bytes=1000) as served:
-        announcing = served.connect()
-        announcing.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 1001\r\n\r\n"
-        )
+def test_a_body_that_announces_too_many_bytes_is_refused_before_it_comes() -> None:
+    with serving(max_body_bytes=1000) as served, served.connect() as announcing:
+        announcing.sendall(head(1001))
         assert announcing.recv(12) == b"HTTP/1.1 413"
-        announcing.close()
 
 
 def test_a_chunked_body_that_is_too_long_is_refused_while_it_is_read() -> None:
-    with serving(max_body_bytes=1000) as served:
-        endless = served.connect()
-        endless.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Transfer-Encoding: chunked\r\n\r\n"
-        )
+    with serving(max_body_bytes=1000) as served, served.connect() as endless:
+        endless.sendall(head(None))
         endless.sendall(b"3e9\r\n" + b"x" * 1001 + b"\r\n")  # and the last chunk never comes
         assert endless.recv(12) == b"HTTP/1.1 413"
-        endless.close()
 
 
 def test_the_default_bound_of_a_body_follows_the_context() -> None:
     for tokens, bound in ((2048, (1 << 20) + 2048 * 64), (1 << 20, (1 << 20) + (64 << 20))):
         with serving(FakeBackend(max_model_len=tokens)) as served, served.connect() as announcing:
-            announcing.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n" % (bound + 1)
-            )
+            announcing.sendall(head(bound + 1))
             _read_until(announcing, b"exceeds %d bytes" % bound)
 
 
 def test_unfinished_bodies_fill_a_bound_of_the_process_and_short_ones_still_pass() -> None:
     size = 100_000
-    unfinished = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n" % size + b" " * (size - 1)
-    )
+    unfinished = head(size) + b" " * (size - 1)
     with serving(max_body_bytes=size, max_buffered_bytes=size * 2) as served, contextlib.ExitStack() as opened:
         connections = [opened.enter_context(served.connect()) for _ in range(2)]
         for connection in connections:
@@ -319,13 +293,9 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
 
 
 def test_a_body_that_does_not_arrive_is_refused() -> None:
-    with serving(body_timeout_s=0) as served:
-        late = served.connect()
-        late.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        )
+    with serving(body_timeout_s=0) as served, served.connect() as late:
+        late.sendall(head(9) + b"{")
         assert late.recv(12) == b"HTTP/1.1 408"
-        late.close()
 
 
 def test_only_the_right_key_is_let_in_and_health_is_open() -> None:
@@ -343,17 +313,8 @@ def test_only_the_right_key_is_let_in_and_health_is_open() -> None:
             served.openai.with_options(api_key="wrong").models.list()
 
 
-def test_the_key_is_in_no_repr() -> None:
-    assert "s3cret" not in repr(ServerOptions(api_key="s3cret"))
-
-
-@pytest.mark.parametrize(("status", "code"), [("ok", 200), ("draining", 503), ("failed", 503)])
-def test_health_is_the_engines(status: str, code: int) -> None:
-    backend = FakeBackend()
-    backend.status = Health(status, "because")
-    with serving(backend) as served:
-        reply = served.http.get("/health")
-        assert (reply.status_code, reply.json()) == (code, {"status": status, "detail": "because"})
+def test_secrets_are_in_no_repr() -> None:
+    assert "s3cret" not in repr(ServerOptions(api_key="s3cret", ssl_keyfile_password="s3cret"))
 
 
 def test_each_reply_has_an_id_and_each_request_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -368,7 +329,7 @@ def test_each_reply_has_an_id_and_each_request_one_log_line(caplog: pytest.LogCa
         served.http.get("/health")
     ids = [reply.headers["x-request-id"] for reply in replies]
     assert len(set(ids)) == 4
-    lines = [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]
+    lines = request_lines(caplog)
     assert [line.split()[0] for line in lines] == ids
     assert re.search(
         r"status=200 outcome=ok prompt_tokens=20 output_tokens=12 cached_tokens=0 ttft=[\d.]+s duration=[\d.]+s$",
@@ -385,9 +346,3 @@ def _read_until(connection: socket.socket, word: bytes) -> bytes:
         assert piece, reply
         reply += piece
     return reply
-
-
-def _read_to_end(connection: socket.socket) -> bytes:
-    connection.settimeout(WAIT_S)
-    with connection:
-        return b"".join(iter(lambda: connection.recv(1 << 20), b""))

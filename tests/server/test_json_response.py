@@ -28,11 +28,11 @@ _VALUES = st.recursive(
 
 
 @given(_VALUES)
-def test_clients_read_what_was_written(value: object) -> None:
+def test_clients_read_equal_values(value: object) -> None:
     assert json.loads(to_json(value)) == value
 
 
-def test_it_is_compact_and_characters_are_not_escaped() -> None:
+def test_json_is_compact_and_characters_are_not_escaped() -> None:
     assert (
         to_json({"text": "né\n\u2028", "logprobs": [-0.5, None]})
         == '{"text":"né\\n\u2028","logprobs":[-0.5,null]}'.encode()

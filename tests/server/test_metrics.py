@@ -38,7 +38,7 @@ def test_every_declared_metric_is_there_before_its_first_write() -> None:
     assert _samples(text)["sidestream_steps_total", ()] == 0
 
 
-def test_what_was_seen_several_times_counts_as_often() -> None:
+def test_values_observed_together_count_as_one_by_one() -> None:
     at_once, one_by_one = Metrics(), Metrics()
     at_once.observe_all("itl_seconds", {0.002: 3, 0.3: 2, 1000.0: 1})
     for seconds in (0.002, 0.002, 0.002, 0.3, 0.3, 1000.0):

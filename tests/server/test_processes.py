@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
+from command_runner import interrupts_reach_children
 
 from proof.tiny_models import tiny_model_dir
 from sidestream.config import WATCHDOG_OPTION
@@ -28,6 +29,8 @@ from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server import ServerOptions, Supervisor, bind, bind_shared
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+
+__all__ = ["interrupts_reach_children"]
 
 WAIT_S = 240.0
 ENDLESS = 30_000
@@ -224,16 +227,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir("llama", tmp_path_factory.mktemp("models") / "tiny", seed=1, max_position_embeddings=1 << 15)
 
 
-@pytest.fixture(autouse=True)
-def interrupts_reach_children() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the
-    background.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope="module")
 def shared(tiny: Path) -> Iterator[Server]:
     """A server with two API processes, for tests that leave it as they found it."""
@@ -306,7 +299,7 @@ def test_a_killed_api_process_takes_its_own_clients_along_and_another_one_starts
     )
 
 
-def test_when_the_engine_is_killed_clients_get_an_error_and_the_server_ends_with_status_1(tiny: Path) -> None:
+def test_a_killed_engine_is_an_error_of_clients_and_ends_the_server(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 1) as server, httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
         streams = [server.stream() for _ in range(3)]
         processes = [server.engine, *server.apis]
@@ -339,9 +332,7 @@ if any("engine_main" in argument for argument in sys.orig_argv):
 """
 
 
-def test_when_the_engine_fails_the_last_line_names_the_cause_and_what_was_complete_is_stored(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_a_failed_engine_is_named_in_the_last_line_and_its_kv_is_stored(tiny: Path, tmp_path: Path) -> None:
     flag, kv = tmp_path / "fail", tmp_path / "kv"
     (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)))
     options = ("--api-processes", 1, "--offload-disk", kv, "--offload-host", "8MiB")
@@ -499,9 +490,7 @@ if any("api_process" in argument for argument in sys.orig_argv):
 """
 
 
-def test_signal_between_the_starts_of_two_api_processes_drains_although_sigint_was_ignored(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_signal_between_the_starts_of_api_processes_drains(tiny: Path, tmp_path: Path) -> None:
     """A shell ignores SIGINT in all background jobs of a script."""
     (tmp_path / "sitecustomize.py").write_text(ALL_API_PROCESSES_BUT_ONE_HANG.format(flag=str(tmp_path / "first")))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -572,13 +561,8 @@ def test_api_processes_that_cannot_start_end_the_server_after_three_tries(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_API_PROCESS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with (
-        _supervisor(1) as supervisor,
-        pytest.raises(
-            ProcessFailed,
-            match="API processes ended 3 times soon after their start: it exited with status 3; its messages are above",
-        ),
-    ):
+    said = "API processes ended 3 times soon after their start: it exited with status 3; its messages are above"
+    with _supervisor(1) as supervisor, pytest.raises(ProcessFailed, match=said):
         supervisor.run(_Engine(), on_ready=lambda running: None)  # type: ignore[arg-type]
     assert capfd.readouterr().err.count("a try") == 3
 
@@ -606,7 +590,7 @@ def test_an_engine_that_ends_before_api_processes_serve_ends_the_server(monkeypa
         supervisor.run(_Engine("it was killed by SIGKILL"), on_ready=lambda running: None)  # type: ignore[arg-type]
 
 
-def test_a_second_server_cannot_share_the_port_of_several_processes_that_do_not_listen_yet() -> None:
+def test_a_port_of_several_processes_that_do_not_listen_yet_is_taken() -> None:
     for reuse in (0, 1):  # 1: connections of an earlier server were still there
         first = socket.socket()
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)

@@ -9,9 +9,7 @@ import pytest
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions
 
-from .serving import serving
-
-HI = [{"role": "user", "content": "hi"}]
+from .serving import HI, request_lines, serving
 
 
 @pytest.mark.parametrize("prefix", ["/llm/v2", ""], ids=["not stripped", "stripped"])
@@ -42,7 +40,7 @@ def test_errors_keys_and_the_log_are_as_without_a_prefix(prefix: str, caplog: py
         assert served.http.get(f"{prefix}/ping", headers=nobody).status_code == 200
         for path in ("/llm", "/llmx/health", "/llm/llm/health"):
             assert served.http.get(path).json()["error"]["code"] == "unknown_url"
-    lines = [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]
+    lines = request_lines(caplog)
     assert f" {prefix}/nowhere status=404" in lines[0]  # the path as it came
     assert not any("health" in line and "status=200" in line for line in lines)
 

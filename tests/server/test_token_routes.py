@@ -12,9 +12,7 @@ from sidestream.server import ServerOptions, create_app
 from sidestream.types import Health
 from sidestream.version import VERSION
 
-from .serving import Served, serving
-
-HI = [{"role": "user", "content": "hi"}]
+from .serving import HI, Served, serving
 
 
 def test_a_text_becomes_token_ids_with_their_count(shared: Served) -> None:

@@ -63,9 +63,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_drafts_are_those_of_the_draft_model_alone_cold_from_the_device_and_from_the_host(
-    model: Path, draft: Path, asynchronous: bool, seen: Seen
-) -> None:
+def test_drafts_of_every_source_are_the_draft_models(model: Path, draft: Path, asynchronous: bool, seen: Seen) -> None:
     expected, alone = plain_tokens(model), Alone(draft)
     with engine(model, draft, asynchronous=asynchronous, chunk_tokens=32, offload=OffloadConfig(host="4MiB")) as llm:
         check_drafts_from_every_source(llm, expected, seen, alone.goes_on)
@@ -99,9 +97,7 @@ def test_nothing_is_drafted_from_beyond_the_last_position_that_a_draft_model_has
         ]
 
 
-def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(
-    model: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_blocks_beside_another_draft_model_or_none_are_no_hits(model: Path, draft: Path, tmp_path: Path) -> None:
     other = tiny_model_dir("llama", tmp_path / "other", 5, **SMALLER)
     loaded = [load_model(str(model), block_tokens=16) for _ in range(3)]
     for served, drafting in zip(loaded[1:], (draft, other), strict=True):

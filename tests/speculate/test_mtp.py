@@ -67,19 +67,8 @@ class Reference:
 
 
 def engine(model: Path, head: Path, **options: Any) -> LLM:
-    speculative = dataclasses.replace(ALWAYS, head=head)
-    return LLM(
-        model,
-        **{
-            "dtype": "float32",
-            "kv_memory": "1MiB",
-            "max_running": 4,
-            "compute_threads": 1,
-            "speculative": speculative,
-            "check_order": True,
-            **options,
-        },
-    )
+    defaults = {"dtype": "float32", "kv_memory": "1MiB", "max_running": 4, "compute_threads": 1, "check_order": True}
+    return LLM(model, **{**defaults, "speculative": dataclasses.replace(ALWAYS, head=head), **options})
 
 
 @pytest.mark.parametrize(
@@ -87,9 +76,7 @@ def engine(model: Path, head: Path, **options: Any) -> LLM:
     [("llama", True), ("llama", False), ("gemma2", True), ("gemma3", True), ("glm4_moe", True)],
     indirect=["model"],
 )
-def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_host(
-    model: Path, head: Path, asynchronous: bool, seen: Seen
-) -> None:
+def test_drafts_of_every_source_are_those_of_the_head(model: Path, head: Path, asynchronous: bool, seen: Seen) -> None:
     with LLM(model, dtype="float32", compute_threads=1) as plain:
         expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
     reference = Reference(model, head)
@@ -178,9 +165,7 @@ def test_kv_beside_another_head_or_none_has_other_names(model: Path, head: Path,
 
 @pytest.mark.parametrize("names", ["qwen", "deepseek"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_head_that_a_checkpoint_carries_is_found_by_the_names_of_its_makers(
-    family: str, names: Any, tmp_path: Path
-) -> None:
+def test_a_head_in_a_checkpoint_is_found_by_the_names_of_its_makers(family: str, names: Any, tmp_path: Path) -> None:
     directory = tiny_model_dir(family, tmp_path / "model", 3)
     file = save_head(directory, tmp_path / "head.safetensors", seed=7)
     carry_head(directory, file, names=names)

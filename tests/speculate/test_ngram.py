@@ -49,7 +49,7 @@ def proposed(rows: list[list[int]], count: int, *, garbage: int = 9, **options: 
     longest=st.integers(1, 4),
     shortest=st.integers(1, 4),
 )
-def test_the_tokens_after_the_longest_and_latest_occurrence_are_drafted(
+def test_tokens_after_the_longest_latest_match_are_drafted(
     rows: list[list[int]], count: int, longest: int, shortest: int
 ) -> None:
     shortest = min(shortest, longest)

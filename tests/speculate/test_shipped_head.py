@@ -43,7 +43,7 @@ def test_there_is_none_for_other_models(text: str, tmp_path: Path) -> None:
     assert shipped_head(tiny_model_dir("llama", tmp_path / "tiny", 1)) is None
 
 
-def test_it_drafts_for_prompts_that_it_was_not_taught_on() -> None:
+def test_the_head_drafts_for_prompts_beyond_its_training() -> None:
     path = prepared(DEMO)
     if path is None:
         pytest.skip(f"the demo model is not in the cache: `sidestream models prepare {DEMO}` fetches it")

@@ -6,15 +6,13 @@ import contextlib
 import ctypes
 import mmap
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable
 
 import torch
 
 from sidestream_kv.device.base import CopyBatch, GraphEvent, Memory, WakeUp
 from sidestream_kv.device.channel import Bell
-from sidestream_kv.device.host import HostFence, HostStream, TurnTaker
+from sidestream_kv.device.host import HostFence, HostSide, HostStream, TurnTaker
 from sidestream_kv.device.machine import available_bytes, private_pages
 from sidestream_kv.errors import ConfigError, InvariantError
 from sidestream_kv.metrics import Metrics, Timeline
@@ -26,7 +24,7 @@ _TOUCH_BYTES = 32 << 20
 _OMP_PAUSE_HARD = 2
 
 
-class CpuDevice:
+class CpuDevice(HostSide):
     """Streams as threads, memory as torch tensors. One per engine."""
 
     kind = "cpu"
@@ -41,13 +39,10 @@ class CpuDevice:
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self.tracer = tracer
+        super().__init__(metrics=metrics, tracer=tracer)
         self._compute_threads = compute_threads or torch.get_num_threads()
         self._timeline = timeline
-        self._metrics = metrics
         self._streams: dict[str, HostStream] = {}
-        self._threads: list[TurnTaker] = []
-        self._waits: Counter[str] = Counter()
         self._touchers: list[threading.Thread] = []
         self._touching = threading.Lock()
         self._untouched = 0
@@ -78,10 +73,6 @@ class CpuDevice:
         thread = TurnTaker(name, turn, clock=self.now, tracer=self.tracer)
         self._threads.append(thread)
         return thread
-
-    def _passed(self) -> None:
-        for thread in self._threads:
-            thread.wake_for_fences()
 
     def event(self, name: str) -> GraphEvent:
         """Raises InvariantError: a CPU has no events. See `Device.event`."""
@@ -148,24 +139,9 @@ class CpuDevice:
             return True
         if not isinstance(fence, HostFence):
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
-        self._waits[reason] += 1
-        if self._metrics is not None:
-            self._metrics.inc("host_waits_total", 1, reason)
-        if self.tracer is not None:
-            self.tracer.stalled(reason)
+        self._count_wait(reason)
         fence.block(timeout_s, bell)
         return fence.poll()  # rule: wait-that-ends-early-says-so
-
-    def host_waits(self) -> dict[str, int]:
-        return dict(self._waits)
-
-    def now(self) -> float:
-        """Seconds of the system's monotonic clock."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Block the calling thread."""
-        time.sleep(seconds)
 
     def trim_memory(self) -> None:
         """Return the C allocator's free memory to the system, tens of MiB after a large step. Takes milliseconds."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -20,7 +21,7 @@ import torch
 from sidestream_kv.device.base import CopyBatch, Memory, StreamFence, WakeUp, no_accesses, wait_in_capture
 from sidestream_kv.device.channel import Bell
 from sidestream_kv.errors import DeviceLost, InvariantError
-from sidestream_kv.metrics import Timeline
+from sidestream_kv.metrics import Metrics, Timeline
 from sidestream_kv.types import Accesses, Fence, Tracer
 
 # `wake` does not ring for a thread that sleeps for this time or less, because ringing takes the caller about 5 us.
@@ -359,6 +360,40 @@ class TurnTaker:
             if self._poll_s is not None and _any_done(fences):
                 break
         self._asleep = False
+
+
+class HostSide:
+    """The host's part of a device of this machine: the clock, the threads that take turns, and the count of waits."""
+
+    def __init__(self, *, metrics: Metrics | None, tracer: Tracer | None) -> None:
+        self.tracer = tracer
+        self._metrics = metrics
+        self._threads: list[TurnTaker] = []
+        self._waits: Counter[str] = Counter()
+
+    def host_waits(self) -> dict[str, int]:
+        """See `Device.host_waits`."""
+        return dict(self._waits)
+
+    def now(self) -> float:
+        """Seconds of the system's monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Block the calling thread."""
+        time.sleep(seconds)
+
+    def _count_wait(self, reason: str) -> None:
+        self._waits[reason] += 1
+        if self._metrics is not None:
+            self._metrics.inc("host_waits_total", 1, reason)
+        if self.tracer is not None:
+            self.tracer.stalled(reason)
+
+    def _passed(self) -> None:
+        """A stream has passed a fence."""
+        for thread in self._threads:
+            thread.wake_for_fences()
 
 
 def _any_done(fences: Sequence[Fence]) -> bool:

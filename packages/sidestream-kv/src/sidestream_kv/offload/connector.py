@@ -25,7 +25,7 @@ from sidestream_kv.device.channel import Channel, Mark
 from sidestream_kv.kv.pool import FencedPool, merge_fences
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
-from sidestream_kv.offload.loads import CostModel, layers_per_group
+from sidestream_kv.offload.loads import CostModel, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
     Forget,
@@ -34,9 +34,10 @@ from sidestream_kv.offload.tickets import (
     Promoted,
     StoreAgain,
     SubmitPlans,
+    TransferLog,
     WorkerEvent,
 )
-from sidestream_kv.offload.tiers.stack import BlockMemory, TierStack
+from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.offload.worker import OffloadWorker
 from sidestream_kv.types import Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
 
@@ -174,20 +175,19 @@ class OffloadConnector:
         self._failed = False
         self._commands: Channel[Command] = Channel("commands", tracer=device.tracer)
         self._events: Channel[WorkerEvent] = Channel("events", tracer=device.tracer, wake=notify)
-        self._worker = OffloadWorker(
+        context = TransferContext(
             device=device,
             memory=memory,
             tiers=tiers,
-            costs=costs,
-            metrics=metrics,
-            load_deadline_s=load_deadline_s,
-            commands=self._commands,
-            events=self._events,
-            settled=self._settled,
             states=states,
-            self_check=self_check,
+            costs=costs,
+            checksums=Checksums(tiers.host, share=self_check, device=device, metrics=metrics),
+            log=TransferLog(metrics, clock=device.now),
+            load_deadline_s=load_deadline_s,
+            report=self._events.put,
         )
-        self._switches = self._worker.switches
+        self._switches = context.switches
+        self._worker = OffloadWorker(context, commands=self._commands, settled=self._settled)
         self._thread = device.thread("offload", self._worker.turn)
         self._thread.wake()
 

@@ -1,5 +1,5 @@
-"""Loads: copies of KV blocks from host memory to the device, on the offload worker's thread; and estimates whether
-loading KV from a tier (host memory or disk) is faster than computing it again.
+"""Loads: copies of KV blocks from host memory to the device, on the offload worker's thread; estimates whether loading
+KV from a tier (host memory or disk) is faster than computing it again; and the context that all transfers share.
 
 A load waits for the last use of the device blocks that it overwrites (hazard H3 in docs/glossary.md). Each load is
 copied in pieces. All pieces except the last copy whole blocks. The last piece is split into groups of layers, so that a
@@ -21,7 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_high, median_low
 
 from sidestream_kv.device.base import CopyBatch, Device
@@ -30,7 +30,16 @@ from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload import pacing
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
-from sidestream_kv.offload.tickets import LoadJob, LoadMissed, LoadSubmitted, Part, Switches, TransferLog, UnsettledJobs
+from sidestream_kv.offload.tickets import (
+    LoadJob,
+    LoadMissed,
+    LoadSubmitted,
+    Part,
+    Switches,
+    TransferLog,
+    UnsettledJobs,
+    WorkerEvent,
+)
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.types import HOST, Key, LoadPlan
 
@@ -51,41 +60,45 @@ _HEALTHY_TIER = 2e9
 _STALE_S = 30.0
 
 
-class Loads:
-    """All load jobs that have not ended. A job executes one LoadPlan.
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferContext:
+    """Memories between which blocks are copied, and records that every transfer updates. Made by the connector.
 
-    report   function that sends an event to the engine thread
-    states   layout of the recurrent states in the blocks that are copied whole; None if the model has none
+    memory           blocks on the device
+    states           layout of the recurrent states in blocks that are copied whole; None if the model has none
+    load_deadline_s  seconds that a request waits for reads from persistent tiers
+    report           function that sends an event to the engine thread
     """
 
-    def __init__(
-        self,
-        *,
-        device: Device,
-        memory: BlockMemory,
-        tiers: TierStack,
-        lane: Lane,
-        unsettled: UnsettledJobs,
-        switches: Switches,
-        log: TransferLog,
-        costs: CostModel,
-        report: Callable[[LoadSubmitted | LoadMissed], None],
-        states: StateLayout | None,
-        checksums: Checksums,
-    ) -> None:
-        self._device = device
-        self._memory = memory
-        self._tiers = tiers
-        self._host = tiers.host
-        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
+    device: Device
+    memory: BlockMemory
+    tiers: TierStack
+    states: StateLayout | None
+    costs: CostModel
+    checksums: Checksums
+    log: TransferLog
+    load_deadline_s: float
+    report: Callable[[WorkerEvent], None]
+    switches: Switches = field(default_factory=Switches)
+    unsettled: UnsettledJobs = field(default_factory=UnsettledJobs)
+
+    @property
+    def host_memory(self) -> BlockMemory:
+        """Blocks in host memory."""
+        return BlockMemory(self.tiers.host.memory, self.tiers.host.layout)
+
+
+class Loads:
+    """All load jobs that have not ended. A job executes one LoadPlan. `lane`: queue of the copies to the device."""
+
+    def __init__(self, context: TransferContext, lane: Lane) -> None:
+        self._context = context
+        self._device = context.device
+        self._memory = context.memory
+        self._tiers = context.tiers
+        self._host = context.tiers.host
+        self._host_memory = context.host_memory
         self._lane = lane
-        self._unsettled = unsettled
-        self._switches = switches
-        self._log = log
-        self._costs = costs
-        self._report = report
-        self._states = states
-        self._checksums = checksums
         self._waiting: deque[LoadJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._jobs: dict[Copy, LoadJob] = {}
 
@@ -108,8 +121,8 @@ class Loads:
         block was evicted, or if the recurrent state covers another number of tokens than planned.
         """
         source_ids = self._host.pool.match(plan.keys)
-        if len(source_ids) < len(plan.keys) or self._switches.abandoned:  # rule: missing-source-fails-the-load
-            self._miss(job_id, "load_failed" if self._switches.abandoned else "gone")
+        if len(source_ids) < len(plan.keys) or self._context.switches.abandoned:  # rule: missing-source-fails-the-load
+            self._miss(job_id, "load_failed" if self._context.switches.abandoned else "gone")
             return
         slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
         if plan.num_whole and self._covered(slots.ids) != plan.covers:  # rule: state-covers-the-planned-tokens
@@ -123,15 +136,16 @@ class Loads:
         self._waiting.append(LoadJob(job_id, plan, slots, self._device.now(), ends))
 
     def _miss(self, job_id: int, reason: str) -> None:
-        self._report(LoadMissed(job_id, reason))  # rule: missing-load-is-reported
-        self._unsettled.settle(job_id)  # rule: missing-load-is-settled
+        self._context.report(LoadMissed(job_id, reason))  # rule: missing-load-is-reported
+        self._context.unsettled.settle(job_id)  # rule: missing-load-is-settled
 
     def _covered(self, slots: Sequence[int]) -> int:
         """The number of tokens that the recurrent state in these slots covers. The kernel that made the state wrote
         this number into the block.
         """
-        assert self._states is not None
-        part, first = divmod(self._states.covered_offset, self._host.layout.block_bytes)
+        states = self._context.states
+        assert states is not None
+        part, first = divmod(states.covered_offset, self._host.layout.block_bytes)
         tracer = self._device.tracer
         if tracer is not None:
             tracer.host_touched(lambda: self._host_memory.accesses([slots[part]], write=False), "read coverage")
@@ -152,7 +166,7 @@ class Loads:
         """
         plan, layout, first = job.plan, self._memory.layout, job.begun
         stop = job.begun = job.ends[len(job.copies)]
-        changed = self._checksums.changed(job.slots.ids[first:stop])
+        changed = self._context.checksums.changed(job.slots.ids[first:stop])
         if changed:  # rule: changed-block-is-not-loaded
             self._refuse(job, [plan.keys[first + index] for index in changed])
             return
@@ -207,14 +221,14 @@ class Loads:
             *others, last = job.copies
             before = tuple(part for copy in others for part in _parts(copy, [1] * len(copy.groups)))
             # rule: submitted-load-is-reported
-            self._report(LoadSubmitted(job.job_id, before, tuple(_parts(last, job.batches))))
+            self._context.report(LoadSubmitted(job.job_id, before, tuple(_parts(last, job.batches))))
 
     def end(self, copy: Copy) -> None:
         """Handle the end of a piece's copy."""
         job = self._jobs.pop(copy)
         job.ended += 1
         if copy.failure is None:
-            self._costs.saw_transfer(HOST, sum(group.num_bytes for group in copy.groups), copy.seconds)
+            self._context.costs.saw_transfer(HOST, sum(group.num_bytes for group in copy.groups), copy.seconds)
         elif job.failure is None:
             job.failure = copy.failure  # rule: load-fails-with-any-of-its-pieces
         self._settle(job)
@@ -224,10 +238,10 @@ class Loads:
         if not job.settled:  # rule: load-settles-once
             return
         num_bytes = sum(batch.num_bytes for copy in job.copies for batch in copy.groups)
-        if not self._log.ended("load", job.failure, num_bytes, job.submitted_s):
-            self._report(LoadMissed(job.job_id, "load_failed"))  # rule: failed-load-is-reported
+        if not self._context.log.ended("load", job.failure, num_bytes, job.submitted_s):
+            self._context.report(LoadMissed(job.job_id, "load_failed"))  # rule: failed-load-is-reported
         job.slots.release()  # rule: load-releases-its-slots
-        self._unsettled.settle(job.job_id)  # rule: ended-load-is-settled
+        self._context.unsettled.settle(job.job_id)  # rule: ended-load-is-settled
 
     def drop(self, reason: BaseException) -> None:
         """Fail all jobs with blocks whose copy was not queued yet, because the engine is closing."""

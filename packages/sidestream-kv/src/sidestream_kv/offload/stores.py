@@ -12,51 +12,34 @@ is asked to submit the block again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from sidestream_kv.device.base import Device
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload import pacing
+from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
-from sidestream_kv.offload.tickets import StoreJob, StoreTicket, Switches, TransferLog, UnsettledJobs
-from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
+from sidestream_kv.offload.tickets import StoreJob, StoreTicket
+from sidestream_kv.offload.tier_io import TierIO
 from sidestream_kv.types import Key, StorePlan
-
-WriteThrough = Callable[[Key, int, StoreTicket], None]
-"""Function that is called for each block that a store has made findable in host memory. Its arguments are the block's
-key, its slot, and the ticket of the store (the record of this transfer).
-"""
 
 
 class Stores:
-    """All store jobs that have not ended. A job executes one StorePlan."""
+    """All store jobs that have not ended. A job executes one StorePlan.
 
-    def __init__(
-        self,
-        *,
-        device: Device,
-        memory: BlockMemory,
-        tiers: TierStack,
-        lane: Lane,
-        unsettled: UnsettledJobs,
-        switches: Switches,
-        log: TransferLog,
-        write_through: WriteThrough,
-        checksums: Checksums,
-    ) -> None:
-        self._device = device
-        self._memory = memory
-        self._tiers = tiers
-        self._host = tiers.host
-        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
+    lane   queue of the copies to the host
+    io     writes of each persistent tier, by the tier's name
+    """
+
+    def __init__(self, context: TransferContext, lane: Lane, io: Mapping[str, TierIO]) -> None:
+        self._context = context
+        self._device = context.device
+        self._memory = context.memory
+        self._tiers = context.tiers
+        self._host = context.tiers.host
+        self._host_memory = context.host_memory
         self._lane = lane
-        self._unsettled = unsettled
-        self._switches = switches
-        self._log = log
-        self._write_through = write_through
-        self._checksums = checksums
-        self._clock = device.now
+        self._io = io
         self._waiting: deque[StoreJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._storing: dict[Key, StoreTicket] = {}
         self._tickets: dict[Copy, StoreTicket] = {}
@@ -122,7 +105,7 @@ class Stores:
         # rule: block-is-stored-once
         pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
         pool = self._host.pool
-        room = 0 if self._switches.abandoned else pool.num_free if self.growing else pool.num_available
+        room = 0 if self._context.switches.abandoned else pool.num_free if self.growing else pool.num_available
         if len(pairs) > room:
             self._leave_out(job, [key for key, _ in pairs[room:]])
             del pairs[room:]
@@ -135,7 +118,7 @@ class Stores:
         slots = pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
         copy = self._copy_of(plan, block_ids, slots)
-        ticket = StoreTicket(job, keys, last, slots, copy, self._clock())
+        ticket = StoreTicket(job, keys, last, slots, copy, self._device.now())
         self._tickets[copy] = ticket
         job.pieces += 1
         self._storing.update(dict.fromkeys(keys, ticket))
@@ -159,7 +142,7 @@ class Stores:
         A deferred block does not stay in use on the device: it is stored later only if it is still there.
         """
         if not job.cut:
-            self._log.left_out("store", "deferred" if self.growing else "skipped")
+            self._context.log.left_out("store", "deferred" if self.growing else "skipped")
         job.cut = True
         if self.growing:
             self._deferred.update(dict.fromkeys(keys))
@@ -179,14 +162,15 @@ class Stores:
             del self._storing[key]
         job, pool = ticket.job, self._host.pool
         num_bytes = sum(batch.num_bytes for batch in ticket.copy.groups)
-        good = self._log.ended("store", ticket.copy.failure, num_bytes, ticket.submitted_s)
-        if good and job.generation == self._switches.generation:  # rule: store-is-published
+        good = self._context.log.ended("store", ticket.copy.failure, num_bytes, ticket.submitted_s)
+        if good and job.generation == self._context.switches.generation:  # rule: store-is-published
             pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]
-            self._checksums.compute([slot for _, slot in stored])
+            self._context.checksums.compute([slot for _, slot in stored])
             pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
             for key, slot in stored:
-                self._write_through(key, slot, ticket)
+                for io in self._io.values():
+                    io.write(key, slot, ticket)
         ticket.slots.release()  # rule: store-releases-its-slots
         job.failed |= not good
         if ticket.last:
@@ -205,7 +189,7 @@ class Stores:
     def _settle(self, job: StoreJob) -> None:
         """If the job no longer uses device blocks, record this."""
         if job.settled:
-            self._unsettled.settle(job.job_id)
+            self._context.unsettled.settle(job.job_id)
 
     def invalidate(self, keys: frozenset[Key]) -> None:
         """Do not make these blocks findable when their copies end."""

@@ -13,28 +13,17 @@ gives a grant: the right to write one entry, possibly in place of an evicted ent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from sidestream_kv.device.base import Device
 from sidestream_kv.errors import TierFull, TierLost, TierTimeout
 from sidestream_kv.kv.pool import Lease
-from sidestream_kv.offload.loads import CostModel
-from sidestream_kv.offload.tickets import (
-    Promoted,
-    ReadTicket,
-    Stopwatch,
-    StoreTicket,
-    Switches,
-    TransferLog,
-    Waiter,
-    WriteTicket,
-)
+from sidestream_kv.offload.loads import TransferContext
+from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, StoreTicket, Waiter, WriteTicket
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.offload.tiers.index import Entry, WriteGrant
-from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.types import Access, Fence, Key, PromotePlan
 
 # Number of read streams for each tier.
@@ -66,28 +55,16 @@ class TierWork:
 
 
 class TierIO:
-    """Reads and writes of the tier `name` of `tiers`, on the streams `NAME-write`, `NAME-read-0` and `NAME-read-1`."""
+    """Reads and writes of the persistent tier `name`, on the streams `NAME-write`, `NAME-read-0` and `NAME-read-1`."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        device: Device,
-        tiers: TierStack,
-        costs: CostModel,
-        switches: Switches,
-        log: TransferLog,
-        checksums: Checksums,
-    ) -> None:
+    def __init__(self, name: str, context: TransferContext) -> None:
         self.name = name
-        self._tier: PersistentTier = tiers.persistent[name]
-        self._tiers = tiers
-        self._host = tiers.host
-        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
-        self._costs = costs
-        self._switches = switches
-        self._log = log
-        self._checksums = checksums
+        self._context = context
+        self._tier: PersistentTier = context.tiers.persistent[name]
+        self._tiers = context.tiers
+        self._host = context.tiers.host
+        self._host_memory = context.host_memory
+        device = context.device
         self._clock = device.now
         self._write_stream = device.worker(f"{name}-write")
         self._read_streams = [device.worker(f"{name}-read-{index}") for index in range(_NUM_READERS)]
@@ -123,13 +100,13 @@ class TierIO:
             return
         # Each write holds a host slot. If the tier is slow, its writes must not take the slots of other transfers.
         crowded = len(self._writes) >= self._host.pool.size // 2
-        if crowded or self._switches.abandoned or self._clock() < self._resumes_s:
-            self._log.left_out(f"{self.name}-write", "skipped")
+        if crowded or self._context.switches.abandoned or self._clock() < self._resumes_s:
+            self._context.log.left_out(f"{self.name}-write", "skipped")
             return
         try:
             grant = self._tier.index.reserve(key)
         except TierFull:
-            self._log.left_out(f"{self.name}-write", "full")
+            self._context.log.left_out(f"{self.name}-write", "full")
             return
         if grant is None:
             return
@@ -160,7 +137,9 @@ class TierIO:
         while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
             failure = ticket.fence.failure
-            good = self._log.ended(f"{self.name}-write", failure, self._host.layout.block_bytes, ticket.submitted_s)
+            good = self._context.log.ended(
+                f"{self.name}-write", failure, self._host.layout.block_bytes, ticket.submitted_s
+            )
             self._report(failure)
             good = good and ticket.grant.written  # rule: failed-disk-write-leaves-no-entry
             if good and self._is_current(ticket):  # rule: disk-write-from-before-a-reset-publishes-nothing
@@ -209,11 +188,11 @@ class TierIO:
             ticket.taken_in = True
             num_bytes, failure = self._host.layout.block_bytes, ticket.failure()
             # rule: failed-disk-read-is-a-miss
-            if self._log.ended(f"{self.name}-read", failure, num_bytes, ticket.submitted_s):
-                self._costs.saw_transfer(self.name, num_bytes, ticket.work.seconds)
+            if self._context.log.ended(f"{self.name}-read", failure, num_bytes, ticket.submitted_s):
+                self._context.costs.saw_transfer(self.name, num_bytes, ticket.work.seconds)
                 # rule: disk-read-from-before-a-reset-publishes-nothing
                 if self._is_current(ticket) and not ticket.invalidated:
-                    self._checksums.compute(ticket.slot.ids)
+                    self._context.checksums.compute(ticket.slot.ids)
                     self._host.pool.publish(ticket.slot.ids[0], ticket.key)
                     published(ticket)
             elif not isinstance(failure, TierTimeout):
@@ -238,19 +217,19 @@ class TierIO:
         if isinstance(failure, TierTimeout):
             return
         self.fault = "" if failure is None else str(failure)
-        self._log.tier_works(self.name, failure is None)
+        self._context.log.tier_works(self.name, failure is None)
         if isinstance(failure, TierLost):
             self._tier.index.clear()  # rule: entries-of-a-lost-medium-are-forgotten
 
     def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
         """Whether the cache was not reset after the ticket's transfer was submitted (hazard H8 in docs/glossary.md)."""
-        return ticket.generation == self._switches.generation  # rule: transfers-check-the-generation
+        return ticket.generation == self._context.switches.generation  # rule: transfers-check-the-generation
 
     def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
         """Wrap `work` for the stream: it measures the time of `work`, or raises an error if the engine is closing."""
 
         def run() -> None:
-            if self._switches.abandoned:
+            if self._context.switches.abandoned:
                 raise TierTimeout("the engine closed before this transfer began")
             start = self._clock()
             work()
@@ -260,29 +239,14 @@ class TierIO:
 
 
 class Promotions:
-    """All requests that wait for blocks of persistent tiers.
+    """All requests that wait for blocks of persistent tiers. `io`: reads and writes of each tier, by its name."""
 
-    io       reads and writes of each persistent tier, by the tier's name
-    report   function that sends an event to the engine thread
-    """
-
-    def __init__(
-        self,
-        *,
-        tiers: TierStack,
-        io: dict[str, TierIO],
-        switches: Switches,
-        clock: Callable[[], float],
-        deadline_s: float,
-        report: Callable[[Promoted], None],
-    ) -> None:
-        self._tiers = tiers
-        self._host = tiers.host
+    def __init__(self, context: TransferContext, io: Mapping[str, TierIO]) -> None:
+        self._context = context
+        self._tiers = context.tiers
+        self._host = context.tiers.host
         self._io = io
-        self._switches = switches
-        self._clock = clock
-        self._deadline_s = deadline_s
-        self._report = report
+        self._clock = context.device.now
         self._waiters: list[Waiter] = []
 
     @property
@@ -323,12 +287,12 @@ class Promotions:
             read = next((io.reads[key] for io in self._io.values() if key in io.reads), None)
             if read is None:
                 source = self._tiers.find(key)
-                if source is None or not self._host.pool.num_available or self._switches.abandoned:
+                if source is None or not self._host.pool.num_available or self._context.switches.abandoned:
                     complete = False
                     break
                 read = self._io[source].read(key, generation)
             reads[key] = read
-        deadline_s = self._clock() + self._deadline_s
+        deadline_s = self._clock() + self._context.load_deadline_s
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
 
     def finish_reads(self) -> None:
@@ -357,4 +321,4 @@ class Promotions:
             reason: Literal["done", "deadline", "failed", "no_room"]
             reason = "deadline" if not done else "failed" if not good else "done" if waiter.complete else "no_room"
             # rule: ended-promotion-is-reported
-            self._report(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))
+            self._context.report(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))

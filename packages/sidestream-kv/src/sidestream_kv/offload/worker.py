@@ -20,30 +20,16 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from sidestream_kv.device.base import Device, WakeUp
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.channel import Channel, Mark
 from sidestream_kv.errors import TierTimeout
-from sidestream_kv.kv.state_layout import StateLayout
-from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.loads import CostModel, Loads
+from sidestream_kv.offload.loads import Loads, TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.stores import Stores
-from sidestream_kv.offload.tickets import (
-    Command,
-    Forget,
-    StoreAgain,
-    StoreTicket,
-    SubmitPlans,
-    Switches,
-    TransferLog,
-    UnsettledJobs,
-    WorkerEvent,
-    WorkerFailed,
-)
+from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed
 from sidestream_kv.offload.tier_io import Promotions, TierIO
-from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
-from sidestream_kv.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
+from sidestream_kv.types import Fence, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
 # about 50 us to wake up, and must then find the GIL free. If the link has little work, the shorter pause is used, which
@@ -71,82 +57,29 @@ class OffloadWorker:
     public names.
     """
 
-    def __init__(
-        self,
-        *,
-        device: Device,
-        memory: BlockMemory,
-        tiers: TierStack,
-        costs: CostModel,
-        metrics: Metrics,
-        load_deadline_s: float,
-        commands: Channel[Command],
-        events: Channel[WorkerEvent],
-        settled: Mark,
-        states: StateLayout | None = None,
-        self_check: float = 0.0,
-    ) -> None:
-        """settled      the worker sets it to the largest job id up to which no job uses device blocks any more
-        self_check   share of the blocks in host memory that get a checksum
-        """
-        self.switches = Switches()
+    def __init__(self, context: TransferContext, *, commands: Channel[Command], settled: Mark) -> None:
+        """`settled`: the worker sets it to the largest job id up to which no job uses device blocks any more."""
         self.forgotten = 0
         """Number of cache resets that were applied to the tiers."""
         self.idle_after = 0
         """Number of commands taken so far, if no transfer is in flight; else -1."""
-        self._tiers = tiers
+        device = context.device
+        self._tiers = context.tiers
+        self._switches = context.switches
+        self._unsettled = context.unsettled
+        self._report = context.report
         self._commands = commands
-        self._events = events
         self._settled = settled
         self._clock = device.now
         self._num_taken = 0  # number of commands
-        self._ended_copies: deque[Copy] = (
-            deque()
-        )  # copies that have ended but were not handled yet: handling takes some 5 us a block
-        self._unsettled = UnsettledJobs()
+        # Copies that have ended but were not handled yet: handling takes some 5 us a block.
+        self._ended_copies: deque[Copy] = deque()
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
-        log = TransferLog(metrics, clock=device.now)
-        checksums = Checksums(tiers.host, share=self_check, device=device, metrics=metrics)
-        self._io = {
-            name: TierIO(
-                name, device=device, tiers=tiers, costs=costs, switches=self.switches, log=log, checksums=checksums
-            )
-            for name in tiers.persistent
-        }
-        self._stores = Stores(
-            device=device,
-            memory=memory,
-            tiers=tiers,
-            lane=self._to_host,
-            unsettled=self._unsettled,
-            switches=self.switches,
-            log=log,
-            write_through=self._write_through,
-            checksums=checksums,
-        )
-        self._loads = Loads(
-            device=device,
-            memory=memory,
-            tiers=tiers,
-            lane=self._to_device,
-            unsettled=self._unsettled,
-            switches=self.switches,
-            log=log,
-            costs=costs,
-            report=events.put,
-            states=states,
-            checksums=checksums,
-        )
-        self._promotions = Promotions(
-            tiers=tiers,
-            io=self._io,
-            switches=self.switches,
-            clock=device.now,
-            deadline_s=load_deadline_s,
-            report=events.put,
-        )
-
+        self._io = {name: TierIO(name, context) for name in context.tiers.persistent}
+        self._stores = Stores(context, self._to_host, self._io)
+        self._loads = Loads(context, self._to_device)
+        self._promotions = Promotions(context, self._io)
         self._parts: tuple[_Part, ...] = (self._stores, self._loads, self._promotions, *self._io.values())
 
     @property
@@ -182,20 +115,20 @@ class OffloadWorker:
         try:
             return self._turn()
         except BaseException as error:
-            self._events.put(WorkerFailed(error))  # rule: failure-of-the-offload-worker-is-reported
+            self._report(WorkerFailed(error))  # rule: failure-of-the-offload-worker-is-reported
             raise
 
     def _turn(self) -> WakeUp:
         if self._stores.growing and (again := tuple(self._stores.grow())):
-            self._events.put(StoreAgain(again))
+            self._report(StoreAgain(again))
         self._ended_copies.extend((*self._to_host.retire(), *self._to_device.retire()))
-        if not self.switches.abandoned:
+        if not self._switches.abandoned:
             self._fill_lanes()  # first, so that the link has work while the code below runs
         for io in self._io.values():
             io.finish_writes()
         self._promotions.finish_reads()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
-        if self.switches.abandoned:
+        if self._switches.abandoned:
             self._drop()  # rule: transfers-are-dropped
             self._take_in_copies()
         # Do one slow task per turn. Begin pieces if the link needs them now; otherwise handle ended copies; otherwise
@@ -280,7 +213,7 @@ class OffloadWorker:
     def _take_in_copies(self) -> bool:
         """Handle some of the ended copies. Returns whether there were any."""
         blocks = 0
-        while self._ended_copies and (blocks < pacing.BLOCKS_PER_TURN or self.switches.abandoned):
+        while self._ended_copies and (blocks < pacing.BLOCKS_PER_TURN or self._switches.abandoned):
             copy = self._ended_copies.popleft()
             blocks += len(copy.groups[0].source_starts)
             self._end_copy(copy)
@@ -288,10 +221,6 @@ class OffloadWorker:
 
     def _end_copy(self, copy: Copy) -> None:
         self._stores.end(copy) if self._stores.owns(copy) else self._loads.end(copy)
-
-    def _write_through(self, key: Key, index: int, stored: StoreTicket) -> None:
-        for io in self._io.values():
-            io.write(key, index, stored)
 
     def _drop(self) -> None:
         """End all transfers that have not begun, because the engine is closing."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ from sidestream_kv.device.cuda.history import History
 from sidestream_kv.device.cuda.pinned import Slab
 from sidestream_kv.device.cuda.stream import CudaStream
 from sidestream_kv.device.cuda.wait import FenceWaiter
-from sidestream_kv.device.host import HostFence, HostStream, TurnTaker
+from sidestream_kv.device.host import HostFence, HostSide, HostStream, TurnTaker
 from sidestream_kv.device.machine import available_bytes
 from sidestream_kv.errors import ConfigError, DeviceError, DeviceLost, InvariantError
 from sidestream_kv.metrics import Metrics, Timeline
@@ -42,7 +40,7 @@ _TABLE_SEGMENTS = 4096
 _TABLES = 16
 
 
-class CudaDevice:
+class CudaDevice(HostSide):
     """One GPU.
 
     lost   message of the error that ended the device; None while the device works. On a lost device, submitting work
@@ -63,22 +61,19 @@ class CudaDevice:
         driver: Driver | None = None,
     ) -> None:
         """Raises ConfigError without a usable GPU. In tests, `driver` replaces the machine's own driver."""
-        self.tracer = tracer
+        super().__init__(metrics=metrics, tracer=tracer)
         self.history = None if tracer is None else History(tracer)
         self.timeline = timeline
         self.lost: str | None = None
         self.driver = driver or open_driver(index)
         self.torch_device = self.driver.torch_device
-        self._metrics = metrics
         self._names: set[str] = set()
         self._streams: list[CudaStream] = []
         self._workers: list[HostStream] = []
-        self._threads: list[TurnTaker] = []
         self._events: list[Event] = []
         self._addresses: dict[Memory, MemoryAddresses] = {}
         self._slabs: dict[Memory, Slab] = {}
         self._on_device: list[torch.Tensor] = []
-        self._waits: Counter[str] = Counter()
         self._waiter = FenceWaiter()
         self._lock = threading.Lock()
         self._closed = False
@@ -198,26 +193,11 @@ class CudaDevice:
             return True
         if not isinstance(fence, CudaFence | HostFence):
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
-        self._waits[reason] += 1
-        if self._metrics is not None:
-            self._metrics.inc("host_waits_total", 1, reason)
-        if self.tracer is not None:
-            self.tracer.stalled(reason)
+        self._count_wait(reason)
         if isinstance(fence, CudaFence) and timeout_s is None:
             return self._waiter.wait(fence, bell)
         fence.block(timeout_s)
         return fence.poll()
-
-    def host_waits(self) -> dict[str, int]:
-        return dict(self._waits)
-
-    def now(self) -> float:
-        """Seconds of the system's monotonic clock."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Block the calling thread."""
-        time.sleep(seconds)
 
     # ------------------------------------------------------------------ start and end
 
@@ -329,10 +309,6 @@ class CudaDevice:
     def _check_alive(self) -> None:
         if self.lost is not None:
             raise DeviceLost(self.lost)
-
-    def _passed(self) -> None:
-        for thread in self._threads:
-            thread.wake_for_fences()
 
 
 def open_driver(index: int = 0) -> Driver:
