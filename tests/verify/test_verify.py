@@ -56,11 +56,13 @@ class FakeServer(ThreadingHTTPServer):
                 prompt[stop - BLOCK : stop] = [1] * BLOCK
         for stop in range(BLOCK, len(prompt) + 1, BLOCK):
             self.blocks[salt, tuple(body["prompt"][:stop])] = None
-        tokens, found, tops = [], [], []
+        tokens, found, tops = list[str](), list[float](), list[dict[str, float]]()
         for position in range(body["max_tokens"]):
             top = self.distribution((*prompt, *map(ord, "".join(tokens))))
             if "seed" in body:
-                token = random.Random(f"{body['seed']} {position}").choices(list(top), map(math.exp, top.values()))[0]
+                token = random.Random(f"{body['seed']} {position}").choices(
+                    list(top), list(map(math.exp, top.values()))
+                )[0]
             else:
                 token = max(top, key=top.__getitem__)
             tokens.append(token)

@@ -93,8 +93,11 @@ class Round:
 
 @dataclass(slots=True)
 class Report:
-    """All rounds. `requests`: how many were sent. `tolerance`: in nats; `salts`: whether uncached answers could be asked
-    for at will.
+    """All rounds.
+
+    tolerance   in nats
+    salts       whether uncached answers could be asked for at any time
+    requests    number of requests sent
     """
 
     tolerance: float
@@ -115,8 +118,9 @@ def verify(
     beside: Endpoint | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Ask the server in all situations. `beside`: a server of the same model that must answer alike, such as one without
-    a cache or without drafts.
+    """Ask the server in all situations.
+
+    beside   a server of the same model that must answer alike, such as one without a cache or without drafts
 
     Raises SidestreamError if the server stops answering.
     """
