@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 10_350,
     "sidestream_order": 5_950,
-    "sidestream": 33_150,
+    "sidestream": 33_900,
     "proof": 19_300,
     "bench": 8_150,
-    "tests": 50_950,
+    "tests": 51_200,
 }
 
 

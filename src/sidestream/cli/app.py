@@ -16,6 +16,7 @@ from sidestream.cli.generate import generate
 from sidestream.cli.models import app as models_app
 from sidestream.cli.options import Debug
 from sidestream.cli.serve import serve
+from sidestream.cli.verify import verify
 from sidestream.errors import ConfigError
 
 app = typer.Typer(
@@ -53,6 +54,7 @@ app.command(cls=Command)(generate)
 app.add_typer(models_app, name="models")
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(demo)
+app.command(cls=Command)(verify)
 app.command("check-trace", cls=Command, context_settings=PASSED_ON)(check_trace)
 
 _MOVED = {

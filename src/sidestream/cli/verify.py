@@ -1,0 +1,64 @@
+"""`sidestream verify`: checks that a server's prefix cache changes no answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from sidestream.cli.declare import option, whole
+from sidestream.cli.options import AsJson
+from sidestream.cli.progress import Steps
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000.")]
+
+
+def verify(
+    url: Url,
+    model: Annotated[
+        str | None, option("--model", "NAME", "Model to ask for.", show_default="the first one of /v1/models")
+    ] = None,
+    api_key: Annotated[
+        str | None, option("--api-key", "KEY", "Bearer token of the server.", envvar="OPENAI_API_KEY")
+    ] = None,
+    questions: Annotated[int, option("--questions", "N", "Number of different requests.", parse=whole)] = 24,
+    output_tokens: Annotated[int, option("--output-tokens", "N", "Tokens of each answer.", parse=whole)] = 16,
+    block_tokens: Annotated[int, option("--block-tokens", "N", "Tokens of the server's KV blocks.", parse=whole)] = 16,
+    longest: Annotated[int, option("--longest", "N", "Tokens of the longest prompt.", parse=whole)] = 768,
+    pressure_tokens: Annotated[
+        int,
+        option("--pressure", "N", "Tokens of unrelated prompts that shall evict what was asked.", parse=whole),
+    ] = 65_536,
+    restart_command: Annotated[
+        str, option("--restart-command", "COMMAND", "Shell command that restarts the server.", show_default="none")
+    ] = "",
+    beside: Annotated[
+        str | None,
+        option("--beside", "URL", "Server of the same model that must answer alike, such as one without drafts."),
+    ] = None,
+    seed: Annotated[int, option("--seed", "S", "Seed of the prompts.", parse=whole)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a server the same again after its cache had to work, and report answers that changed.
+
+    Exit status 0: no wrong answer; 1: wrong answers; 2: the server could not be checked.
+    """
+    from sidestream.verify.endpoint import Endpoint
+    from sidestream.verify.report import as_json as plain
+    from sidestream.verify.report import as_text
+    from sidestream.verify.rounds import Plan
+    from sidestream.verify.rounds import verify as run
+
+    plan = Plan(questions, output_tokens, block_tokens, longest, pressure_tokens, restart_command, seed=seed)
+    with Steps() as steps:
+        steps.update("asking what the server takes")
+        endpoint = Endpoint(url, model=model, key=api_key)
+        other = Endpoint(beside, model=model, key=api_key) if beside else None
+        report = run(endpoint, plan, beside=other, on_progress=steps.update)
+    if as_json:
+        print(json.dumps(plain(report), indent=2))
+    else:
+        for line in as_text(report):
+            typer.echo(line)
+    raise typer.Exit(1 if report.wrong else 0)
