@@ -196,7 +196,7 @@ def test_a_second_server_must_answer_alike(serve: Any) -> None:
 
 
 def test_the_command_says_what_it_found_and_exits_with_1(serve: Any) -> None:
-    options = ["--questions", "8", "--longest", "200", "--output-tokens", "6", "--pressure", "1000"]
+    options = ["--questions", "8", "--longest", "200", "--output-tokens", "6", "--pressure-tokens", "1000"]
     sound = CliRunner().invoke(app, ["verify", serve().url, *options])
     assert sound.exit_code == 0, sound.output
     assert "0 wrong answers" in sound.output and "after a restart: left out" in sound.output

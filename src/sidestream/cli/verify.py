@@ -28,7 +28,7 @@ def verify(
     longest: Annotated[int, option("--longest", "N", "Tokens of the longest prompt.", parse=whole)] = 768,
     pressure_tokens: Annotated[
         int,
-        option("--pressure", "N", "Tokens of unrelated prompts that shall evict what was asked.", parse=whole),
+        option("--pressure-tokens", "N", "Tokens of unrelated prompts that shall evict what was asked.", parse=whole),
     ] = 65_536,
     restart_command: Annotated[
         str, option("--restart-command", "COMMAND", "Shell command that restarts the server.", show_default="none")
