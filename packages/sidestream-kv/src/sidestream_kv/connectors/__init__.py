@@ -1,3 +1,3 @@
-"""Persistent tiers behind engines that have their own KV offload. `block_store` knows no engine; each other module is
-the adapter for one.
+"""Persistent tiers behind engines that have their own KV offload. `block_store` and `checkpoint` know no engine; the
+other modules are the adapter for vLLM, which is imported only by those that vLLM itself imports.
 """

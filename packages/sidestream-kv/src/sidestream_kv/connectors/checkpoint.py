@@ -1,4 +1,4 @@
-"""A fingerprint of a checkpoint that takes milliseconds: another engine's blocks must not be served to other weights."""
+"""A fingerprint of a checkpoint's files that takes milliseconds: blocks must not be served to other weights."""
 
 from __future__ import annotations
 
@@ -11,36 +11,42 @@ from sidestream_kv.errors import ConfigError
 _SAMPLES, _SAMPLE_BYTES, _WHOLE_BYTES = 64, 4096, 1 << 20
 
 
-def fingerprint_of(model: str) -> str:
+def fingerprint_of(model: str, *, revision: str | None = None, download_dir: str | None = None) -> str:
     """Hash of the checkpoint's config and weights: all bytes of small files, and of larger ones their size, their
     first MiB (where safetensors have shapes and dtypes) and 64 samples.
 
-    model  a directory, or a hub id whose snapshot is in the hub's cache
-    Raises ConfigError if neither is there: give `fingerprint` then.
+    model         a directory, a file, or a hub id whose snapshot is in the hub's cache
+    revision      branch, tag or commit of a hub id
+    download_dir  the hub's cache, if it is not in the usual place
+
+    Raises ConfigError if neither is there.
     """
-    directory = Path(model) if os.path.isdir(model) else _snapshot(model)  # noqa: PTH112
+    path = Path(model)
+    directory = path if path.exists() else _snapshot(model, revision or "main", download_dir)
+    inside = directory.iterdir() if directory.is_dir() else [directory]
+    files = sorted(file for file in inside if file.suffix in (".json", ".safetensors", ".bin", ".pt", ".gguf"))
+    if not any(file.suffix != ".json" for file in files):
+        raise ConfigError(f"{directory} has no weights to take a fingerprint of: give `fingerprint`, a name of them")
     digest = hashlib.blake2b(digest_size=16)
-    files = sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".gguf"))
-    if not files:
-        raise ConfigError(f"{directory} has no weights to take a fingerprint of: give the tier `fingerprint`")
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_WHOLE_BYTES))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(_WHOLE_BYTES))
             for sample in range(_SAMPLES if size > _WHOLE_BYTES else 0):
-                file.seek(_WHOLE_BYTES + (size - _WHOLE_BYTES) * sample // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
+                opened.seek(_WHOLE_BYTES + (size - _WHOLE_BYTES) * sample // _SAMPLES)
+                digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def _snapshot(model: str) -> Path:
+def _snapshot(model: str, revision: str, download_dir: str | None) -> Path:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
-    try:
-        return cache / "snapshots" / (cache / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+    cache = Path(download_dir or os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
+    ref = cache / "refs" / revision
+    snapshot = cache / "snapshots" / (ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision)
+    if not snapshot.is_dir():
         raise ConfigError(
-            f"the weights of {model} are not in {cache}, so blocks of other weights could not be told apart: give the "
-            "tier `fingerprint`, a name of these weights"
-        ) from None
+            f"the weights of {model} ({revision}) are not in {cache}, so blocks of other weights could not be told "
+            "apart: give `fingerprint`, a name of these weights"
+        )
+    return snapshot
