@@ -12,15 +12,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from stores import LAYOUT, Bytes, Rig, block, empty, key, open_disk
 
 from proof import faults
+from sidestream_kv.config import OffloadConfig
 from sidestream_kv.connectors import block_store
-from sidestream_kv.errors import ConfigError, TierTimeout
-from sidestream_kv.offload.tiers.base import Block
+from sidestream_kv.errors import ConfigError, InvariantError, TierTimeout
+from sidestream_kv.offload.tiers.base import Block, TierContext
+from sidestream_kv.offload.tiers.stack import TierStack
 
 
 @pytest.fixture
@@ -418,3 +421,9 @@ def test_blocks_need_not_be_arrays(rig: Rig) -> None:
     assert [done.success for done in rig.finish()] == [True]
     same: Bytes = np.frombuffer(halves[1], np.uint8)
     assert bytes(same) == bytes(block(1))
+
+
+def test_host_memory_next_to_a_device_refuses_a_layout_that_only_persistent_tiers_know() -> None:
+    device: Any = None
+    with pytest.raises(InvariantError, match="needs a KVLayout"):
+        TierStack.open(OffloadConfig(), device, TierContext(LAYOUT, "w"))

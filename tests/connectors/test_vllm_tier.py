@@ -192,6 +192,7 @@ def test_each_data_parallel_engine_has_a_directory(vllm: Vllm, tmp_path: Path) -
     [
         ({"capasity": 1}, "secondary tier sidestream: no option capasity; did you mean disk_capacity"),
         ({"disk": None}, r"has one medium, not \[\]: give `disk`, a directory"),
+        ({"disk": ""}, r"has one medium, not \[\]: give `disk`, a directory"),
         ({"tiers": {"sqlite": {}}}, "has one medium, not .*another entry of secondary_tiers"),
         ({"disk": None, "tiers": {"sqlite": {}}}, "no tier sqlite"),
         ({"disk_capacity": 5000}, "disk_capacity is 5000 bytes, but one block of this model takes 12288"),

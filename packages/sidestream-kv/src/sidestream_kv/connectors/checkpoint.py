@@ -1,4 +1,4 @@
-"""A fingerprint of a checkpoint's files that takes milliseconds: blocks must not be served to other weights."""
+"""A fingerprint of a checkpoint's files, without reading all of them: blocks must not be served to other weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def fingerprint_of(model: str, *, revision: str | None = None, download_dir: str
 
 def _snapshot(model: str, revision: str, download_dir: str | None) -> Path:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(download_dir or os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
+    hub = Path(download_dir or os.environ.get("HF_HUB_CACHE") or home / "hub")
+    cache = hub / f"models--{model.replace('/', '--')}"
     ref = cache / "refs" / revision
     snapshot = cache / "snapshots" / (ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision)
     if not snapshot.is_dir():

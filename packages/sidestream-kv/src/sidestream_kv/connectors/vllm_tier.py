@@ -53,7 +53,7 @@ class TierOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.threads, int) or not 1 <= self.threads <= 64:
             raise ConfigError(f"threads is {self.threads!r}: give a whole number from 1 to 64")
-        if (self.disk is not None) + len(self.tiers) != 1:
+        if bool(self.disk) + len(self.tiers) != 1:
             raise ConfigError(
                 f"a secondary tier has one medium, not {[*filter(None, [self.disk]), *self.tiers]}: give `disk`, a "
                 "directory, and for a second medium another entry of secondary_tiers"
