@@ -283,6 +283,12 @@ def test_a_hash_that_is_not_cryptographic_needs_a_seed(
     Host(new, tmp_path, config=config).shutdown()
 
 
+def test_scales_that_differ_in_each_process_are_refused(old: Vllm, tmp_path: Path) -> None:
+    config = config_of(model_at(tmp_path / "model"), scales=True)
+    with pytest.raises(ConfigError, match="calculate_kv_scales gives FP8 KV other scales in each process"):
+        Host(old, tmp_path, config=config, fingerprint="llama")
+
+
 def without_configuration(vllm: Vllm, tmp_path: Path, **options: Any) -> Any:
     spec = spec_of(vllm, config_of(model_at(tmp_path / "model")))
     vllm.current = None
@@ -366,7 +372,8 @@ def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     assert not [name for name in project["dependencies"] if name.startswith("vllm")]
 
 
-# Interfaces for tiers, connectors and configurations, and two public facts: the version and the device's name.
+# Interfaces for tiers, connectors and configurations, and three facts: the version, the device's name, and whether
+# block hashes have a fixed seed.
 ALLOWED = {
     "vllm",
     "vllm.config",

@@ -183,7 +183,9 @@ def config_of(model: Path, *, algorithm: str = "sha256", dtype: str = "bfloat16"
         lora_config=parts.get("lora_config"),
         speculative_config=parts.get("speculative_config"),
         attention_config=parts.get("attention_config", "any backend"),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm, cache_dtype="auto"),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=algorithm, cache_dtype="auto", calculate_kv_scales=parts.get("scales", False)
+        ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=parts.get("tp", 1),
             pipeline_parallel_size=1,

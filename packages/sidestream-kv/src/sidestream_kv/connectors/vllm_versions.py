@@ -52,7 +52,9 @@ class Deployment:
 
 
 def deployment_of(spec: Any, *, block_bytes: int) -> Deployment:
-    """The deployment of an OffloadingSpec. Raises ConfigError if no block would be found after a restart."""
+    """The deployment of an OffloadingSpec. Raises ConfigError if blocks would not be found, or not be
+    read rightly, after a restart.
+    """
     if hasattr(spec, "config"):
         config, vllm_config = spec.config, vllm.config.get_current_vllm_config_or_none()
         parallel = config.parallel
@@ -68,6 +70,11 @@ def deployment_of(spec: Any, *, block_bytes: int) -> Deployment:
     else:
         vllm_config = spec.vllm_config
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+        if cache.calculate_kv_scales:
+            raise ConfigError(
+                "calculate_kv_scales gives FP8 KV other scales in each process, so stored KV would be read wrongly: "
+                "leave it off"
+            )
         groups = spec.kv_cache_config.kv_cache_groups
         tokens = max(spec.gpu_block_size) * spec.block_size_factor
         described = {
