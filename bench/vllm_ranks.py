@@ -21,7 +21,7 @@ _ROUNDS = 5
 
 def figures(directory: str, ranks: int) -> list[dict[str, Any]]:
     """Start vLLM and measure it, in milliseconds. It keeps its GPUs until the process ends."""
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=directory,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from proof.mutations import (
     client,
+    connectors,
     copies,
     cuda,
     declarations,
@@ -74,6 +75,7 @@ _TABLES = (
     ranks,
     engine,
     client,
+    connectors,
     device,
     cuda,
     declarations,

@@ -14,7 +14,19 @@ from pathlib import Path
 
 from proof.mutations.marks import Function, below_package, modules_in
 
-ROOMS = ("kv", "schedule", "offload", "runner", "engine", "client", "device", "attention", "speculate", "models")
+ROOMS = (
+    "kv",
+    "schedule",
+    "offload",
+    "runner",
+    "engine",
+    "client",
+    "device",
+    "attention",
+    "speculate",
+    "models",
+    "connectors",
+)
 LEFT_OUT = ("client/process.py", "engine/loading.py", "models/catalog.py")
 """They start and end a process, load an engine, download models. No schedule runs them."""
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from sidestream_kv.device.cpu import CpuDevice
     from sidestream_kv.device.cuda.device import CudaDevice
     from sidestream_kv.kv.keys import BlockKeys
-    from sidestream_kv.kv.layout import KVLayout
+    from sidestream_kv.kv.layout import BlockLayout, KVLayout
     from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted
     from sidestream_kv.metrics import Metrics
     from sidestream_kv.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "BlockKeys": "kv.keys",
+    "BlockLayout": "kv.layout",
     "BlockMemory": "offload.tiers.stack",
     "CopyBatch": "device.base",
     "CostModel": "offload.loads",
@@ -96,6 +97,7 @@ __all__ = [
     "Accesses",
     "BlockId",
     "BlockKeys",
+    "BlockLayout",
     "BlockMemory",
     "ConfigError",
     "CopyBatch",

@@ -7,8 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class BlockLayout(Protocol):
+    """All that a tier knows of the blocks that it holds; `KVLayout` is one. `block_tokens` is only for messages."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one block."""
+        ...
+
+    def describe(self) -> dict[str, int | str]:
+        """Plain values on which the bytes of a block depend. A tier serves no block of another description."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream_kv.config import OffloadConfig
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.offload.tiers.index import Entry, ReadLease, TierIndex, TierStats, WriteGrant
 from sidestream_kv.types import Tracer
 
@@ -88,7 +88,7 @@ class TierContext:
     tracer        tracer for the tier's index, in tests; None: no tracing
     """
 
-    layout: KVLayout
+    layout: BlockLayout
     fingerprint: str
     tracer: Tracer | None = None
 

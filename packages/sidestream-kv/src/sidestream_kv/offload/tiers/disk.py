@@ -58,7 +58,7 @@ import xxhash
 
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull, TierLost
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import BlockLayout
 from sidestream_kv.offload.tiers.base import Block, TierContext, TierKind
 from sidestream_kv.offload.tiers.directory import (
     TEMPORARY,
@@ -112,7 +112,7 @@ class DiskTier:
         cls,
         directory: str | Path,
         *,
-        layout: KVLayout,
+        layout: BlockLayout,
         fingerprint: str,
         capacity_bytes: int,
         tracer: Tracer | None = None,
@@ -298,7 +298,7 @@ class DiskTier:
             os.close(fd)
 
 
-def entry_bytes(layout: KVLayout) -> int:
+def entry_bytes(layout: BlockLayout) -> int:
     """Bytes that one block takes on disk: header and payload, rounded up to whole pages."""
     return -(-(HEADER_BYTES + layout.block_bytes) // _PAGE) * _PAGE
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
-from sidestream_kv.errors import ConfigError
+from sidestream_kv.errors import ConfigError, InvariantError
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics
@@ -194,14 +194,17 @@ class TierStack:
         the open tiers `persistent` instead. Raises ConfigError for a host tier smaller than a block, and if a tier
         cannot be opened.
         """
-        block_bytes = context.layout.block_bytes
+        layout = context.layout
+        if not isinstance(layout, KVLayout):
+            raise InvariantError("host memory next to a device needs a KVLayout; only persistent tiers take any layout")
+        block_bytes = layout.block_bytes
         if config.host_bytes < block_bytes:
             raise ConfigError(
                 f"offload host is {config.host_bytes} bytes, a block takes {block_bytes}: give more, or 0 for none"
             )
         slots = config.host_bytes // block_bytes
         memory = device.allocate_host(HOST, slots * block_bytes, item_bytes=block_bytes)
-        host = HostTier(memory, context.layout, ready_bytes=device.ready_bytes(memory), tracer=context.tracer)
+        host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=context.tracer)
         return cls(host, open_tiers(config, context) if persistent is None else persistent)
 
     # ------------------------------------------------------------------ called from any thread
