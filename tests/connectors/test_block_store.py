@@ -423,7 +423,7 @@ def test_blocks_need_not_be_arrays(rig: Rig) -> None:
     assert bytes(same) == bytes(block(1))
 
 
-def test_host_memory_next_to_a_device_refuses_a_layout_that_only_persistent_tiers_know() -> None:
+def test_host_memory_beside_a_device_refuses_a_layout_of_persistent_tiers_only() -> None:
     device: Any = None
     with pytest.raises(InvariantError, match="needs a KVLayout"):
         TierStack.open(OffloadConfig(), device, TierContext(LAYOUT, "w"))
