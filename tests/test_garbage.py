@@ -1,4 +1,4 @@
-"""The garbage collector while engines serve: left as it was found, however many there were."""
+"""Engines change garbage collection; the last one to end restores it."""
 
 from __future__ import annotations
 

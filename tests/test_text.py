@@ -70,7 +70,7 @@ def metaspace_style() -> PreTrainedTokenizerFast:
 
 
 def gemma_style() -> PreTrainedTokenizerFast:
-    """Sentencepiece with bytes, all spaces kept."""
+    """Sentencepiece, byte fallback, spaces kept."""
     return sentencepiece(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
 
 

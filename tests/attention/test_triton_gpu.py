@@ -110,7 +110,7 @@ def test_a_row_gives_the_same_bits_in_every_batch_and_with_any_number_of_splits(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [Shape(32, 8, 128), Shape(9, 3, 64), Shape(8, 1, 128, 64)], ids=str)
-def test_a_long_chunk_computed_over_kv_laid_out_straight_has_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
+def test_a_long_chunk_has_the_same_bits_over_contiguous_kv(shape: Shape, dtype: torch.dtype) -> None:
     shape = replace(shape, dtype=dtype)
     contiguous = ContiguousKV.allocate(
         kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_tokens=6400, dtype=dtype, device=torch.device(DEVICE)

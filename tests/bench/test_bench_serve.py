@@ -481,7 +481,7 @@ def test_the_engine_in_process_is_asked_in_a_closed_loop(fake_engine: FakeEngine
         assert all(before.ended_ns <= after.sent_ns for before, after in pairwise(own))
 
 
-def test_the_engines_steps_are_taken_while_all_requests_decode(fake_engine: FakeEngine) -> None:
+def test_step_time_is_measured_while_all_requests_decode(fake_engine: FakeEngine) -> None:
     calm = _Calm(fake_engine, Workload("calm", 1, 1, 8, 40))  # type: ignore[arg-type]
     calm.run()
     measured = Measured((), (), calm.begun, calm.nearly)

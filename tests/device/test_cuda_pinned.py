@@ -258,7 +258,7 @@ def test_the_device_says_how_much_is_ready(monkeypatch: pytest.MonkeyPatch) -> N
     device.close()
 
 
-def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_counts(
+def test_host_memory_that_does_not_fit_is_refused_counting_earlier_allocations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = device_with(monkeypatch, lambda: 100 * PAGE)

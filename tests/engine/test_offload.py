@@ -98,7 +98,7 @@ def test_a_prompt_shorter_than_a_block_keeps_its_answer_under_its_cache_salt() -
         ("x" * 1025, "cache_salt is 1025 characters long"),
     ],
 )
-def test_a_cache_salt_that_is_none_is_refused(salt: Any, said: str) -> None:
+def test_an_invalid_cache_salt_is_refused(salt: Any, said: str) -> None:
     with serving() as rig, pytest.raises(RequestRejected, match=said) as refusal:
         rig.submit(PROMPT, cache_salt=salt)
     assert refusal.value.param == "cache_salt"

@@ -73,7 +73,7 @@ def test_tokens_and_accept_lengths_are_those_of_the_reference_step_by_step(
         assert rig.counted("draft_tokens_total", "toy") > rig.counted("accepted_tokens_total", "toy") > 100
 
 
-def test_fewer_steps_are_flown_than_tokens_come() -> None:
+def test_drafts_make_fewer_steps_than_tokens() -> None:
     with speculating() as rig:
         rig.ask(prompts(1, 1)[0], 60)
         assert rig.counted("steps_total") < 40

@@ -26,17 +26,17 @@ def drafting(chances: Sequence[float], **options: float) -> tuple[SpecPolicy, li
 
 
 def proportional(cost: float) -> Callable[[int], float]:
-    """A step takes so much more for each draft of a row: as on a CPU."""
+    """Each draft of a row adds `cost` of a plain step, as on a CPU."""
     return lambda depth: PLAIN_S * (1 + cost * depth)
 
 
 def flat(ratio: float) -> Callable[[int], float]:
-    """A step takes so many times as long with drafts, however many: as a captured pass does."""
+    """Any number of drafts makes a step `ratio` times as long, as in a captured pass."""
     return lambda depth: PLAIN_S * (ratio if depth else 1.0)
 
 
 def chosen_of(policy: SpecPolicy, rows: Sequence[int], *, room: int = 4) -> list[int]:
-    """What each row gets in the next step."""
+    """Number of drafts of each row in the next step."""
     return (policy.reuse(len(rows)) or policy.choose(rows, [room] * len(rows))).counts
 
 

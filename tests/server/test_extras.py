@@ -53,7 +53,7 @@ def test_requests_of_common_clients_are_accepted(shared: Served, fields: str) ->
     assert reply.status_code == 200, reply.text
 
 
-def test_requests_of_clients_of_completions_are_accepted(shared: Served) -> None:
+def test_fields_of_completions_clients_are_accepted(shared: Served) -> None:
     reply = shared.text(
         best_of=1, echo=False, suffix=None, logit_bias={}, use_beam_search=False, top_k=-1, user="ann", logprobs=None
     )

@@ -23,7 +23,7 @@ def looked_up(tokens: list[int], count: int, longest: int, shortest: int) -> lis
 
 
 def given(history: torch.Tensor, lengths: torch.Tensor) -> Context:
-    """It reads no hidden states, and attends to nothing."""
+    """Without hidden states and attention."""
     return Context(
         history,
         torch.arange(len(lengths)),

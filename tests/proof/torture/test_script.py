@@ -207,7 +207,7 @@ def test_an_error_of_the_last_commit_of_a_close_is_noticed(ranks: int, monkeypat
 
 
 @pytest.mark.parametrize("at", [14, 102, 104])
-def test_after_a_loss_clients_repeat_every_request_also_if_the_last_one_was_running(at: int) -> None:
+def test_clients_repeat_all_requests_after_device_loss_even_if_the_last_was_running(at: int) -> None:
     outcome = run(dataclasses.replace(workload(), events=(Event(at, "device_lost"),)))
     assert outcome.findings == ()
     texts = [line.text for line in outcome.lines]
