@@ -287,7 +287,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "states"}),
         ),
         "no fault that is drawn gives a stored state another number of tokens: this check is for defects in other code",
-        noticed_by="engine/test_offload.py::test_state_that_covers_other_tokens_is_a_miss_and_is_dropped",
+        noticed_by="engine/test_offload.py::test_a_recurrent_state_of_other_tokens_is_a_miss_and_is_dropped",
     ),
     Equivalent(
         Mutation(

@@ -388,7 +388,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
-        noticed_by="engine/test_offload.py::test_step_waits_for_the_fences_of_its_plan",
+        noticed_by="engine/test_offload.py::test_a_step_waits_for_the_fences_of_its_plan",
     ),
     Equivalent(
         Mutation(
