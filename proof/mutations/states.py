@@ -217,7 +217,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         "the scheduler plans no such read; this check is a second line of defence",
-        noticed_by="models/test_hybrid.py::test_a_state_that_covers_other_tokens_is_not_used",
+        noticed_by="models/test_hybrid.py::test_a_state_that_covers_other_tokens_gives_nan_logits",
     ),
     Equivalent(
         Mutation(
@@ -239,7 +239,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         "the scheduler plans no such read, and a failed load computes its request again: a second line of defence",
-        noticed_by="models/test_hybrid.py::test_results_of_a_wrong_state_are_wrong",
+        noticed_by="models/test_hybrid.py::test_logits_computed_from_a_wrong_state_are_nan",
     ),
     Equivalent(
         Mutation(

@@ -1,6 +1,4 @@
-"""The CPU as a device: streams are FIFOs, fences order them, nothing blocks the submitter, and nothing is held
-on to.
-"""
+"""The CPU device: streams are FIFOs, fences order them, submissions never block, and finished work holds no object."""
 
 from __future__ import annotations
 

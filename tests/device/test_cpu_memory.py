@@ -1,4 +1,4 @@
-"""Memory of the CPU device: there at once, its pages mapped in the background, and counted as taken before they are."""
+"""Memory of the CPU device: usable at once, pages mapped in the background, and counted as used before that."""
 
 from __future__ import annotations
 

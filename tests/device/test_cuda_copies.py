@@ -1,6 +1,4 @@
-"""How the CUDA device copies: right to the byte, by few calls, and across no border that two allocations or two pinned
-chunks have.
-"""
+"""Copies of the CUDA device: exact bytes, few calls, and no segment across two allocations or two pinned chunks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Host memory of the CUDA device: its beginning pinned when it is given out, the rest behind; and what happens when no
-more can be.
-"""
+"""Host memory of the CUDA device: its first chunk is pinned at once, others in the background; failed pinning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over torch's process groups: sums, gathers and broadcasts, and ranks that do not come or end."""
+"""Collectives over torch's process groups: sums, gathers and broadcasts, and ranks that do not join or that end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated device: each order that the fences allow happens with some seed, no other does, and a seed repeats."""
+"""The simulated device: some seed gives each order that the fences allow, none gives another, and seeds repeat."""
 
 from __future__ import annotations
 

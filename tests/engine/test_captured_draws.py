@@ -1,6 +1,4 @@
-"""Steps are drawn by a graph wherever one is enough for all their rows, and by the host only as long as something is
-asked that only it knows.
-"""
+"""Steps are sampled by the simplest graph that supports all rows, and by the host only while an option needs it."""
 
 from __future__ import annotations
 

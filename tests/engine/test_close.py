@@ -1,4 +1,4 @@
-"""The end: drain, abort, store what is complete, end all threads, whoever calls and whatever is on its way."""
+"""Close: drain, abort, store complete blocks and end all threads, from any thread and during any transfer."""
 
 import threading
 import time

@@ -1,6 +1,4 @@
-"""The whole engine on a GPU: the answers of the CPU's reference, whatever tier a prefix comes from, whatever goes wrong
-beside it.
-"""
+"""The whole engine on a GPU: answers equal the CPU's, from every tier and despite failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that is lost, and one that is full: who is told what, and what is still there afterwards."""
+"""A lost device, and one without memory: errors that clients get, and blocks that survive on disk."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One request's fault ends that request, a step's fault ends its requests, and the engine's own fault is told to
-everybody.
-"""
+"""An error of a request ends that request, one of a step ends its requests, and one of the engine ends all."""
 
 import dataclasses
 import logging

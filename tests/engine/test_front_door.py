@@ -1,4 +1,4 @@
-"""Requests that a front end has checked, and the moments at which front ends are told."""
+"""Requests that a front end has checked, and the times at which outputs are delivered to front ends."""
 
 from __future__ import annotations
 

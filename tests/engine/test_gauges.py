@@ -1,4 +1,4 @@
-"""The gauges tell the truth at rest, whatever ended last: the engine sleeps, and nothing but its own clock wakes it."""
+"""Gauges are correct while the engine is idle, when only its own clock wakes it."""
 
 from __future__ import annotations
 

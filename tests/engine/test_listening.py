@@ -1,4 +1,4 @@
-"""What is said while a step is awaited: what may be heard is heard at once, the rest between two steps."""
+"""Messages that arrive while a step is awaited: some are handled at once, the others between two steps."""
 
 from __future__ import annotations
 

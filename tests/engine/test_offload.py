@@ -1,4 +1,4 @@
-"""The cache outlives the device pool and the process, and nothing that goes wrong with it changes a token."""
+"""The cache outlives the device pool and the process, and its failures change no token."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Tokens are those of the reference, whatever moves, is shared, is preempted or is aborted around them."""
+"""Tokens equal the reference's despite transfers, shared blocks, preemption and aborts."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a client may ask, what it is told, and how it is refused."""
+"""Options of requests, their outputs, and refusals."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""After a reset no block of before is found, in any tier; what runs goes on (H8)."""
+"""After a reset no earlier block is reused from any tier; running requests continue (H8)."""
 
 from pathlib import Path
 

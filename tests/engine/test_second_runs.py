@@ -1,5 +1,5 @@
-"""The self-check of steps: both runs of a right step are equal, whatever the step holds; a run that differs is counted
-and logged; without the option, nothing runs twice.
+"""The self-check of steps: both runs of a correct step are equal; a difference is counted and logged; without the
+option, no step runs twice.
 """
 
 from __future__ import annotations

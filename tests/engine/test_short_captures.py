@@ -1,5 +1,5 @@
-"""Memory that ends while forward passes are captured: what was captured by then is used, larger batches run without a
-graph. On several ranks it is an error. What was captured is deleted with the engine.
+"""Out of memory while forward passes are captured: earlier graphs are used, larger batches run without a graph; on
+several ranks it is an error. Graphs are deleted with the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafted and verified: the same tokens as without drafts, sooner, and as much sooner as the drafts are right.
+"""Speculation: the same tokens as without drafts in fewer steps, and the accept lengths of the reference.
 
 Accept lengths are compared step by step: a stale read of device state would leave the text right (H19).
 """

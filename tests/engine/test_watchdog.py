@@ -1,4 +1,4 @@
-"""An engine thread that hangs is noticed by every other thread that asks, and one that goes on is, too."""
+"""A hanging engine thread is noticed by every thread that asks for health, and so is its recovery."""
 
 from __future__ import annotations
 

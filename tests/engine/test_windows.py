@@ -1,4 +1,4 @@
-"""Layers with a sliding window: a load leaves out what no window reaches, and no request attends to what is missing."""
+"""Layers with a sliding window: a load omits KV before the window, and no request attends to missing KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key names a block by everything its KV depends on, in every process alike (H14)."""
+"""A key identifies a block by everything its KV depends on, equally in every process (H14)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ LONG = [7 * number % 151 for number in range(5000)]
 
 
 def one_by_one(tokens: list[int], layout: KVLayout) -> list[Key]:
-    """What is asked for a block at a time is never remembered."""
+    """Keys made one block at a time, which are never cached."""
     maker, keys = BlockKeys(fingerprint="model", layout=layout), list[Key]()
     for stop in range(layout.block_tokens, len(tokens) + 1, layout.block_tokens):
         maker.extend(keys, tokens[:stop])
@@ -104,7 +104,7 @@ def test_cached_keys_equal_computed_keys(block_tokens: int) -> None:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What is hashed from now on."""
+    """All data hashed from now on."""
     hashed, blake2b = list[bytes](), hashlib.blake2b
 
     def noted(data: bytes, **how: Any) -> Any:

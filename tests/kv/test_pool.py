@@ -1,4 +1,4 @@
-"""The ledger: fences travel with ids, nothing is in two places, the least recently used goes first."""
+"""The block pool: fences stay with ids, no id is in two places, least recently used blocks are evicted first."""
 
 from __future__ import annotations
 

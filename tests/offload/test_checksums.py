@@ -1,4 +1,4 @@
-"""Checksums of blocks in host memory: a block that has changed there is not loaded, and everything else is."""
+"""Checksums of blocks in host memory: a block that changed there is not loaded; all others are."""
 
 from __future__ import annotations
 

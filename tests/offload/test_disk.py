@@ -1,4 +1,4 @@
-"""The disk tier on a real file system: what it keeps, over a restart too, and what happens when operations meet."""
+"""The disk tier on a real file system: stored entries, restarts, eviction and concurrent operations."""
 
 from __future__ import annotations
 

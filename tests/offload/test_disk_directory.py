@@ -1,4 +1,4 @@
-"""The directory of the disk tier: whom it trusts, and its loss while an engine uses it."""
+"""The directory of the disk tier: owners, permissions and links, and its loss while an engine uses it."""
 
 from __future__ import annotations
 

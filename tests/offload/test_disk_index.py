@@ -1,4 +1,4 @@
-"""The ledger alone: recency, pins, grants, and the promise that the medium never holds more than max_entries."""
+"""The index of a tier alone: recency, pins and grants; the medium never holds more than max_entries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Host to disk and back: publish last (H7), failures leave nothing (H9), waits are bounded and late bytes land alone
-(H6, H10).
+"""Host to disk and back: publish last (H7), failures leave no entry (H9), waits are bounded, and late reads write only
+their own slots (H6, H10).
 """
 
 import threading

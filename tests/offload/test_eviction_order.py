@@ -1,4 +1,4 @@
-"""A block is of no use without those before it: in every tier, the end of a sequence goes before its start."""
+"""A block is useless without those before it: every tier evicts the end of a sequence before its start."""
 
 from collections.abc import Callable, Sequence
 from itertools import count

@@ -1,4 +1,4 @@
-"""One direction of the link: what goes first, how much of it, on which stream, and what becomes of what fails."""
+"""One direction of the link: order, slices, limits in flight and streams of copies, and failed copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes are written before they are read, and what is given up is poisoned; how a finding reads."""
+"""Reads of unwritten bytes are found, and released blocks are poisoned; the text of a finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids are leased while work uses them, and given up only behind that work."""
+"""Blocks must be leased while work uses them, and released only after that work."""
 
 from __future__ import annotations
 

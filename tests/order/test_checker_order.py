@@ -1,6 +1,4 @@
-"""What happens before what: every edge that exists counts, every edge that is missing is found, whatever ran first this
-time.
-"""
+"""Happens-before: every existing order counts, and every missing one is found, whichever work ran first."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Random programs: the checker against a plain reading of the definitions, no finding in programs that are ordered by
-construction, no growth.
+"""Random programs: the checker agrees with a plain implementation of the definitions, has no finding in correct
+programs, and does not grow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A key is published last; and nothing stalls or leaks."""
+"""Early publications, host waits that are not allowed, and leaks are found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sampled with drafts, answers have the distribution that they have without: by chi-square, and token by token for
-equal seeds.
-"""
+"""Drafts do not change the distribution of sampled answers (chi-square), nor any token of an equal seed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What keeps up with a step beside the model: only where all of it is known before, and never before what it
-waits for.
-"""
+"""Proposers that keep up with a step on a side stream: only if the step's tokens are known, and after its waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An entry holds what its own step drew, whatever padding is drawn behind it."""
+"""A mailbox entry holds the tokens of its own step, whatever padding is sampled after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each option does to a draw, and what no option and no neighbour may do."""
+"""Effects of each sampling option, and independence of other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random numbers, and the distributions that they draw. Seeds are fixed: a pass is a pass for ever."""
+"""Random numbers, and the distributions of sampled tokens. Seeds are fixed, so results are the same each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of device state: what they remember, and that a new owner finds nothing of the old one."""
+"""Rows of device state: their contents, and that a new owner finds none of the old owner's."""
 
 from __future__ import annotations
 

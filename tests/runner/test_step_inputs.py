@@ -1,6 +1,4 @@
-"""A batch as numbers: each where it belongs, whatever the slots and the buffer held before; and padding that nothing
-reads.
-"""
+"""Packed inputs of a batch: correct whatever slots and buffer held before, with padding that no row reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers on their way to the device: by memory that its kernels read, here the same memory under another name."""
+"""Uploads through host memory that kernels read; here, the mapped memory is the same memory."""
 
 from __future__ import annotations
 

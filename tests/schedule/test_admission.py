@@ -1,4 +1,4 @@
-"""Admission: order, room for running requests to grow, and a bound on the requests that a step considers."""
+"""Admission: order, blocks reserved for running requests, and a bound on the requests that a step considers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Drafts in the scheduler: bounds that come down at commit, room that is not taken from anybody, and limits that hold
-whatever is right.
+"""Drafts in the scheduler: bounds that narrow at commit, blocks that are not taken from other requests, and limits that
+hold for any accept length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Preempted requests: who is preempted, what is dropped, and what comes back."""
+"""Preemption: the choice of the request, dropped results, and readmission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request finds on the device, what it joins, and what is published and stored."""
+"""Prefix cache: reuse of blocks, waiting for pending blocks, publication and stores."""
 
 from __future__ import annotations
 

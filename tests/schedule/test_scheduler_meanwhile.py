@@ -1,6 +1,4 @@
-"""Loads that are ordered while a step is awaited: those that the next plan would order, and nobody is worse off
-for it.
-"""
+"""Loads planned while a step is awaited: those that the next plan would have, without harm to other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes before whom, and that nobody starves."""
+"""Priorities and aging: the order of requests, and no request starves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reset of the prefix cache, and the little that is left."""
+"""Resets of the prefix cache, and other small properties of the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many drafts a row gets, from what became of earlier ones and what steps took."""
+"""The number of drafts of each row, chosen from earlier accept lengths and step times."""
 
 from __future__ import annotations
 

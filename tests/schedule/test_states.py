@@ -1,5 +1,5 @@
 """Recurrent states in the scheduler: which state each row reads and writes, where checkpoints are made, and when they
-are a hit. Steps end at once, unless a test holds their fences back.
+are a hit. Steps end at once, unless a test holds back their fences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks that come from host memory and disk."""
+"""Requests whose blocks are in host memory or on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front end checks requests and makes keys as the engine itself does, from the few facts that it is told."""
+"""A front end checks requests and makes keys like the engine, from the few facts that the engine sends it."""
 
 from __future__ import annotations
 

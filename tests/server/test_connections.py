@@ -1,4 +1,4 @@
-"""Bounds on connections, and what is logged of those that are cut. Real sockets on the loopback interface."""
+"""Limits of connections, and log lines about connections that were ended. Real sockets on the loopback interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields that common clients send beyond the API: honoured, or accepted where they ask for nothing; else a 400."""
+"""Fields beyond the API that common clients send: supported, accepted without effect, or refused with a 400."""
 
 from __future__ import annotations
 

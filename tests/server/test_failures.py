@@ -1,4 +1,4 @@
-"""What the engine refuses, what breaks, who leaves: every end of a request but a good one."""
+"""Refusals by the engine, errors, and clients that leave: every end of a request except success."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sidestream serve` as real processes: which of them may die, and what their clients and the terminal get to see."""
+"""`sidestream serve` as real processes: ends of single processes, and their effect on clients and the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that take their reply slowly, or not at all. Real sockets with small buffers; the reply is longer than any
+"""Clients that read their reply slowly or not at all. Real sockets with small buffers; the reply is longer than any
 buffer.
 """
 

@@ -1,4 +1,4 @@
-"""Log-probabilities spell the answer: the tokens' texts, joined, are its text, and their bytes, too."""
+"""Joined texts and bytes of tokens in log-probabilities equal the text and bytes of the answer."""
 
 from __future__ import annotations
 
