@@ -248,7 +248,7 @@ EQUIVALENT = (
             consequence="unread outputs of a request fill the memory of a front end",
         ),
         _FALLS_BEHIND,
-        noticed_by="client/test_clients.py::test_a_reader_that_does_not_read_is_cut_off_and_others_go_on",
+        noticed_by="client/test_clients.py::test_a_reader_that_does_not_read_is_aborted_and_others_continue",
         unreached=True,
     ),
     Equivalent(

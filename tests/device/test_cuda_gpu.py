@@ -56,7 +56,7 @@ def filled(device: CudaDevice, name: str, num_bytes: int) -> Memory:
 # ---------------------------------------------------------------------- streams and fences
 
 
-def test_streams_1500_at_once_are_distinct_and_run_work(device: CudaDevice) -> None:
+def test_all_of_1500_streams_are_distinct_and_run_work(device: CudaDevice) -> None:
     streams = [device.stream(f"load {index}") for index in range(1500)]
     assert len({stream.handle for stream in streams}) == 1500
     counts = torch.zeros(1500, dtype=torch.int64, device=device.torch_device)

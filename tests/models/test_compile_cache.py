@@ -1,4 +1,4 @@
-"""What one start compiled, the next one finds."""
+"""A start reuses what an earlier start compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory without a servable model is refused with cause and remedy before tokenizer and weights are read."""
+"""A directory without a supported model is refused with cause and remedy before tokenizer and weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head that is taught drafts better than one that is not, the same way each time, also after an interruption."""
+"""Training improves a head's drafts, and gives the same head each time, also after an interruption."""
 
 from __future__ import annotations
 

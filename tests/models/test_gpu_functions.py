@@ -1,4 +1,4 @@
-"""Packages with GPU kernels beside transformers: their kernels get no tensor that is not on a GPU."""
+"""Packages with GPU kernels that transformers uses: their kernels get only tensors on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward passes are padded to few lengths, and nothing of the padding is to be seen."""
+"""Forward passes are padded to few lengths, and padding changes no result."""
 
 from __future__ import annotations
 

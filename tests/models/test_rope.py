@@ -1,4 +1,4 @@
-"""Scaled rotary positions are served as far as the config scales them, and give transformers' own logits there."""
+"""Scaled rotary positions are served up to the length that the config allows, with transformers' logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A smaller model drafts through the engine what it would go on with by itself, wherever its KV was meanwhile."""
+"""A draft model in the engine proposes its own greedy tokens, from whichever tier its KV is loaded."""
 
 from __future__ import annotations
 
