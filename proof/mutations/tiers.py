@@ -130,7 +130,7 @@ EQUIVALENT = (
             consequence="rank 0 finds entries that another rank lacks, and each load of them fails",
         ),
         _OPENED_ONCE,
-        noticed_by="ranks/test_shared_entries.py::test_only_what_every_rank_holds_is_found_and_the_rest_is_deleted",
+        noticed_by="ranks/test_shared_entries.py::test_only_entries_that_every_rank_holds_are_kept",
         unreached=True,
     ),
     Equivalent(

@@ -181,7 +181,7 @@ def test_requests_that_cannot_be_served_are_refused_when_submitted(
         assert tokens_of(run(ask(client, PROMPT))) == made.rig.model.expected(PROMPT, 8)
 
 
-def test_a_full_queue_is_reported_and_accepted_requests_go_on(at: Make) -> None:
+def test_a_full_queue_is_reported_and_accepted_requests_continue(at: Make) -> None:
     """In process when a request is submitted; by another process in place of its news."""
     with at(max_waiting=1, max_running=2) as made:
         client = made.connect()
@@ -244,7 +244,7 @@ def test_requests_that_run_when_the_engine_closes_end_with_abort(at: Make) -> No
 # ------------------------------------------------------------------ ends
 
 
-def test_a_sample_that_its_reader_stops_is_counted_as_stopped_and_the_others_go_on(at: Make) -> None:
+def test_a_sample_ended_by_its_reader_is_counted_as_stopped_and_others_continue(at: Make) -> None:
     with at() as made:
         client = made.connect()
 

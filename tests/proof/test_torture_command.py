@@ -76,7 +76,7 @@ def test_a_result_names_the_command_that_made_it(monkeypatch: pytest.MonkeyPatch
         (("--only", "kv.pool:*"), "--only is given without --auto-mutants: give both, or leave it out"),
     ],
 )
-def test_contradictory_options_are_refused_before_any_run(
+def test_invalid_options_are_refused_before_any_run(
     options: tuple[str, ...], message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def test_contradictory_options_are_refused_before_any_run(
     assert result.stdout == ""
 
 
-def test_words_that_are_no_options_are_refused(run: Run) -> None:
+def test_unknown_options_are_refused(run: Run) -> None:
     result = run("torture", "--schedule", "5")
     assert result.exit_code == 2
     assert "--schedules" in result.stderr

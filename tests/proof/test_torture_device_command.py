@@ -56,7 +56,7 @@ pytestmark = pytest.mark.slow
         ),
     ],
 )
-def test_contradictory_options_are_refused_before_any_run(options: tuple[str, ...], message: str, run: Run) -> None:
+def test_invalid_options_are_refused_before_any_run(options: tuple[str, ...], message: str, run: Run) -> None:
     result = run("torture", *options)
     assert result.exit_code == 2
     assert message in result.stderr
