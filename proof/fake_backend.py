@@ -235,8 +235,8 @@ def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[
 
 
 def _logprob(token_id: int, top: int) -> TokenLogprob:
-    """Log-probabilities of a token: -0.5 for the sampled token, and 1 less for each following token id. If there are
-    more than two, the last has probability zero.
+    """Log-probabilities of a token: -0.5 for the sampled token, and 1 less for each following token id. If `top` is
+    above 2, the last has probability zero.
     """
     others = [((token_id + rank) % 128, -0.5 - rank if rank < 2 else float("-inf")) for rank in range(top)]
     return TokenLogprob(token_id, -0.5, tuple(others))

@@ -92,7 +92,7 @@ def text_of(news: list[Delta]) -> str:
 # ------------------------------------------------------------------ answers
 
 
-def test_answers_are_those_of_the_synchronous_model(model: AsyncLLM, llm: LLM) -> None:
+def test_async_llm_gives_the_same_answers_as_llm(model: AsyncLLM, llm: LLM) -> None:
     async def use() -> list[list[Delta]]:
         return await asyncio.gather(*(news_of(model, prompt, GREEDY) for prompt in PROMPTS))
 
@@ -103,7 +103,7 @@ def test_answers_are_those_of_the_synchronous_model(model: AsyncLLM, llm: LLM) -
     assert model.health().status == "ok"
 
 
-def test_sampling_defaults_of_the_checkpoint_count(model: AsyncLLM) -> None:
+def test_sampling_defaults_of_the_checkpoint_are_used(model: AsyncLLM) -> None:
     news = asyncio.run(news_of(model, "The whale", SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True)))
     answers = {tokens_of(news, index) for index in range(4)}
     assert [len(answer) for answer in answers] == [8]  # one, as top_k 1 leaves no choice
@@ -113,7 +113,9 @@ def test_sampling_defaults_of_the_checkpoint_count(model: AsyncLLM) -> None:
     assert len({tokens_of(freely, index) for index in range(4)}) == 4
 
 
-def test_chats_are_tokenized_beside_the_event_loop(model: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_are_tokenized_outside_of_the_event_loop(
+    model: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     makers: list[threading.Thread] = []
     lay_out = model.tokenizer.chat
     monkeypatch.setattr(
@@ -223,7 +225,7 @@ class Downloads:
 
 
 @KINDS
-def test_a_start_reports_its_progress_and_an_end_leaves_nothing(
+def test_start_reports_progress_and_close_leaves_no_process(
     engine_process: bool,
     directory: Path,
     tmp_path: Path,
@@ -290,7 +292,7 @@ kept.__enter__()
 
 
 @KINDS
-def test_an_order_that_is_wrong_is_an_error_at_the_end(
+def test_a_wrong_order_of_work_raises_at_close(
     engine_process: bool, directory: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
 ) -> None:
     run_first(monkeypatch, MUTATION.strip() + "\n")
@@ -315,7 +317,7 @@ def test_an_order_that_is_wrong_is_an_error_at_the_end(
 
 
 @KINDS
-def test_a_start_that_fails_raises_why_once_and_leaves_no_process(
+def test_a_failed_start_raises_its_cause_once_and_leaves_no_process(
     engine_process: bool,
     directory: Path,
     tmp_path: Path,
@@ -358,9 +360,7 @@ sys.meta_path.insert(0, type("Finder", (), {"find_spec": staticmethod(import_eng
 """
 
 
-def test_a_thread_that_the_system_refuses_is_named_with_limits(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_about_a_refused_thread_names_system_limits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_first(monkeypatch, NO_THREADS)
     limits = (
         r"the system refused a new thread or process; its limits: .*\d+ threads of this machine \(kernel.threads-max"
@@ -376,7 +376,7 @@ def test_a_thread_that_the_system_refuses_is_named_with_limits(
         AsyncLLM(directory, **SIZES)
 
 
-def test_a_tokenizer_that_cannot_be_loaded_here_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_fails_to_load_ends_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["sidestream.async_llm"]
     killed: list[str] = []
 
@@ -419,6 +419,6 @@ def test_a_stopped_engine_process_stalls_and_close_ends_it(directory: Path, monk
     assert model.health().status == "failed"
 
 
-def test_options_are_given_one_way() -> None:
+def test_config_and_options_cannot_both_be_given() -> None:
     with pytest.raises(TypeError, match=r"give either config or options \(kv_memory\), not both"):
         AsyncLLM("whale", config=EngineConfig(), kv_memory="8MiB")

@@ -28,7 +28,9 @@ def test_blocks_are_larger_on_a_gpu_for_models_with_recurrent_states(tmp_path: P
     assert asked.kv.block_tokens == 16
 
 
-def test_sizes_must_fit_the_models_default_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_checked_against_default_block_tokens_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "torch_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(loading, "load_model", None)  # a call of it fails
     directory = tiny_model_dir("qwen3_next", tmp_path, 1)
@@ -38,7 +40,7 @@ def test_sizes_must_fit_the_models_default_before_it_is_read(tmp_path: Path, mon
         LLM(directory, state_interval=32)
 
 
-def test_sizes_must_fit_the_blocks_of_a_model_that_was_loaded_apart(tmp_path: Path) -> None:
+def test_sizes_are_checked_against_the_blocks_of_a_model_loaded_before(tmp_path: Path) -> None:
     model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=64)
     with pytest.raises(
         ConfigError, match=r"chunk_tokens is 96: .* \(64\), .*; give a multiple, or a block_tokens that"

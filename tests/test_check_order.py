@@ -31,14 +31,14 @@ def converse(llm: LLM) -> None:
         llm.flush()
 
 
-def test_the_real_engine_with_all_tiers_has_nothing_out_of_order(model: Path, tmp_path: Path) -> None:
+def test_the_real_engine_with_all_tiers_has_no_finding(model: Path, tmp_path: Path) -> None:
     for _ in ("cold", "from disk"):
         with watched(model, tmp_path / "kv") as llm:
             converse(llm)
             assert llm.metrics.value("transfer_bytes_total", "load") > 0
 
 
-def test_a_store_that_leaves_a_layer_out_is_an_error_at_the_end(model: Path, tmp_path: Path) -> None:
+def test_a_store_that_omits_a_layer_raises_at_close(model: Path, tmp_path: Path) -> None:
     with (
         applied(find("store-copies-every-layer")),
         pytest.raises(RaceError, match=r"the first: early_publish: .* made host slots 0 .* findable"),

@@ -18,7 +18,7 @@ from sidestream_kv.device.choice import torch_device, why_no_gpu
 from sidestream_kv.device.cuda import device as cuda_device
 
 
-def test_an_unknown_device_names_the_nearest() -> None:
+def test_an_error_about_an_unknown_device_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="no device cudo; did you mean cuda"):
         EngineConfig(device="cudo")
 
@@ -32,7 +32,7 @@ def test_blocks_that_a_gpu_cannot_read_are_refused() -> None:
     assert EngineConfig(device="cpu", block_tokens=8).block_tokens == 8
 
 
-def test_the_default_is_a_gpu_where_there_is_one() -> None:
+def test_the_default_device_is_auto() -> None:
     assert EngineConfig().device == engine_config().device == engine_config(device="auto").device == "auto"
 
 
@@ -50,7 +50,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error_that_names_the_cause() -> None:
+def test_without_a_gpu_auto_means_cpu_and_cuda_raises_with_the_cause() -> None:
     assert torch_device("auto") == torch_device("cpu") == torch.device("cpu")
     with pytest.raises(
         ConfigError, match=r"device is 'cuda': the CUDA driver cannot be loaded \(injected\): install NVIDIA's driver"
@@ -81,14 +81,14 @@ def test_a_missing_gpu_is_reported_before_a_model_is_looked_for(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_auto_serves_from_the_cpu_where_there_is_no_gpu(tmp_path: Path) -> None:
+def test_auto_serves_on_the_cpu_without_a_gpu(tmp_path: Path) -> None:
     with LLM(tiny_model_dir("llama", tmp_path, 1), device="auto", kv_memory="8MiB", compute_threads=1) as llm:
         assert llm.engine.parts.device.kind == "cpu"
         assert llm.generate("The", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_doctor_says_why_no_gpu_is_used() -> None:
+def test_doctor_reports_why_no_gpu_is_used() -> None:
     found = next(finding for finding in findings(None) if finding.name == "gpus")
     assert found.data["device"] == "cpu"
     assert "install NVIDIA's driver" in str(found.data["missing"])

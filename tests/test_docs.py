@@ -40,7 +40,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _HEADING.findall(prose(page))}
 
 
-def test_every_link_leads_to_a_file_and_a_heading() -> None:
+def test_every_link_points_to_an_existing_file_and_heading() -> None:
     broken = []
     for page, link in [(found, link) for found in PAGES for link in _LINK.findall(prose(found))]:
         if link.startswith(("https://", "http://", "mailto:")):
@@ -102,7 +102,7 @@ def test_the_order_of_rooms_is_the_one_that_is_checked() -> None:
 
 
 @pytest.mark.parametrize(("page", "heading"), [("docs/architecture.md", "## Rooms"), ("README.md", "## The map")])
-def test_a_map_names_every_room_and_no_other(page: str, heading: str) -> None:
+def test_maps_list_exactly_the_existing_rooms(page: str, heading: str) -> None:
     inside = [path for package in PACKAGES for path in package.iterdir()]
     rooms = {path.stem for path in inside if path.suffix == ".py" or (path / "__init__.py").exists()}
     table = (ROOT / page).read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]

@@ -64,6 +64,6 @@ def test_a_table_of_hazards_has_every_hazard_once(file: str) -> None:
     assert rows == list(HAZARDS)
 
 
-def test_the_table_of_hazards_says_the_same_as_the_code() -> None:
+def test_the_table_of_hazards_equals_that_of_the_code() -> None:
     text = (DOCS / "ordering.md").read_text(encoding="utf-8")
     assert dict(re.findall(r"^\| (H\d+) \| ([^|]*) \|", text, re.MULTILINE)) == HAZARDS

@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def test_the_offloaders_race_is_in_every_schedule_and_gone_with_the_wait(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_offloader_races_in_every_schedule_unless_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "two_stream_offloader.py"), run_name="__main__")
     without, race, fixed = capsys.readouterr().out.splitlines()
     assert without.startswith("without the wait: the checker objects to 100 of 100 schedules")
@@ -55,7 +55,7 @@ def test_conversations_on_one_event_loop_are_all_answered(
     ]
 
 
-def test_a_prompt_comes_back_from_disk_after_a_restart(
+def test_a_prompt_is_reused_from_disk_after_a_restart(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: str, tmp_path: Path
 ) -> None:
     run(monkeypatch, "offload_to_disk.py", tiny, str(tmp_path / "kv"))
@@ -107,7 +107,7 @@ def test_an_own_architecture_is_served(
         ("serve_and_ask.py", ["no-such-model"]),
     ],
 )
-def test_a_wrong_argument_of_an_example_is_one_line(
+def test_a_wrong_argument_of_an_example_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
 ) -> None:
     monkeypatch.setattr(stack, "_KINDS", [*stack._KINDS])  # own_tier.py registers a tier in this process
@@ -122,7 +122,7 @@ def python_of(page: str, block: int = 1) -> str:
     return (EXAMPLES.parent / page).read_text(encoding="utf-8").split("```python\n")[block].split("```")[0]
 
 
-def test_the_code_of_the_readme_answers(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:
+def test_the_code_of_the_readme_runs(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:
     code = python_of("README.md")
     for shown, small in {"smollm2-135m-instruct": tiny, "4GiB": "16MiB", "kv-cache": str(tmp_path / "kv")}.items():
         assert shown in code

@@ -95,7 +95,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir("llama", tmp_path_factory.mktemp("model") / "llama", 0)
 
 
-def test_the_trap_works(trapped: Path, marker: Path) -> None:
+def test_transformers_runs_the_traps_code_when_allowed(trapped: Path, marker: Path) -> None:
     """transformers runs it when nothing forbids it; otherwise the tests below would prove nothing."""
     from transformers import AutoConfig
 
@@ -173,7 +173,7 @@ def test_a_draft_model_or_a_head_does_not_run_its_code(
     assert not marker.exists()
 
 
-def test_the_baseline_of_a_benchmark_runs_no_code_either(trapped: Path, marker: Path) -> None:
+def test_the_benchmark_baseline_runs_no_code_of_a_model(trapped: Path, marker: Path) -> None:
     """It loads transformers' own model, in a process of its own."""
     with pytest.raises(ValueError, match="trust_remote_code"):
         baseline._set_up({"path": str(trapped), "dtype": "float32"})

@@ -1,4 +1,4 @@
-"""The garbage collector while engines serve: left as it was found, however many there were."""
+"""Engines change garbage collection; the last one to end restores it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_it_was() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-def test_the_heap_stays_frozen_until_the_last_of_several_ends() -> None:
+def test_the_heap_stays_frozen_until_the_last_engine_ends() -> None:
     gc.set_threshold(701, 11, 12)
     first, second = freeze_gc_heap(), freeze_gc_heap()
     assert gc.get_freeze_count() > 10_000
@@ -33,7 +33,7 @@ def test_the_heap_stays_frozen_until_the_last_of_several_ends() -> None:
 
 
 @pytest.mark.parametrize("young", [0, 50_000])
-def test_a_program_that_collects_less_often_or_never_goes_on_so(young: int) -> None:
+def test_a_higher_or_disabled_gc_threshold_is_kept(young: int) -> None:
     gc.set_threshold(young, 20, 20)
     end = freeze_gc_heap()
     assert gc.get_threshold() == (young, 20, 20)
@@ -41,7 +41,7 @@ def test_a_program_that_collects_less_often_or_never_goes_on_so(young: int) -> N
     assert gc.get_threshold() == (young, 20, 20)
 
 
-def test_cycles_of_an_engine_are_freed_although_another_one_serves() -> None:
+def test_cycles_of_a_closed_engine_are_freed_while_another_one_serves() -> None:
     class Weights:
         own: object
 

@@ -92,7 +92,7 @@ def test_the_stages_of_the_start_are_reported(tmp_path: Path) -> None:
         assert [stage for stage, *_ in stages] == names
 
 
-def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
+def test_default_chunk_and_budget_sizes_depend_on_the_device_and_each_other() -> None:
     assert EngineConfig().sizes("cpu") == EngineSizes(1 << 30, 16, 256, 528)
     assert EngineConfig().sizes("cuda") == EngineSizes(None, 256, 8192, 8448, False, 0.25)
     assert EngineConfig(max_running=64, kv_memory="2GiB").sizes("cuda") == EngineSizes(
@@ -159,7 +159,7 @@ def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
         llm.generate(PROMPTS[:4], each)
 
 
-def test_a_queue_that_others_fill_is_an_error_at_once(llm: LLM) -> None:
+def test_a_queue_filled_by_others_raises_at_once(llm: LLM) -> None:
     told: list[Delta] = []
     with Hold(llm.engine.parts.device._streams["compute"]):  # type: ignore[attr-defined]
         others = llm.engine.submit(
@@ -172,7 +172,7 @@ def test_a_queue_that_others_fill_is_an_error_at_once(llm: LLM) -> None:
     assert [delta.finish_reason for delta in told] == ["length"] * BOUND
 
 
-def test_a_prompt_that_is_refused_stops_all_before_any_is_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_prompt_is_raised_before_any_prompt_starts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(llm, monkeypatch)
     with pytest.raises(RequestError, match="the prompt is empty"):
         llm.generate([*PROMPTS, []], GREEDY)
@@ -200,7 +200,7 @@ class _Broken:
         raise UnicodeError("injected: no such character")
 
 
-def test_a_stream_has_the_whole_text_and_the_engine_thread_makes_none(
+def test_a_stream_has_the_whole_text_decoded_outside_of_the_engine_thread(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].text
@@ -276,7 +276,7 @@ def test_prompts_of_one_call_each_end_at_their_own_stop_string(llm: LLM, monkeyp
     assert llm.metrics.value("requests_total", "stop") - stopped == len(PROMPTS)
 
 
-def test_prompts_with_and_without_stop_strings_may_come_in_one_call(llm: LLM) -> None:
+def test_prompts_with_and_without_stop_strings_may_share_a_call(llm: LLM) -> None:
     params, count = stop_within(llm, PROMPTS[1], max_tokens=40)
     each = [GREEDY, params, GREEDY, dataclasses.replace(params, n=2), GREEDY]
     outputs = llm.generate([PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[1], PROMPTS[3]], each)
@@ -289,7 +289,7 @@ def test_prompts_with_and_without_stop_strings_may_come_in_one_call(llm: LLM) ->
     ]
 
 
-def test_a_stream_ends_at_its_stop_string_and_leaves_nothing_in_the_engine(llm: LLM) -> None:
+def test_a_stream_ends_at_its_stop_string_and_ends_its_request(llm: LLM) -> None:
     params, count = stop_within(llm, PROMPTS[2], max_tokens=900)
     stopped = llm.metrics.value("requests_total", "stop")
     deltas = list(llm.stream(PROMPTS[2], params))
@@ -338,7 +338,7 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(llm
     assert [delta.finish_reason for delta in llm.stream(PROMPTS[0], params)] == ["stop"]
 
 
-def test_more_token_ids_than_embeddings_are_warned_of_at_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_warns_about_more_token_ids_than_embeddings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     few = tiny_model_dir("llama", tmp_path / "few", seed=1, vocab_size=258)
     with caplog.at_level("WARNING", logger="sidestream.engine.loading"), LLM(few, **SIZES):
         assert "the tokenizer has 259 token ids, the model 258 embeddings" in caplog.text
@@ -409,7 +409,7 @@ def test_a_value_that_is_no_list_of_messages_is_refused_with_an_example(llm: LLM
     assert refusal.value.param == "messages"
 
 
-def test_streams_refuse_the_same_as_whole_answers(llm: LLM) -> None:
+def test_streams_refuse_the_same_inputs_as_whole_answers(llm: LLM) -> None:
     with pytest.raises(RequestRejected, match=r"^prompt is None: give a text or a list of token ids"):
         next(llm.stream(None))  # type: ignore[arg-type]
     with pytest.raises(RequestRejected, match=r"^prompt has 'a', which is not a whole number"):
@@ -431,7 +431,7 @@ def test_a_closed_model_holds_no_weights(tmp_path: Path) -> None:
     other.close()
 
 
-def test_close_of_a_hung_engine_ends_after_a_bound_and_ends_its_requests(
+def test_close_of_a_hanging_engine_returns_after_a_bound_and_ends_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("sidestream.engine.loading.CLOSE_S", 0.2)
@@ -456,7 +456,7 @@ def test_close_of_a_hung_engine_ends_after_a_bound_and_ends_its_requests(
         assert not thread.is_alive()
 
 
-def test_a_closed_model_says_so(tmp_path: Path) -> None:
+def test_a_closed_model_raises_on_every_call(tmp_path: Path) -> None:
     with LLM(tiny_model_dir("llama", tmp_path, seed=1), **SIZES) as closed:
         pass
     calls = (
@@ -495,7 +495,9 @@ def test_the_old_name_of_an_option_gives_its_new_name(config: type, old: str, ne
         (SpeculativeConfig, "proposr", "proposer", ConfigError),
     ],
 )
-def test_an_unknown_option_names_the_nearest(kind: type, wrong: str, near: str, error: type[SidestreamError]) -> None:
+def test_an_error_about_an_unknown_option_names_the_nearest_one(
+    kind: type, wrong: str, near: str, error: type[SidestreamError]
+) -> None:
     with pytest.raises(error, match=f"^no option {wrong}; did you mean {near}\\?$"):
         kind(**{wrong: 1})
     with pytest.raises(error, match=f"^no option {wrong}; did you mean {near}\\?$"):
@@ -505,7 +507,7 @@ def test_an_unknown_option_names_the_nearest(kind: type, wrong: str, near: str, 
         assert same == kind()
 
 
-def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
+def test_sampling_defaults_of_the_checkpoint_apply_to_unset_options(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "sidestream.engine.loading")
@@ -564,7 +566,7 @@ def test_kv_events_reach_a_callback(tmp_path: Path) -> None:
     assert tokens[:32] == prompt[:32]
 
 
-def test_a_taken_endpoint_of_kv_events_is_said_before_anything_is_loaded() -> None:
+def test_a_kv_events_endpoint_in_use_is_refused_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="which cannot be bound"):
         LLM("no-such-model", kv_events=KVEventsConfig(f"tcp://127.0.0.1:{taken.getsockname()[1]}"))
 
@@ -589,12 +591,12 @@ def test_a_refused_size_is_not_logged_as_chosen(
         assert "KV memory: 0.01 GiB on cpu" in caplog.text
 
 
-def test_more_requests_at_once_than_slots_can_exist_are_refused() -> None:
+def test_max_running_above_65536_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_running is 1000000000: at most 65536 requests run at once; lower it"):
         EngineConfig(max_running=10**9)
 
 
-def test_the_time_to_ready_counts_from_the_start_of_the_process(tmp_path: Path) -> None:
+def test_time_to_ready_is_measured_from_the_start_of_the_process(tmp_path: Path) -> None:
     begin = process_age_s()
     with LLM(tiny_model_dir("llama", tmp_path, seed=1), compute_threads=1, kv_memory="8MiB") as llm:
         assert begin < llm.metrics.value("engine_ready_seconds") <= process_age_s()

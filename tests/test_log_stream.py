@@ -17,7 +17,7 @@ def _record(text: str) -> logging.LogRecord:
     return logging.LogRecord("x", logging.INFO, "f", 1, text, (), None)
 
 
-def test_lines_of_a_log_that_is_not_read_are_lost_counted_and_reported() -> None:
+def test_lines_of_an_unread_log_are_dropped_counted_and_reported() -> None:
     reader, writer = os.pipe()
     handler = LogStream(writer, max_lines=100)
     for number in range(1000):
@@ -45,7 +45,7 @@ def test_lines_are_written_before_the_process_exits() -> None:
     assert ended.stderr == "INFO:root:last\n"
 
 
-def test_a_server_without_standard_error_says_why_it_ends() -> None:
+def test_a_server_without_stderr_reports_its_error_on_stdout() -> None:
     command = f"{sys.executable} -m sidestream serve nothing 2>&-"
     ended = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 2

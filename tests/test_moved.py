@@ -34,7 +34,7 @@ def test_a_module_under_its_old_name_is_the_same_module(old: str, new: str) -> N
     assert found is importlib.import_module(new) and found.__spec__.name == new
 
 
-def test_types_under_their_old_name_are_the_same() -> None:
+def test_types_under_their_old_name_are_the_same_objects() -> None:
     import sidestream.types
 
     with pytest.warns(DeprecationWarning, match=r"sidestream\.types\.StorePlan is sidestream_kv\.StorePlan now"):
@@ -43,7 +43,7 @@ def test_types_under_their_old_name_are_the_same() -> None:
         sidestream.types.StroePlan  # noqa: B018
 
 
-def test_a_module_that_never_was_is_not_found() -> None:
+def test_an_old_path_of_no_module_raises_module_not_found() -> None:
     with pytest.warns(DeprecationWarning), pytest.raises(ModuleNotFoundError, match=r"sidestream_kv\.kv\.nothing"):
         importlib.import_module("sidestream.kv.nothing")
     with pytest.raises(ModuleNotFoundError, match=r"sidestream\.nothing"):

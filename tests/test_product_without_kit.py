@@ -31,13 +31,13 @@ assert not kit(), kit()
 """
 
 
-def test_importing_the_product_and_serving_a_request_import_nothing_of_the_proof_kit(tmp_path: Path) -> None:
+def test_serving_a_request_imports_no_module_of_the_proof_kit(tmp_path: Path) -> None:
     model = tiny_model_dir("llama", tmp_path / "model", seed=0)
     done = subprocess.run([sys.executable, "-c", SERVES, model], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_wheel_holds_the_package_and_nothing_of_the_laboratory() -> None:
+def test_the_wheel_has_only_the_package() -> None:
     build = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "hatch"
     ]

@@ -44,7 +44,7 @@ def answers(llm: LLM) -> tuple[list[Sequence[int]], list[float], list[str]]:
     )
 
 
-def test_ranks_answer_like_one_with_offload_preemption_and_drafts(model: Path, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_with_offload_preemption_and_drafts(model: Path, tmp_path: Path) -> None:
     """Few blocks, so that requests are preempted and come back from the host tier; then from disk."""
     options = OPTIONS | {"speculative": SpeculativeConfig("ngram", max_drafts=2)}
     with LLM(model, kv_memory="200KiB", **options) as llm:
@@ -115,7 +115,9 @@ def test_options_that_ranks_lack_are_refused_before_any_process_starts(model: Pa
     assert not any(is_rank(pid) for pid in children())
 
 
-def test_a_rank_that_ends_at_the_start_ends_all_with_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank_that_ends.start_with_it(monkeypatch)
     began_s = time.monotonic()
     with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):

@@ -68,7 +68,9 @@ def settle(llm: LLM) -> None:
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "captured"])
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_two_ranks_answer_like_one_from_every_tier(model: Path, tmp_path: Path, eager: bool, drafts: int) -> None:
+def test_two_ranks_give_the_answers_of_one_from_every_tier(
+    model: Path, tmp_path: Path, eager: bool, drafts: int
+) -> None:
     options = OPTIONS | {"eager": eager}
     if drafts:
         options["speculative"] = SpeculativeConfig("ngram", max_drafts=drafts)
@@ -135,7 +137,9 @@ def test_a_rank_killed_during_a_load_ends_the_engine_and_leaves_the_disk_intact(
         assert any(output.cached.disk for output in restarted)
 
 
-def test_a_rank_that_ends_at_the_start_ends_all_with_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_during_the_start_ends_all_with_its_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank_that_ends.start_with_it(monkeypatch)
     began_s = time.monotonic()
     with pytest.raises(OutOfDeviceMemory, match="out of device memory on rank 1; lower the KV memory or the batch"):

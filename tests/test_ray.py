@@ -62,7 +62,7 @@ def test_replicas_of_one_node_have_disk_directories_of_their_own() -> None:
     ]
 
 
-def test_the_prompt_of_a_turn_begins_with_the_one_before() -> None:
+def test_the_prompt_of_a_turn_begins_with_the_previous_prompt() -> None:
     first = b'{"model": "m", "seed": 1, "messages": [{"role": "user", "content": "Why"}]}'
     second = b'{"model": "m", "seed": 2, "messages": [{"role": "user", "content": "Why"}, {"role": "user"}]}'
     assert _prompt_of(second).startswith(_prompt_of(first).removesuffix("]"))
@@ -153,7 +153,7 @@ def test_a_second_turn_reuses_the_kv_of_the_first(url: str) -> None:
 
 
 @real
-def test_pieces_of_a_stream_come_one_by_one(url: str) -> None:
+def test_a_stream_is_delivered_piece_by_piece(url: str) -> None:
     with _client(url) as client:
         times = [time.monotonic() for _ in _stream(client, 200)]
     assert len(times) > 100
@@ -201,7 +201,7 @@ def test_a_client_that_leaves_ends_its_request(url: str) -> None:
 
 
 @real
-def test_a_drain_refuses_new_requests_with_503_and_waits_for_running_ones(url: str) -> None:
+def test_draining_refuses_new_requests_with_503_and_waits_for_running_ones(url: str) -> None:
     from ray import serve
 
     ingress = serve.get_app_handle(APP_NAME)

@@ -52,14 +52,14 @@ def test_two_tables_of_selected_figures_keep_the_words_between_them() -> None:
     assert "\nwords\n" in tables.rewritten(f"{marker}words\n{marker}")
 
 
-def test_compared_files_have_a_column_each() -> None:
+def test_each_compared_file_has_a_column() -> None:
     names = ["ranks-qwen3-8b-h100-x2", "ranks-qwen3-32b-h100-x2"]
     lines = tables.table(names, bounded=True, compared=True).splitlines()
     assert lines[0] == f"| figure | `{names[0]}` | `{names[1]}` | unit | bound |"
     assert lines[2] == "| `tp2_over_tp1_decode_b1` | 0.6605 **no** | 0.5628 | ratio | at most 0.62 |"
 
 
-def test_campaigns_are_added_up_if_no_workload_ran_twice() -> None:
+def test_results_of_campaigns_are_added_if_their_workloads_differ() -> None:
 
     def report(seed: int, schedules: int) -> dict[str, object]:
         figures = {"schedules": schedules, "findings": 0, "schedules_per_minute": 750.4}

@@ -70,7 +70,7 @@ def metaspace_style() -> PreTrainedTokenizerFast:
 
 
 def gemma_style() -> PreTrainedTokenizerFast:
-    """Sentencepiece with bytes, all spaces kept."""
+    """Sentencepiece, byte fallback, spaces kept."""
     return sentencepiece(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
 
 
@@ -167,7 +167,7 @@ def with_valid_bytes(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
 @every_tokenizer
 @settings(max_examples=200)
 @given(data=st.data())
-def test_output_behind_a_prompt_is_the_rest_of_the_text_of_both(name: str, data: st.DataObject) -> None:
+def test_output_after_a_prompt_equals_the_rest_of_their_joint_text(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
     tokens = tokenizer.encode(data.draw(any_text), add_special_tokens=False)
     cut = data.draw(st.integers(0, len(tokens)))
@@ -202,7 +202,7 @@ def test_an_echoed_prompt_and_its_continuation_are_the_text_of_both(name: str) -
 
 
 @pytest.mark.parametrize("name", ["llama_style", "gemma_style"])
-def test_byte_tokens_come_with_the_byte_that_completes_a_character(name: str) -> None:
+def test_byte_tokens_give_a_character_at_its_last_byte(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     detokenizer = tokenizer.detokenizer()
     tokens = [tokenizer._backend.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "x\té👍".encode()]
@@ -221,7 +221,7 @@ def test_a_decoder_whose_text_depends_on_later_tokens_is_refused() -> None:
 
 
 @every_tokenizer
-def test_a_character_comes_whole_and_as_soon_as_it_is_complete(name: str) -> None:
+def test_a_character_is_returned_whole_as_soon_as_it_is_complete(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.push(token) for token in tokenizer.encode("a 👍日é b", add_special_tokens=False)]
@@ -267,7 +267,7 @@ def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
 
 
 @given(pieces=st.lists(naive_alphabet, max_size=8), stops=stop_lists)
-def test_stop_strings_hold_back_no_more_than_may_be_the_start_of_one(pieces: list[str], stops: list[str]) -> None:
+def test_only_text_that_may_begin_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
     search = StopStrings(stops)
     text = shown = ""
     for piece in pieces:
@@ -280,7 +280,7 @@ def test_stop_strings_hold_back_no_more_than_may_be_the_start_of_one(pieces: lis
         assert len(text) - len(shown) == max(starts, default=0)
 
 
-def test_nothing_is_given_out_after_a_stop_string() -> None:
+def test_no_text_is_returned_after_a_stop_string() -> None:
     search = StopStrings(["END"])
     assert search.push("all of this END and none of this") == ("all of this ", True)
     assert search.push("nor this") == ("", True)
@@ -346,7 +346,7 @@ def ask(content: Any = "hi", role: str = "user") -> list[dict[str, Any]]:
     return [{"role": role, "content": content}]
 
 
-def test_chat_lays_messages_out_by_the_template(model_dir: Path) -> None:
+def test_chat_formats_messages_with_the_template(model_dir: Path) -> None:
     tokenizer = Tokenizer.load(str(model_dir))
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     for content in ("hi", parts):
@@ -375,7 +375,7 @@ def test_a_template_gets_the_tools_and_options_that_it_knows(model_dir: Path) ->
     assert laid_out == tokenizer.encode('<s>assistant: f{"x": 1}</s><s>tool(f): 42 for 1</s>low')
 
 
-def test_a_template_that_lays_any_role_out_is_not_taken_to_know_tools(model_dir: Path) -> None:
+def test_a_template_that_prints_any_role_does_not_count_as_supporting_tools(model_dir: Path) -> None:
     """It would write the role's name and leave the calls out."""
     tokenizer = Tokenizer.load(str(model_dir))
     tokenizer._backend.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -417,7 +417,7 @@ def test_each_template_gets_content_in_the_form_that_it_reads(model_dir: Path, c
         assert continued == tokenizer.encode("<s>system: no</s><s>user: hi</s><s>assistant: hi")
 
 
-def test_content_that_the_template_leaves_out_is_refused(model_dir: Path) -> None:
+def test_content_that_the_template_omits_is_refused(model_dir: Path) -> None:
     tokenizer = Tokenizer.load(str(model_dir))
     only_user = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     tokenizer._backend.chat_template = only_user

@@ -41,7 +41,7 @@ TEXTS = ("hello " * 300, "\u1112\u1161\u11ab" * 100, "é漢😀" * 100, "\ufb03�
 
 @pytest.mark.parametrize("form", [None, "NFC", "NFKC"])
 @pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-def test_no_text_has_fewer_tokens_than_its_length_says(kind: str, form: str | None) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound_of_its_length(kind: str, form: str | None) -> None:
     made = _byte_level("hello", "ÃĤÃĤ", "ĠĠĠĠ") if kind == "byte-level" else _byte_fallback()
     if form is not None:
         made.normalizer = getattr(normalizers, form)()
@@ -61,7 +61,7 @@ def test_a_text_that_is_too_long_is_refused_with_its_size_and_the_bound() -> Non
         check_length("é" * 251, 100, bound)
 
 
-def test_white_space_does_not_count_where_a_special_token_takes_it() -> None:
+def test_white_space_stripped_by_a_special_token_does_not_count() -> None:
     made = _byte_level()
     made.add_special_tokens([AddedToken("<|user|>", rstrip=True)])
     bound, text = _bound(made), "<|user|>" + " " * 1000
@@ -70,7 +70,7 @@ def test_white_space_does_not_count_where_a_special_token_takes_it() -> None:
     check_length(text, 1, bound)
 
 
-def test_there_is_no_bound_where_text_may_vanish() -> None:
+def test_there_is_no_bound_if_the_tokenizer_may_drop_text() -> None:
     whitespace, lower, removed, words = _byte_level(), _byte_level(), _byte_level(), _byte_fallback(bytes_known=255)
     whitespace.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), whitespace.pre_tokenizer])
     lower.normalizer = normalizers.Strip()

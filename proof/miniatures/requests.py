@@ -16,7 +16,7 @@ from sidestream_order.sim import SimDevice, SimFence
 
 class _Rank:
     """One rank's streams, and its part of two requests. The KV of the first request is loaded: a block with the number
-    1 on rank 0 and 10 on rank 1. The second request needs no load; the rank's number for it is twice as large.
+    1 on rank 0 and 10 on rank 1. The second request needs no load; its share is twice the first one's.
     """
 
     def __init__(self, device: SimDevice, number: int) -> None:

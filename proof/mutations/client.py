@@ -248,7 +248,7 @@ EQUIVALENT = (
             consequence="unread outputs of a request fill the memory of a front end",
         ),
         _FALLS_BEHIND,
-        noticed_by="client/test_clients.py::test_a_reader_that_does_not_read_is_cut_off_and_others_go_on",
+        noticed_by="client/test_clients.py::test_a_reader_that_does_not_read_is_aborted_and_others_continue",
         unreached=True,
     ),
     Equivalent(
@@ -259,7 +259,7 @@ EQUIVALENT = (
             consequence="outputs for a front end that does not read fill the memory of the engine process",
         ),
         _FALLS_BEHIND,
-        noticed_by="client/test_engine_server.py::test_a_front_end_that_does_not_read_is_cut_off_at_the_bound_and_others_go_on",
+        noticed_by="client/test_engine_server.py::test_a_front_end_that_does_not_read_is_disconnected_and_others_continue",
         unreached=True,
     ),
     Equivalent(

@@ -296,7 +296,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight",
+        noticed_by="offload/test_disk_transfers.py::test_forget_removes_only_its_keys_in_tiers_and_in_flight",
         unreached=True,
     ),
     Equivalent(
@@ -309,7 +309,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the commit that plans a store has seen the step end; see store-waits-for-step",
-        noticed_by="offload/test_disk_transfers.py::test_stored_block_is_written_to_disk_and_read_back_byte_for_byte",
+        noticed_by="offload/test_disk_transfers.py::test_stored_blocks_are_written_to_disk_and_read_back_byte_for_byte",
     ),
     Equivalent(
         Mutation(
@@ -321,7 +321,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "a slot is released only after the host has seen its last use end",
-        noticed_by="offload/test_store_and_load.py::test_store_waits_for_the_last_use_of_the_slots_it_writes",
+        noticed_by="offload/test_store_and_load.py::test_a_store_waits_for_the_last_use_of_its_host_slots",
     ),
     Equivalent(
         Mutation(
@@ -332,7 +332,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the second copy gets no key, and its slot is free when it is done: only time is lost",
-        noticed_by="offload/test_store_and_load.py::test_blocks_that_are_stored_or_being_stored_are_not_copied_again",
+        noticed_by="offload/test_store_and_load.py::test_blocks_with_a_finished_or_running_store_are_not_copied_again",
     ),
     Equivalent(
         Mutation(
@@ -343,7 +343,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         _LATER,
-        noticed_by="offload/test_pacing.py::test_urgent_copy_that_has_begun_goes_before_one_that_began_earlier",
+        noticed_by="offload/test_pacing.py::test_a_begun_urgent_copy_runs_before_a_copy_that_began_earlier",
     ),
     Equivalent(
         Mutation(
@@ -353,7 +353,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "each slice is polled before its copy counts as done; a layer's fences are on one stream",
-        noticed_by="offload/test_pacing.py::test_slices_take_the_streams_in_turn_each_behind_the_one_before_of_any_copy",
+        noticed_by="offload/test_pacing.py::test_slices_alternate_streams_and_wait_for_the_slice_before",
     ),
 )
 

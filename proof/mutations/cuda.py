@@ -47,7 +47,7 @@ EQUIVALENT = (
         "gpu-does-not-wait-for-host-work",
         "H1",
         "a stream of a GPU runs on without waiting for work of a host thread",
-        f"{_STREAMS}::test_work_of_the_host_must_be_seen_done_not_waited_for",
+        f"{_STREAMS}::test_a_gpu_stream_refuses_to_wait_for_unfinished_host_work",
         Never(),
     ),
     _on_gpu(
@@ -72,7 +72,7 @@ EQUIVALENT = (
         "failed-work-joins-its-side-stream",
         "H3",
         "the fence of failed work is done while its side stream still uses memory",
-        f"{_STREAMS}::test_work_that_ends_without_a_join_fails_and_its_fence_covers_all_of_it",
+        f"{_STREAMS}::test_work_that_does_not_join_its_side_stream_fails_with_a_complete_fence",
     ),
     _on_gpu(
         "work-that-loses-the-gpu-raises",
@@ -92,21 +92,21 @@ EQUIVALENT = (
         "unfinished-gpu-work-is-not-done",
         "H12",
         "a wait for work on a GPU ends at once, and the host reads tokens that are not there yet",
-        f"{_STREAMS}::test_waits_of_the_host_are_counted_by_reason",
+        f"{_STREAMS}::test_host_waits_are_counted_by_reason",
         Never(),
     ),
     _on_gpu(
         "host-waits-until-the-fence-is-done",
         "H12",
         "a wait for work on a GPU ends at once, and the host reads tokens that are not there yet",
-        "test_cuda_forecast.py::test_a_wait_sleeps_until_the_end_is_near_and_looks_from_then_on",
+        "test_cuda_forecast.py::test_a_wait_sleeps_until_shortly_before_the_forecast_end_and_then_polls",
         Never(),
     ),
     _on_gpu(
         "memory-is-unpinned-after-its-pinning",
         "H10",
         "memory is unpinned while a thread pins more of it, which then stays pinned",
-        "test_cuda_pinned.py::test_close_stops_growth_and_lets_go_of_what_was_pinned",
+        "test_cuda_pinned.py::test_close_stops_pinning_and_unpins_all_chunks",
     ),
 )
 

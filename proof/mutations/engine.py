@@ -267,7 +267,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
+        noticed_by="engine/test_failures.py::test_blocks_of_a_request_with_non_finite_logits_are_never_reused",
         unreached=True,
     ),
     Equivalent(
@@ -299,7 +299,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_step", "preempt"}),
         ),
         "a request of a failed step may end with an error: an answer is missing, but no answer is wrong",
-        noticed_by="engine/test_failures.py::test_request_preempted_after_the_launch_of_a_failed_step_is_computed_again",
+        noticed_by="engine/test_failures.py::test_a_request_preempted_while_a_failing_step_ran_is_computed_again",
     ),
     Equivalent(
         Mutation(

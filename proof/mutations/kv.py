@@ -235,7 +235,7 @@ EQUIVALENT = (
             consequence="blocks that were stored under keys of an older format are found",
         ),
         "another hash of the same parts: all keys of a schedule change, and no two become equal",
-        noticed_by="kv/test_keys.py::test_keys_are_what_they_always_were",
+        noticed_by="kv/test_keys.py::test_keys_equal_those_of_earlier_versions",
     ),
     Equivalent(
         Mutation(
@@ -245,7 +245,7 @@ EQUIVALENT = (
             "KV",
         ),
         "no prompt of a schedule has so many tokens",
-        noticed_by="kv/test_keys.py::test_keys_that_are_remembered_are_those_that_would_be_made",
+        noticed_by="kv/test_keys.py::test_cached_keys_equal_computed_keys",
         unreached=True,
     ),
     Equivalent(
@@ -257,7 +257,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "at most one step runs when the next is planned, and the host waits for all other uses of blocks",
-        noticed_by="kv/test_pool.py::test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream",
+        noticed_by="kv/test_pool.py::test_the_next_owner_of_a_block_waits_for_its_last_use_on_each_stream",
     ),
     Equivalent(
         Mutation(
@@ -268,7 +268,7 @@ EQUIVALENT = (
             consequence="the next owner waits only for the first of two uses on one stream",
         ),
         "at most one step runs when the next is planned, and the host waits for all other uses of blocks",
-        noticed_by="kv/test_pool.py::test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream",
+        noticed_by="kv/test_pool.py::test_the_next_owner_of_a_block_waits_for_its_last_use_on_each_stream",
     ),
     Equivalent(
         Mutation(
@@ -280,7 +280,7 @@ EQUIVALENT = (
         ),
         "steps run in the order of their launch, and the host waits for all other uses of blocks, so the last release "
         "knows the last use",
-        noticed_by="kv/test_pool.py::test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream",
+        noticed_by="kv/test_pool.py::test_the_next_owner_of_a_block_waits_for_its_last_use_on_each_stream",
     ),
     Equivalent(
         Mutation(
@@ -292,7 +292,7 @@ EQUIVALENT = (
         ),
         "the first step of a request waits for all its fresh blocks; the fault needs a load into the blocks of a "
         "request that left before that step",
-        noticed_by="kv/test_pool.py::test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before",
+        noticed_by="kv/test_pool.py::test_a_release_without_a_fence_keeps_the_fence_of_the_use_before",
         unreached=True,
     ),
     Equivalent(
@@ -303,7 +303,7 @@ EQUIVALENT = (
         ),
         "the scheduler hands the fences of fresh blocks to the step before it joins the leases; they are never read "
         "from the joined lease",
-        noticed_by="kv/test_pool.py::test_a_joined_lease_waits_for_what_both_waited_for",
+        noticed_by="kv/test_pool.py::test_a_joined_lease_has_the_fences_of_both_leases",
     ),
     Equivalent(
         Mutation(
@@ -314,7 +314,7 @@ EQUIVALENT = (
             consequence="streams wait for fences that are already done",
         ),
         "a wait for a fence that is done takes no time and adds no order",
-        noticed_by="kv/test_pool.py::test_a_finished_use_is_nothing_to_wait_for",
+        noticed_by="kv/test_pool.py::test_the_next_owner_does_not_wait_for_a_finished_use",
     ),
 )
 

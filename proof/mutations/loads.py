@@ -121,7 +121,7 @@ EQUIVALENT = (
         ),
         "each slice waits for the one before it, so the last piece ends after all others: see "
         "slice-waits-for-the-one-before",
-        noticed_by="offload/test_load_gates.py::test_layer_waits_for_the_last_slice_of_all_earlier_pieces_and_of_its_own_group",
+        noticed_by="offload/test_load_gates.py::test_a_layer_waits_for_the_last_slice_of_earlier_pieces_and_of_its_group",
     ),
     Equivalent(
         Mutation(
@@ -133,7 +133,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the fault needs a last piece that ends before another piece's last slice, which was submitted before it",
-        noticed_by="offload/test_load_gates.py::test_layer_waits_for_the_last_slice_of_all_earlier_pieces_and_of_its_own_group",
+        noticed_by="offload/test_load_gates.py::test_a_layer_waits_for_the_last_slice_of_earlier_pieces_and_of_its_group",
         unreached=True,
     ),
     Equivalent(
@@ -144,7 +144,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "reset"}),
         ),
         _GONE,
-        noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
+        noticed_by="offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails",
         unreached=True,
     ),
     Equivalent(
@@ -155,7 +155,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "reset"}),
         ),
         _GONE,
-        noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
+        noticed_by="offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails",
         unreached=True,
     ),
     Equivalent(
@@ -179,7 +179,7 @@ EQUIVALENT = (
         ),
         "the fault needs a close in the turn in which the offload worker sees a piece fail, while other loads fill "
         "its lane",
-        noticed_by="offload/test_worker.py::test_close_leaves_a_load_alone_that_failed_and_was_settled",
+        noticed_by="offload/test_worker.py::test_close_does_not_end_a_failed_load_a_second_time",
         unreached=True,
     ),
     Equivalent(
@@ -193,7 +193,7 @@ EQUIVALENT = (
         ),
         "nothing ends between two polls of the simulated offload worker, so the pieces of a load are submitted in "
         "order",
-        noticed_by="offload/test_pieces.py::test_load_is_ready_when_all_its_pieces_were_submitted_in_any_order",
+        noticed_by="offload/test_pieces.py::test_a_load_is_ready_once_all_pieces_were_submitted_in_any_order",
         unreached=True,
     ),
     Equivalent(
@@ -206,7 +206,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the step waits too long, but this cannot cause a deadlock",
-        noticed_by="offload/test_store_and_load.py::test_step_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only",
+        noticed_by="offload/test_store_and_load.py::test_each_layer_of_a_step_waits_for_the_loads_of_its_own_requests_only",
     ),
     Equivalent(
         Mutation(
@@ -218,7 +218,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "a request joins a step when its load has all its fences: see load-has-its-fences-before-its-first-step",
-        noticed_by="offload/test_loads.py::test_load_without_fences_gates_no_step",
+        noticed_by="offload/test_loads.py::test_a_load_that_is_not_ready_has_no_fences_for_a_step",
     ),
     Equivalent(
         Mutation(
@@ -229,7 +229,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the simulated offload worker takes no turn while the engine polls",
-        noticed_by="offload/test_loads.py::test_load_that_settles_during_a_poll_is_kept_until_its_events_were_polled",
+        noticed_by="offload/test_loads.py::test_a_load_that_ends_during_a_poll_is_reported_by_the_next_poll",
         unreached=True,
     ),
     Equivalent(
@@ -275,7 +275,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         _GONE,
-        noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
+        noticed_by="offload/test_store_and_load.py::test_a_load_of_evicted_blocks_fails",
         unreached=True,
     ),
     Equivalent(
@@ -287,7 +287,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "states"}),
         ),
         "no fault that is drawn gives a stored state another number of tokens: this check is for defects in other code",
-        noticed_by="engine/test_offload.py::test_state_that_covers_other_tokens_is_a_miss_and_is_dropped",
+        noticed_by="engine/test_offload.py::test_a_recurrent_state_of_other_tokens_is_a_miss_and_is_dropped",
     ),
     Equivalent(
         Mutation(
@@ -305,7 +305,7 @@ EQUIVALENT = (
             ),
         ),
         "the fault needs another copy that runs between two pieces of the load",
-        noticed_by="offload/test_pieces.py::test_load_whose_begun_pieces_have_ended_keeps_its_slots",
+        noticed_by="offload/test_pieces.py::test_a_load_with_remaining_pieces_keeps_its_host_slots",
         unreached=True,
     ),
     Equivalent(
@@ -323,7 +323,7 @@ EQUIVALENT = (
             ),
         ),
         "the fault needs another copy that runs between two pieces of the load",
-        noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
+        noticed_by="offload/test_pieces.py::test_a_load_with_a_failed_piece_submits_no_more_pieces",
         unreached=True,
     ),
     Equivalent(
@@ -335,7 +335,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "the fault needs another copy that runs between two pieces of the load",
-        noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
+        noticed_by="offload/test_pieces.py::test_a_load_with_a_failed_piece_submits_no_more_pieces",
         unreached=True,
     ),
     Equivalent(
@@ -347,7 +347,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "self_check"}),
         ),
         "no schedule changes bytes in host memory",
-        noticed_by="offload/test_checksums.py::test_a_flipped_byte_is_a_miss_and_is_counted",
+        noticed_by="offload/test_checksums.py::test_a_block_with_a_flipped_bit_fails_its_load_and_is_counted",
         unreached=True,
     ),
     Equivalent(
@@ -358,7 +358,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "self_check"}),
         ),
         "no schedule changes bytes in host memory",
-        noticed_by="offload/test_checksums.py::test_a_flipped_byte_is_a_miss_and_is_counted",
+        noticed_by="offload/test_checksums.py::test_a_block_with_a_flipped_bit_fails_its_load_and_is_counted",
         unreached=True,
     ),
 )

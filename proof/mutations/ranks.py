@@ -188,7 +188,7 @@ EQUIVALENT = (
             needs=_RANKS,
         ),
         reason="nothing loses or repeats a message: the check finds errors of this code",
-        noticed_by="ranks/test_rank_messages.py::test_step_that_comes_twice_or_is_skipped_is_refused",
+        noticed_by="ranks/test_rank_messages.py::test_a_repeated_or_skipped_step_is_refused",
         unreached=True,
     ),
     Equivalent(
@@ -199,7 +199,7 @@ EQUIVALENT = (
             needs=_TRANSFERS,
         ),
         reason="the wait for the slice before only lets other copies in between: slices touch different bytes",
-        noticed_by="ranks/test_leader.py::test_a_copy_waits_on_every_rank_for_what_it_waits_for_here",
+        noticed_by="ranks/test_leader.py::test_a_copy_waits_for_the_same_fences_on_every_rank",
     ),
     Equivalent(
         Mutation(

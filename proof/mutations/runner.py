@@ -388,7 +388,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
-        noticed_by="engine/test_offload.py::test_step_waits_for_the_fences_of_its_plan",
+        noticed_by="engine/test_offload.py::test_a_step_waits_for_the_fences_of_its_plan",
     ),
     Equivalent(
         Mutation(
@@ -404,7 +404,7 @@ _WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_int
 
 _UNPLACED = (
     "the simulated device always has room for a table's changes; "
-    "tests/attention/test_engine_in_interpreter.py::test_a_graph_that_could_not_be_filled_leaves_the_next_step_right "
+    "tests/attention/test_engine_in_interpreter.py::test_a_failure_to_fill_a_graph_does_not_change_the_next_step "
     "lets it have none"
 )
 

@@ -325,7 +325,7 @@ EQUIVALENT = (
             needs=frozenset({"growing_tier", "offload", "window"}),
         ),
         "no schedule loads a block whose store was deferred and then drops it from host memory before the store",
-        noticed_by="engine/test_windows.py::test_a_block_that_lacks_layers_is_never_stored",
+        noticed_by="engine/test_windows.py::test_a_block_loaded_without_all_layers_is_never_stored",
         unreached=True,
     ),
     Equivalent(
@@ -336,7 +336,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
+        noticed_by="engine/test_failures.py::test_blocks_of_a_request_with_non_finite_logits_are_never_reused",
         unreached=True,
     ),
     Equivalent(
@@ -347,7 +347,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
-        noticed_by="schedule/test_allocation.py::test_a_step_waits_for_the_last_use_of_the_blocks_it_writes",
+        noticed_by="schedule/test_allocation.py::test_a_step_waits_for_the_last_use_of_the_blocks_that_it_writes",
     ),
     Equivalent(
         Mutation(
@@ -358,7 +358,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "meanwhile"}),
         ),
         "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
-        noticed_by="schedule/test_scheduler_meanwhile.py::test_the_next_step_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_the_next_step_waits_for_the_last_use_of_blocks_taken_during_a_wait",
     ),
     Equivalent(
         Mutation(
@@ -369,7 +369,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "meanwhile"}),
         ),
         "steps run in launch order; blocks with other uses are released only after the host has seen those uses end",
-        noticed_by="schedule/test_scheduler_meanwhile.py::test_fences_are_owed_until_a_step_was_planned",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_fences_of_blocks_taken_during_a_wait_are_kept_until_a_step_has_rows",
     ),
     Equivalent(
         Mutation(
@@ -379,7 +379,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "meanwhile"}),
         ),
         "the request is planned with the next step, as with the rule",
-        noticed_by="schedule/test_scheduler_meanwhile.py::test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_a_request_without_a_load_is_not_overtaken_during_a_wait",
     ),
     Equivalent(
         Mutation(
@@ -401,7 +401,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "preempt"}),
         ),
         "the old load's message and the new load's submission are too many steps apart to coincide in a schedule",
-        noticed_by="schedule/test_tiers.py::test_an_event_of_an_abandoned_load_lets_no_request_join_a_step",
+        noticed_by="schedule/test_tiers.py::test_the_end_of_a_load_of_an_earlier_epoch_is_ignored",
         unreached=True,
     ),
     Equivalent(
@@ -414,7 +414,7 @@ EQUIVALENT = (
             also=(Change("disk-is-not-tried-again", Delete()),),
         ),
         "each wait has a deadline, and in a schedule a slow disk answers in the end; the unit test's disk never does",
-        noticed_by="schedule/test_tiers.py::test_after_an_incomplete_promotion_the_disk_is_left_alone",
+        noticed_by="schedule/test_tiers.py::test_after_an_incomplete_promotion_a_request_does_not_wait_for_the_disk",
         unreached=True,
     ),
     Equivalent(
@@ -425,7 +425,7 @@ EQUIVALENT = (
             consequence="the next owner of a request slot lacks the fence of the step that still uses it",
         ),
         "only the compute stream uses request slots, and it runs steps in launch order",
-        noticed_by="schedule/test_allocation.py::test_blocks_and_row_of_an_aborted_request_wait_for_its_step",
+        noticed_by="schedule/test_allocation.py::test_blocks_and_row_of_an_aborted_request_keep_the_fence_of_its_step",
     ),
     Equivalent(
         Mutation(
@@ -474,8 +474,7 @@ EQUIVALENT = (
             consequence="the fence of an earlier step counts as the last use of a restarted request",
         ),
         "a step is launched and recorded in the same turn that planned it",
-        noticed_by="schedule/test_allocation.py::"
-        "test_a_step_that_was_planned_before_a_preemption_or_an_abort_is_no_last_use",
+        noticed_by="schedule/test_allocation.py::test_launching_a_plan_ignores_requests_preempted_or_aborted_since",
     ),
     Equivalent(
         Mutation(
@@ -485,7 +484,7 @@ EQUIVALENT = (
         ),
         "the waiting requests continue when the request that computes the blocks ends, and compute the blocks "
         "themselves",
-        noticed_by="schedule/test_scheduler_reset.py::test_no_request_waits_for_blocks_that_were_begun_before_a_reset",
+        noticed_by="schedule/test_scheduler_reset.py::test_no_request_waits_for_pending_blocks_from_before_a_reset",
     ),
     Equivalent(
         Mutation(
@@ -495,7 +494,7 @@ EQUIVALENT = (
             needs=frozenset({"preempt", "reset"}),
         ),
         _SAVES_TIME + "other requests recompute these blocks",
-        noticed_by="schedule/test_scheduler_reset.py::test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again",
+        noticed_by="schedule/test_scheduler_reset.py::test_a_request_preempted_after_a_reset_publishes_its_blocks_again",
     ),
     Equivalent(
         Mutation(
@@ -506,7 +505,7 @@ EQUIVALENT = (
         ),
         "the old keys are never looked up again, so these blocks only take room; other-weights-have-other-keys "
         "removes both rules",
-        noticed_by="schedule/test_scheduler_reset.py::test_blocks_of_old_weights_take_no_room",
+        noticed_by="schedule/test_scheduler_reset.py::test_blocks_of_old_weights_are_freed",
     ),
     Equivalent(
         Mutation(
@@ -515,7 +514,7 @@ EQUIVALENT = (
             consequence="a complete block counts as pending",
         ),
         "a request that wants the block finds it in the pool first",
-        noticed_by="schedule/test_prefix_cache.py::test_a_load_that_is_done_is_nothing_to_join",
+        noticed_by="schedule/test_prefix_cache.py::test_a_request_does_not_wait_for_a_finished_load",
     ),
     Equivalent(
         Mutation(
@@ -524,7 +523,7 @@ EQUIVALENT = (
             consequence="two requests load or compute the same blocks side by side",
         ),
         _SAVES_TIME + "both compute the same bytes, and the second block gets no key",
-        noticed_by="schedule/test_admission.py::test_a_step_looks_at_a_bounded_number_of_those_in_line",
+        noticed_by="schedule/test_admission.py::test_a_step_considers_a_bounded_number_of_waiting_requests",
     ),
     Equivalent(
         Mutation(
@@ -534,7 +533,7 @@ EQUIVALENT = (
             consequence="a request is preempted before it ran a step",
         ),
         "the first request in rank is never preempted, so requests end one after another: only steps are wasted",
-        noticed_by="schedule/test_preemption.py::test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped",
+        noticed_by="schedule/test_preemption.py::test_only_the_first_request_may_preempt_one_that_has_run_no_step",
     ),
     Equivalent(
         Mutation(
@@ -545,7 +544,7 @@ EQUIVALENT = (
             needs=frozenset({"priority"}),
         ),
         "the request with the best priority is never preempted, so requests end one after another",
-        noticed_by="schedule/test_scheduler_priorities.py::test_room_is_not_taken_from_one_that_has_not_stepped",
+        noticed_by="schedule/test_scheduler_priorities.py::test_a_request_that_has_run_no_step_is_not_preempted",
     ),
     Equivalent(
         Mutation(
@@ -556,7 +555,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _SAVES_TIME + "a promotion that finds no room is cut, and its request computes",
-        noticed_by="schedule/test_tiers.py::test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to",
+        noticed_by="schedule/test_tiers.py::test_at_most_as_many_requests_wait_for_the_disk_as_there_are_rows",
     ),
 )
 

@@ -206,7 +206,7 @@ EQUIVALENT = (
             needs=frozenset({"states", "offload"}),
         ),
         "the load fails as a whole if a part is missing, and the request computes the blocks",
-        noticed_by="schedule/test_states.py::test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts",
+        noticed_by="schedule/test_states.py::test_a_checkpoint_in_a_tier_is_a_hit_only_with_all_its_parts",
     ),
     Equivalent(
         Mutation(
@@ -217,7 +217,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         "the scheduler plans no such read; this check is a second line of defence",
-        noticed_by="models/test_hybrid.py::test_a_state_that_covers_other_tokens_is_not_used",
+        noticed_by="models/test_hybrid.py::test_a_state_that_covers_other_tokens_gives_nan_logits",
     ),
     Equivalent(
         Mutation(
@@ -228,7 +228,7 @@ EQUIVALENT = (
             needs=frozenset({"states", "bad_logits"}),
         ),
         "no checkpoint of a schedule is broken when it is published",
-        noticed_by="schedule/test_states.py::test_the_checkpoint_from_which_a_broken_request_began_is_not_found_again",
+        noticed_by="schedule/test_states.py::test_non_finite_logits_drop_the_checkpoint_from_which_the_request_began",
     ),
     Equivalent(
         Mutation(
@@ -239,7 +239,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         "the scheduler plans no such read, and a failed load computes its request again: a second line of defence",
-        noticed_by="models/test_hybrid.py::test_results_of_a_wrong_state_are_wrong",
+        noticed_by="models/test_hybrid.py::test_logits_computed_from_a_wrong_state_are_nan",
     ),
     Equivalent(
         Mutation(
@@ -250,7 +250,7 @@ EQUIVALENT = (
             needs=frozenset({"states", "offload"}),
         ),
         "the load also waits for the last uses of the request's new blocks, and these are the same steps",
-        noticed_by="schedule/test_states.py::test_the_fences_of_a_states_last_uses_reach_its_next_writer",
+        noticed_by="schedule/test_states.py::test_the_next_writer_of_a_state_waits_for_its_last_uses",
     ),
     Equivalent(
         Mutation(
@@ -260,7 +260,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         _ONE_STREAM,
-        noticed_by="schedule/test_states.py::test_the_fences_of_a_states_last_uses_reach_its_next_writer",
+        noticed_by="schedule/test_states.py::test_the_next_writer_of_a_state_waits_for_its_last_uses",
     ),
     Equivalent(
         Mutation(
@@ -270,7 +270,7 @@ EQUIVALENT = (
             needs=_DRAFTED,
         ),
         _ONE_STREAM,
-        noticed_by="schedule/test_states.py::test_the_fences_of_a_candidates_last_uses_reach_its_writer",
+        noticed_by="schedule/test_states.py::test_a_step_waits_for_the_last_uses_of_its_new_checkpoint_state",
     ),
     Equivalent(
         Mutation(
@@ -281,7 +281,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         "checkpoints only save time",
-        noticed_by="schedule/test_states.py::test_a_prompt_that_returns_continues_from_its_checkpoint",
+        noticed_by="schedule/test_states.py::test_a_repeated_prompt_continues_from_its_checkpoint",
     ),
     Equivalent(
         Mutation(
@@ -301,7 +301,7 @@ EQUIVALENT = (
             needs=frozenset({"states"}),
         ),
         "the replacement only saves memory",
-        noticed_by="schedule/test_states.py::test_the_newest_checkpoint_of_an_answer_replaces_the_one_before",
+        noticed_by="schedule/test_states.py::test_the_newest_checkpoint_of_an_answer_replaces_the_previous_one",
     ),
     Equivalent(
         Mutation(
@@ -311,7 +311,7 @@ EQUIVALENT = (
             needs=frozenset({"states", "offload"}),
         ),
         "storing the checkpoint only saves time",
-        noticed_by="schedule/test_states.py::test_the_newest_checkpoint_is_stored_when_its_request_leaves",
+        noticed_by="schedule/test_states.py::test_the_newest_checkpoint_is_stored_when_its_request_ends",
     ),
 )
 

@@ -192,7 +192,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the injected fault changes only logits: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight",
+        noticed_by="offload/test_disk_transfers.py::test_forget_removes_only_its_keys_in_tiers_and_in_flight",
         unreached=True,
     ),
     Equivalent(
@@ -213,7 +213,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _MISS,
-        noticed_by="offload/test_disk_transfers.py::test_promotion_does_not_evict_what_its_own_run_has_in_the_host_tier",
+        noticed_by="offload/test_disk_transfers.py::test_a_promotion_does_not_evict_its_own_blocks_from_host_memory",
     ),
     Equivalent(
         Mutation(
@@ -223,7 +223,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _MISS,
-        noticed_by="offload/test_disk_transfers.py::test_block_that_was_promoted_early_is_kept_until_its_request_has_all",
+        noticed_by="offload/test_disk_transfers.py::test_a_promoted_block_is_not_evicted_before_the_whole_promotion_ends",
     ),
     Equivalent(
         Mutation(
@@ -234,7 +234,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _MISS,
-        noticed_by="offload/test_disk_transfers.py::test_promotion_does_not_evict_what_its_own_run_has_in_the_host_tier",
+        noticed_by="offload/test_disk_transfers.py::test_a_promotion_does_not_evict_its_own_blocks_from_host_memory",
     ),
     Equivalent(
         Mutation(
@@ -244,7 +244,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "failing_tier"}),
         ),
         "every read is verified and becomes a miss, and a request tries at most twice",
-        noticed_by="offload/test_disk_transfers.py::test_damaged_entry_is_a_miss_and_is_forgotten",
+        noticed_by="offload/test_disk_transfers.py::test_a_damaged_disk_entry_is_a_miss_and_is_dropped",
     ),
     Equivalent(
         Mutation(
@@ -255,7 +255,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "slow_tier"}),
         ),
         "in a schedule, slow disk operations end; tests/engine/test_offload.py has a disk that never answers",
-        noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_frees_nothing_and_the_late_block_is_published",
+        noticed_by="offload/test_disk_transfers.py::test_a_late_read_keeps_its_slot_past_the_deadline_and_is_published",
         unreached=True,
     ),
     Equivalent(

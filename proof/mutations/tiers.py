@@ -130,7 +130,7 @@ EQUIVALENT = (
             consequence="rank 0 finds entries that another rank lacks, and each load of them fails",
         ),
         _OPENED_ONCE,
-        noticed_by="ranks/test_shared_entries.py::test_only_what_every_rank_holds_is_found_and_the_rest_is_deleted",
+        noticed_by="ranks/test_shared_entries.py::test_only_entries_that_every_rank_holds_are_kept",
         unreached=True,
     ),
     Equivalent(
@@ -151,7 +151,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "reset"}),
         ),
         "the offload worker also compares reset generations: see disk-write-from-before-a-reset-publishes-nothing",
-        noticed_by="offload/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
+        noticed_by="offload/test_disk_index.py::test_clear_removes_all_keys_even_those_being_written_H8",
     ),
     Equivalent(
         Mutation(
@@ -161,7 +161,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "reset"}),
         ),
         "the offload worker also compares reset generations: see disk-write-from-before-a-reset-publishes-nothing",
-        noticed_by="offload/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
+        noticed_by="offload/test_disk_index.py::test_clear_removes_all_keys_even_those_being_written_H8",
     ),
     Equivalent(
         Mutation(
@@ -183,7 +183,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "the next open deletes files of the wrong length, and " + _VERIFIED,
-        noticed_by="offload/test_disk_failures.py::test_a_file_has_its_entry_name_only_once_it_is_complete_H7",
+        noticed_by="offload/test_disk_failures.py::test_a_file_gets_its_final_name_only_once_complete_H7",
     ),
     Equivalent(
         Mutation(
@@ -216,7 +216,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         _VERIFIED,
-        noticed_by="offload/test_disk.py::test_a_file_of_the_wrong_size_or_place_is_removed_and_counted_at_open",
+        noticed_by="offload/test_disk.py::test_opening_removes_and_counts_files_of_wrong_size_or_place",
     ),
     Equivalent(
         Mutation(
@@ -227,7 +227,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "equal keys mean equal bytes: either file is right",
-        noticed_by="offload/test_disk.py::test_of_two_files_of_one_key_the_later_one_is_served",
+        noticed_by="offload/test_disk.py::test_the_later_of_two_files_with_one_key_is_served",
     ),
     Equivalent(
         Mutation(
@@ -250,7 +250,7 @@ EQUIVALENT = (
             consequence="two engines write one directory and delete each other's entries",
         ),
         "a schedule has one engine at a time; tests/offload/test_disk_processes.py has two",
-        noticed_by="offload/test_disk_refusals.py::test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on",
+        noticed_by="offload/test_disk_refusals.py::test_a_second_engine_on_a_directory_is_refused",
         unreached=True,
     ),
     Equivalent(
@@ -261,8 +261,7 @@ EQUIVALENT = (
             consequence="an engine whose directory was removed writes no block until it is started again",
         ),
         "no schedule removes a directory in use; every read and write then fails, which is a miss",
-        noticed_by="offload/test_disk_directory.py::"
-        "test_lost_directory_is_noticed_by_a_write_and_made_anew_under_the_lock",
+        noticed_by="offload/test_disk_directory.py::test_a_write_notices_a_lost_directory_and_creates_it_again_locked",
         unreached=True,
     ),
     Equivalent(
@@ -272,7 +271,7 @@ EQUIVALENT = (
             consequence="entries of a removed directory are found, and each request waits for a read that fails",
         ),
         "no schedule removes a directory in use; every read of such an entry is a miss",
-        noticed_by="offload/test_disk_directory.py::test_loss_forgets_the_entries_is_reported_and_ends_with_the_next_write",
+        noticed_by="offload/test_disk_directory.py::test_a_lost_directory_drops_all_entries_until_the_next_write",
         unreached=True,
     ),
     Equivalent(

@@ -103,9 +103,7 @@ def warm_up(parts: Parts, block_ids: tuple[int, ...], *, chunk_tokens: int) -> N
     parts.executor.warm_up(steps.on(block_ids))
 
 
-def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_host(
-    model: Path, batches: list[DeviceBatch]
-) -> None:
+def test_answers_equal_the_reference_uncached_and_from_device_and_host(model: Path, batches: list[DeviceBatch]) -> None:
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(rank_parts, "Executor", Executor)
         with engine(model) as llm:
@@ -136,7 +134,7 @@ def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_ho
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
+def test_captured_forward_passes_give_the_same_answers_as_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
     prompts = [*PROMPTS[1:], PROMPTS[0][:20]]
     options = {"chunk_tokens": 16, "token_budget": 20, "offload": OffloadConfig(host="1MiB"), "check_order": True}
     with engine(model, **options) as llm:
@@ -159,7 +157,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
 
 
 @pytest.mark.parametrize(("model", "what"), [("qwen3", "update_block_tables"), ("qwen3", "begin")], indirect=["model"])
-def test_a_graph_that_could_not_be_filled_leaves_the_next_step_right(
+def test_a_failure_to_fill_a_graph_does_not_change_the_next_step(
     model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     with engine(model, chunk_tokens=16) as llm:
@@ -199,9 +197,7 @@ def offsets(batch: DeviceBatch) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(
-    model: Path, batches: list[DeviceBatch]
-) -> None:
+def test_warm_up_runs_both_attention_paths_and_releases_its_blocks(model: Path, batches: list[DeviceBatch]) -> None:
     with engine(model, check_order=True) as llm:
         parts = llm.engine.parts
         lease = parts.blocks.take(3)

@@ -114,7 +114,7 @@ def _never(*_: object) -> torch.Tensor:
     raise AssertionError("the kernels compute all of these rows")
 
 
-def test_chunks_and_decode_rows_are_those_of_transformers(layer: tuple[Any, StateLayout]) -> None:
+def test_chunks_and_decode_rows_equal_transformers_results(layer: tuple[Any, StateLayout]) -> None:
     both = Both(*layer, drafts=False)
     both.step([(0, -1, 0, 5), (1, -1, 0, 9)])
     both.step([(0, 0, 5, 1), (1, 1, 9, 3)], num_decode=1)
@@ -122,7 +122,7 @@ def test_chunks_and_decode_rows_are_those_of_transformers(layer: tuple[Any, Stat
     both.step([(2, 1, 13, 1), (0, 0, 7, 1)], num_decode=2)  # a row that leaves another state than it reads
 
 
-def test_accepted_drafts_are_replayed_and_checkpoints_end_at_their_border(layer: tuple[Any, StateLayout]) -> None:
+def test_accepted_drafts_are_replayed_and_checkpoints_end_at_block_boundaries(layer: tuple[Any, StateLayout]) -> None:
     both, rng = Both(*layer, drafts=True), random.Random(5)
     both.step([(0, -1, 0, 5), (1, -1, 0, 7), (2, -1, 0, 1)])
     starts, drafted = [5, 7, 1], [0, 0, 0]
@@ -141,7 +141,7 @@ def test_long_chunks_beside_rows_with_drafts_continue_in_place(layer: tuple[Any,
 
 
 @pytest.mark.parametrize(("size", "fits"), [(8, False), (16, True), (128, True), (256, False)])
-def test_heads_that_the_kernels_cannot_take_are_left_to_transformers(size: int, fits: bool) -> None:
+def test_unsupported_head_sizes_are_computed_by_transformers(size: int, fits: bool) -> None:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(tiny_config("qwen3_5", linear_key_head_dim=size))
     assert GatedDelta.fits(stateful_modules(module)[0]) is fits
@@ -164,7 +164,7 @@ def exactly(mixed: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor, shape:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keys", ["random", "equal", "alternating"])
-def test_long_rows_are_exact_where_their_equations_are_hard(keys: str, dtype: torch.dtype) -> None:
+def test_long_rows_are_exact_for_ill_conditioned_inputs(keys: str, dtype: torch.dtype) -> None:
     """With equal keys, full strength and no decay, all entries of the matrix to invert are 1. Sums of its powers then
     have terms of thousands that cancel.
     """
@@ -227,12 +227,12 @@ def test_long_rows_are_exact_where_their_equations_are_hard(keys: str, dtype: to
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_kernels_are_those_of_transformers(kind: str) -> None:
+def test_compiled_kernels_equal_transformers_results(kind: str) -> None:
     """The tests of this file run the kernels compiled where there is a GPU; this one names them for `make test-gpu`."""
     part, layout = made(kind)
-    test_chunks_and_decode_rows_are_those_of_transformers((part, layout))
+    test_chunks_and_decode_rows_equal_transformers_results((part, layout))
     test_long_chunks_beside_rows_with_drafts_continue_in_place((part, layout))
     for keys in ("random", "equal", "alternating"):
         for dtype in (torch.float32, torch.bfloat16):
-            test_long_rows_are_exact_where_their_equations_are_hard(keys, dtype)
-    test_accepted_drafts_are_replayed_and_checkpoints_end_at_their_border((part, layout))
+            test_long_rows_are_exact_for_ill_conditioned_inputs(keys, dtype)
+    test_accepted_drafts_are_replayed_and_checkpoints_end_at_block_boundaries((part, layout))

@@ -75,7 +75,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> Early:
 
 @pytest.mark.parametrize("splits", [Launch(), Launch(split_rows=3, split_queries=3, short_rows=2, short_queries=9)])
 @pytest.mark.parametrize("options", [Options(), Options(sliding_window=20)])
-def test_before_its_wait_a_kernel_reads_lengths_only_and_writes_nothing(
+def test_a_kernel_reads_only_lengths_and_writes_nothing_before_its_wait(
     splits: Launch, options: Options, early: Early, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape()
@@ -90,7 +90,7 @@ def test_before_its_wait_a_kernel_reads_lengths_only_and_writes_nothing(
 
 
 @pytest.mark.parametrize(("add", "num_bytes"), [("add_few", "few_bytes"), ("add_many", "many_bytes")])
-def test_sums_of_ranks_read_and_write_nothing_before_their_wait(
+def test_peer_sum_kernels_read_and_write_nothing_before_their_wait(
     add: str, num_bytes: str, early: Early, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_kernels, "gdc_wait", kernels.gdc_wait)

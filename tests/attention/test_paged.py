@@ -134,7 +134,7 @@ MIXED = [
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 5}, {"softcap": 1.5}, {"sliding_window": 8, "softcap": 1.5}], ids=str
 )
-def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(options: dict[str, object]) -> None:
+def test_a_mixed_batch_over_scattered_blocks_equals_the_formula(options: dict[str, object]) -> None:
     for heads, kv_heads in [(4, 4), (6, 2), (4, 1)]:
         rows = make_rows(MIXED, heads, kv_heads)
 
@@ -145,7 +145,7 @@ def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(option
             torch.testing.assert_close(output.double(), plain(row, **options), atol=1e-5, rtol=0)  # type: ignore[arg-type]
 
 
-def test_bfloat16_stays_within_its_rounding() -> None:
+def test_bfloat16_errors_stay_within_rounding() -> None:
     rows = make_rows(MIXED, 6, 2, torch.bfloat16)
 
     for options in ({}, {"softcap": 1.5}):
@@ -167,7 +167,7 @@ def test_a_row_gives_the_same_bits_in_every_batch(dtype: torch.dtype, options: d
         assert torch.equal(alone, beside_others)
 
 
-def test_heads_that_share_a_kv_head_are_computed_together_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_heads_of_a_kv_head_are_computed_together_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their matrix products are then of 48 rows and not of 16: the tail of a prompt is computed by this path."""
     shapes = []
 
@@ -190,7 +190,7 @@ def test_keys_and_values_are_gathered_by_blocks_and_not_by_tokens() -> None:
     assert len(batch._addresses.visible(BLOCK_TOKENS, torch.float32, heads_per_kv_head=3).block_starts) == 2 * 2
 
 
-def test_a_step_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> None:
+def test_a_step_writes_only_its_own_slots_of_one_layer() -> None:
     rows = make_rows([(1, 10), (6, 14)], 4, 2)
     pool = pool_for(rows)
     attend(pool, rows, 1, layer=1)
@@ -211,7 +211,7 @@ def test_a_step_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> None
             assert value.isnan().all()
 
 
-def test_a_layer_is_not_touched_before_its_gate_opened_h5() -> None:
+def test_a_layer_is_not_read_or_written_before_its_load_h5() -> None:
     """The gate stands for a load that ends at the last moment: all that it brings is seen, and nothing was written
     before.
     """
@@ -249,7 +249,7 @@ def test_layers_with_different_windows_share_a_batch() -> None:
             torch.testing.assert_close(output.double(), plain(row, sliding_window=window), atol=1e-5, rtol=0)
 
 
-def test_a_batch_whose_decode_rows_hold_more_than_a_token_each_is_a_bug() -> None:
+def test_decode_rows_with_more_than_one_token_raise() -> None:
     rows = make_rows([(1, 10), (6, 14)], 4, 2)
 
     with pytest.raises(InvariantError, match="2 decode rows hold 7 tokens"):

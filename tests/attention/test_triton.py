@@ -69,7 +69,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def test_a_draft_models_kv_behind_the_blocks_has_its_own_heads() -> None:
+def test_kv_of_a_draft_model_may_have_another_number_of_heads() -> None:
     """Rows in splits and whole; more heads than the pool's own model has, and fewer numbers in all."""
     inner, shape = Shape(heads=4, kv_heads=1, head_dim=16), Shape(heads=3, kv_heads=1, head_dim=32)
     other = KVShape(1, inner.kv_heads, inner.head_dim, inner.heads)
@@ -97,7 +97,7 @@ def test_a_draft_models_kv_behind_the_blocks_has_its_own_heads() -> None:
 
 @pytest.mark.parametrize(("kv_heads", "block_tokens"), [(2, 16), (1, 48), (2, 128)])
 @pytest.mark.parametrize("lens", [[(1, 30), (70, 160), (9, 9)], [(130, 130)], [(3, 20), (67, 67), (1, 13)]], ids=str)
-def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
+def test_a_long_chunk_has_the_same_bits_over_contiguous_kv_in_every_batch(
     lens: list[tuple[int, int]], kv_heads: int, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "LONG_TOKENS", 64)
@@ -126,7 +126,7 @@ def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
             assert torch.equal(ours, theirs)
 
 
-def test_chunks_below_half_of_the_tokens_are_read_from_their_blocks(
+def test_chunks_with_less_than_half_of_the_tokens_are_read_from_their_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "LONG_TOKENS", 64)
@@ -142,7 +142,7 @@ def test_chunks_below_half_of_the_tokens_are_read_from_their_blocks(
     assert contiguous.keys.isnan().all()
 
 
-def test_rows_longer_than_what_is_there_to_lay_them_out_are_refused() -> None:
+def test_rows_longer_than_the_contiguous_buffer_are_refused() -> None:
     shape = Shape(head_dim=64, dtype=torch.float16)
     contiguous = ContiguousKV.allocate(
         kv_heads=2, head_dim=64, kv_tokens=60, dtype=shape.dtype, device=torch.device(DEVICE)
@@ -156,7 +156,7 @@ def test_rows_longer_than_what_is_there_to_lay_them_out_are_refused() -> None:
     )
 
 
-def test_keys_and_values_alone_are_written_as_attention_writes_them() -> None:
+def test_writing_kv_without_attention_gives_the_same_pool() -> None:
     shape = Shape()
     rows = make_rows(MIXED, shape)
     query, key, value = packed(rows, 0, shape)
@@ -177,9 +177,7 @@ def test_keys_and_values_alone_are_written_as_attention_writes_them() -> None:
     ],
     ids=str,
 )
-def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(
-    heads: int, kv_heads: int, options: Options
-) -> None:
+def test_a_mixed_batch_over_scattered_blocks_equals_the_formula(heads: int, kv_heads: int, options: Options) -> None:
     shape = Shape(heads=heads, kv_heads=kv_heads)
     rows = make_rows(MIXED, shape)
 
@@ -187,7 +185,7 @@ def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(
 
 
 @pytest.mark.parametrize(("head_dim", "block_tokens"), [(64, 16), (80, 48), (96, 128), (128, 32), (256, 64)])
-def test_head_sizes_and_block_sizes_need_not_fit_the_tiles(head_dim: int, block_tokens: int) -> None:
+def test_head_and_block_sizes_need_not_be_multiples_of_the_tiles(head_dim: int, block_tokens: int) -> None:
     shape = Shape(heads=2, kv_heads=1, head_dim=head_dim, block_tokens=block_tokens)
     rows = make_rows([(1, 150), (7, 60)], shape)
     options = Options(sliding_window=100)
@@ -197,7 +195,7 @@ def test_head_sizes_and_block_sizes_need_not_fit_the_tiles(head_dim: int, block_
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [Options(), Options(softcap=1.5)], ids=str)
-def test_every_dtype_stays_within_its_rounding_with_the_default_tiles(dtype: torch.dtype, options: Options) -> None:
+def test_errors_of_every_dtype_stay_within_rounding_with_default_tiles(dtype: torch.dtype, options: Options) -> None:
     if dtype == torch.bfloat16 and not ON_GPU:
         pytest.skip("Triton's interpreter multiplies bfloat16 as integers: needs a GPU")
     shape = Shape(head_dim=64, dtype=dtype)
@@ -207,7 +205,7 @@ def test_every_dtype_stays_within_its_rounding_with_the_default_tiles(dtype: tor
 
 
 @pytest.mark.parametrize("seed", range(60 if ON_GPU else 6))
-def test_random_batches_give_what_the_formula_gives_and_padding_is_inert(seed: int) -> None:
+def test_random_batches_equal_the_formula_and_padding_changes_no_result(seed: int) -> None:
     draws = random.Random(seed)
     lens, launched = random_step(draws, 1500 if ON_GPU else 140, 20 if ON_GPU else 4)
     group, kv_heads = draws.choice(((1, 1), (1, 3), (2, 2), (3, 2), (7, 1)))
@@ -273,7 +271,7 @@ def test_a_row_gives_the_same_bits_in_any_batch_order_and_padding(dtype: torch.d
 
 @pytest.mark.parametrize("narrow", [1, 2, 16])
 @pytest.mark.parametrize("options", [Options(), Options(sliding_window=150)], ids=str)
-def test_a_short_chunk_has_wide_splits_behind_its_narrow_ones(
+def test_a_short_chunk_has_wide_splits_after_its_narrow_ones(
     narrow: int, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Shape()
@@ -286,7 +284,7 @@ def test_a_short_chunk_has_wide_splits_behind_its_narrow_ones(
         assert torch.equal(expected, given)
 
 
-def test_what_rows_that_decode_get_does_not_depend_on_wide_splits() -> None:
+def test_wide_splits_change_no_bit_of_decode_rows() -> None:
     shape = Shape()
     rows = make_rows([(1, 300), (2, 413)], shape)
     alike = [attend(rows, shape, launch=Launch(split_rows=2, split_queries=2, narrow=narrow)) for narrow in (1, 16)]
@@ -294,9 +292,7 @@ def test_what_rows_that_decode_get_does_not_depend_on_wide_splits() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 3])
-def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(
-    programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_programs_changes_no_bit_of_a_split_row(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape()
     rows = make_rows([(1, 270), (4, 150)], shape)
     launched = Launch(split_rows=2, split_queries=4)
@@ -333,7 +329,7 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     [(True, Options()), (False, Options()), (True, Options(sliding_window=33)), (False, Options(33, 1.5))],
     ids=str,
 )
-def test_a_query_gives_the_same_bits_however_many_queries_come_with_it(in_splits: bool, options: Options) -> None:
+def test_other_queries_of_its_row_change_no_bit_of_a_query(in_splits: bool, options: Options) -> None:
     """Verification accepts what decode would have said, and a chunk cut elsewhere gives the same KV."""
     shape = Shape(heads=2, kv_heads=1)
     (row,) = make_rows([(40, 160)], shape)
@@ -348,7 +344,7 @@ def test_a_query_gives_the_same_bits_however_many_queries_come_with_it(in_splits
         assert torch.equal(bits(row.cut(kv_len)), whole[: kv_len - 120])
 
 
-def test_rows_of_no_queries_between_others_change_nothing() -> None:
+def test_rows_without_queries_change_no_other_row() -> None:
     shape = Shape()
     rows = make_rows([(1, 30), (0, 20), (2, 70), (0, 9), (5, 40)], shape)
 
@@ -357,7 +353,7 @@ def test_rows_of_no_queries_between_others_change_nothing() -> None:
     assert_right(rows, outputs, Options())
 
 
-def test_a_launch_of_nothing_but_padding_gives_zeros_and_writes_nothing() -> None:
+def test_a_launch_of_padding_only_returns_zeros_and_writes_no_block() -> None:
     shape = Shape()
     pool = pool_for([], shape, Options())
 
@@ -369,7 +365,7 @@ def test_a_launch_of_nothing_but_padding_gives_zeros_and_writes_nothing() -> Non
         assert pool.isnan().all()
 
 
-def test_more_rows_than_are_searched_at_once() -> None:
+def test_batches_of_more_rows_than_one_search_covers_are_correct() -> None:
     shape = Shape(heads=1, kv_heads=1)
     rows = make_rows([(1, 1 + index % 5) for index in range(130)], shape)
 
@@ -390,7 +386,7 @@ def test_queries_keys_and_values_may_be_strided_views() -> None:
     assert_right(rows, out.split([1, 6]), Options())
 
 
-def test_a_layer_is_not_touched_before_its_gate_opened_h5() -> None:
+def test_a_layer_is_not_read_or_written_before_its_load_h5() -> None:
     shape = Shape()
     rows = make_rows([(1, 30)], shape)
     loaded = pool_for(rows, shape, Options())
@@ -409,7 +405,7 @@ def test_a_layer_is_not_touched_before_its_gate_opened_h5() -> None:
     assert_right(rows, [out], Options())
 
 
-def test_warm_up_launches_every_variant_and_leaves_the_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_launches_every_variant_and_does_not_change_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape()
     pool = pool_for([], shape, Options())
     workspace = SplitKVWorkspace.allocate(query_tokens=1, kv_tokens=16, heads=4, head_dim=16, device=DEVICE)
@@ -445,7 +441,7 @@ class _Recorder:
         return launch
 
 
-def test_without_triton_the_first_launch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_launch_without_triton_raises_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     launch._kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "sidestream.attention.triton.kernels")
@@ -470,7 +466,7 @@ def test_without_triton_the_first_launch_says_so(monkeypatch: pytest.MonkeyPatch
     ],
     ids=["rows", "short", "workspace", "room", "lengths", "dtype"],
 )
-def test_a_batch_that_does_not_fit_together_is_a_bug(change: dict[str, Any], message: str) -> None:
+def test_an_inconsistent_batch_raises(change: dict[str, Any], message: str) -> None:
     shape = Shape()
     rows = make_rows([(1, 30), (6, 21)], shape)
     workspace = SplitKVWorkspace.allocate(query_tokens=2, kv_tokens=64, heads=4, head_dim=16, device=DEVICE, tokens=64)
@@ -480,7 +476,7 @@ def test_a_batch_that_does_not_fit_together_is_a_bug(change: dict[str, Any], mes
         replace(batch, **change)
 
 
-def test_what_the_kernels_cannot_do_is_refused() -> None:
+def test_unsupported_shapes_are_refused() -> None:
     shape = Shape(block_tokens=8)
     rows = make_rows([(1, 30)], shape)
     with pytest.raises(ConfigError, match="block_tokens is 8: these kernels need a multiple of 16"):
@@ -495,7 +491,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         SplitKVWorkspace.allocate(query_tokens=1, kv_tokens=100, heads=1, head_dim=16, device="cpu", tokens=100)
 
 
-def test_numbers_that_do_not_fit_the_pool_are_a_bug() -> None:
+def test_tensors_that_do_not_fit_the_pool_raise() -> None:
     shape = Shape()
     rows = make_rows([(1, 30)], shape)
     batch: DeviceBatch = make_batch(pool_for(rows, shape, Options()), rows, shape, Launch())

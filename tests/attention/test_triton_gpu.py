@@ -46,7 +46,7 @@ def no_host_wait() -> Iterator[None]:
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_real_sizes_give_what_the_formula_gives(dtype: torch.dtype, head_dim: int) -> None:
+def test_real_sizes_equal_the_formula(dtype: torch.dtype, head_dim: int) -> None:
     for block_tokens, options in ((16, Options()), (128, Options(sliding_window=700)), (32, Options(softcap=20.0))):
         shape = Shape(8, 2, head_dim, block_tokens, dtype)
         rows = make_rows([(1, 3000), (5, 900), (1, 17), (300, 300), (200, 2100), (1, 40)], shape)
@@ -63,7 +63,7 @@ def test_real_sizes_give_what_the_formula_gives(dtype: torch.dtype, head_dim: in
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_batches_with_the_default_tiles(seed: int) -> None:
+def test_random_batches_with_default_tiles_equal_the_formula(seed: int) -> None:
     draws = random.Random(seed)
     lens, launched = random_step(draws, 3000, 24)
     group, kv_heads = draws.choice(((1, 4), (4, 2), (7, 1), (32, 1), (3, 3)))
@@ -110,7 +110,7 @@ def test_a_row_gives_the_same_bits_in_every_batch_and_with_any_number_of_splits(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [Shape(32, 8, 128), Shape(9, 3, 64), Shape(8, 1, 128, 64)], ids=str)
-def test_a_long_chunk_computed_over_kv_laid_out_straight_has_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
+def test_a_long_chunk_has_the_same_bits_over_contiguous_kv(shape: Shape, dtype: torch.dtype) -> None:
     shape = replace(shape, dtype=dtype)
     contiguous = ContiguousKV.allocate(
         kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_tokens=6400, dtype=dtype, device=torch.device(DEVICE)
@@ -178,7 +178,7 @@ def test_a_captured_graph_serves_every_smaller_batch_with_the_same_bits(queries:
         assert not out[count * queries :].any()
 
 
-def test_nothing_is_compiled_after_warm_up_p3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_compiled_after_warm_up_p3(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
     shape = Shape(6, 3, 64, 16, torch.float16)
@@ -206,7 +206,7 @@ def test_nothing_is_compiled_after_warm_up_p3(monkeypatch: pytest.MonkeyPatch) -
     assert not compiled
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_no_launch_waits_for_the_device() -> None:
     shape = Shape(8, 2, 128, 16, torch.bfloat16)
     rows = make_rows([(1, 300), (40, 200)], shape)
     batch = make_batch(pool_for(rows, shape, Options()), rows, shape, Launch(split_rows=1, tiles=None))
@@ -218,7 +218,7 @@ def test_nothing_waits_for_the_device() -> None:
     paged_attention(*inputs, LAYER, batch, scale=0.1)
 
 
-def test_blocks_beyond_two_to_the_31_elements_are_written_and_read() -> None:
+def test_blocks_beyond_2_to_the_31_elements_are_written_and_read() -> None:
     shape = Shape(4, 1, 128, 128, torch.bfloat16)
     block_elements = 2 * 2 * 128 * 128
     blocks = 2**31 // block_elements + 40

@@ -15,7 +15,7 @@ def test_a_wait_for_tokens_ends_with_them() -> None:
 @pytest.mark.parametrize(
     ("error", "message"), [("no memory", "failed: no memory"), (None, "ended after 1 of 2 tokens")]
 )
-def test_a_wait_for_tokens_that_do_not_come_is_an_error(error: str | None, message: str) -> None:
+def test_a_wait_for_tokens_of_a_failed_request_raises(error: str | None, message: str) -> None:
     answer = Answer(0.0, times=[1.0], error=error)
     answer.ended.set()
     with pytest.raises(SidestreamError, match=message):

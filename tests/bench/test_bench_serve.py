@@ -104,7 +104,7 @@ def test_an_event_has_the_time_of_its_last_byte_wherever_the_stream_is_cut() -> 
         assert [event.time_ns for event in events[1:]] == [1 if end <= cut else 2 for end in ends]
 
 
-def test_events_that_end_with_carriage_returns_are_read_alike() -> None:
+def test_events_that_end_with_carriage_returns_are_read_too() -> None:
     reply = taken((1, HEAD + chunked(b"data: 1\r\n\r\n", b"data: [DONE]\r\n\r\n")))
     assert [event.data for event in reply.events()] == [b"1", b"[DONE]"]
 
@@ -143,7 +143,7 @@ def test_an_answer_has_a_time_for_each_piece_with_text() -> None:
         ([piece(""), usage(2), DONE], "has no text"),
     ],
 )
-def test_an_answer_that_is_not_as_asked_for_ends_the_benchmark(parts: list[bytes], reason: str) -> None:
+def test_an_answer_that_is_not_as_requested_ends_the_benchmark(parts: list[bytes], reason: str) -> None:
     with pytest.raises(SidestreamError, match=reason):
         read(*parts)
 
@@ -192,14 +192,14 @@ def test_pieces_that_arrive_together_are_a_burst() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 101])
-def test_percentiles_are_those_of_numpy(count: int) -> None:
+def test_percentiles_equal_those_of_numpy(count: int) -> None:
     drawn = random.Random(count)
     values = [drawn.gauss(0, 1) for _ in range(count)]
     for percent in (0, 1, 50, 99, 99.9, 100):
         assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
-def test_the_mean_step_is_that_of_the_time_when_all_decode() -> None:
+def test_the_mean_step_time_covers_only_the_time_when_all_requests_decode() -> None:
     measured = Measured((), (), StepsSoFar(5, 100, 1.0), StepsSoFar(9, 150, 1.5))
     assert (measured.calm_window, measured.step_ms) == (Window(5, 9), pytest.approx(10))
     assert Measured((), (), None, StepsSoFar(9, 150, 1.5)).step_ms is None
@@ -481,7 +481,7 @@ def test_the_engine_in_process_is_asked_in_a_closed_loop(fake_engine: FakeEngine
         assert all(before.ended_ns <= after.sent_ns for before, after in pairwise(own))
 
 
-def test_the_engines_steps_are_taken_while_all_requests_decode(fake_engine: FakeEngine) -> None:
+def test_step_time_is_measured_while_all_requests_decode(fake_engine: FakeEngine) -> None:
     calm = _Calm(fake_engine, Workload("calm", 1, 1, 8, 40))  # type: ignore[arg-type]
     calm.run()
     measured = Measured((), (), calm.begun, calm.nearly)
@@ -499,7 +499,7 @@ def test_the_engine_in_process_has_the_options_that_the_server_has() -> None:
 # ------------------------------------------------------------------ random weights
 
 
-def test_random_weights_draw_tokens_that_have_text(tiny: Path, tmp_path: Path) -> None:
+def test_random_weights_sample_only_tokens_that_have_text(tiny: Path, tmp_path: Path) -> None:
     directory = tmp_path / "random"
     random_checkpoint("tiny", directory, tokenizer=tiny, device=torch.device("cpu"))
     tokenizer = Tokenizer.load(str(directory))

@@ -123,7 +123,7 @@ def test_help_shows_option_names_whole_in_a_terminal_of_any_width(columns: int) 
     assert not [parameter.opts[0] for parameter in _in_tree(_SERVE).params if parameter.opts[0] not in shown]
 
 
-def test_help_leaves_rare_options_out_and_says_how_many(run: Run) -> None:
+def test_help_omits_rare_options_and_prints_their_number(run: Run) -> None:
     shown, everything = run("serve", "--help").output, run("serve", "--help-all").output
     options = [parameter.opts[0] for parameter in _in_tree(_SERVE).params if parameter.opts[0].startswith("--")]
     hidden = [name for name in options if f" {name} " not in shown]

@@ -28,7 +28,9 @@ from sidestream.errors import ConfigError, InvariantError, ProcessFailed
         (["models", "prepar"], "Did you mean 'prepare'?"),
     ],
 )
-def test_an_unknown_option_or_command_names_the_nearest_known(run: Run, arguments: list[str], said: str) -> None:
+def test_an_error_about_an_unknown_option_or_command_names_the_nearest_one(
+    run: Run, arguments: list[str], said: str
+) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in result.output
@@ -67,7 +69,7 @@ def test_the_old_name_of_an_option_gives_its_new_name(run: Run, old: str, new: s
         (["--prompt-file", "f"], "--prompt and --prompt-file f are both given"),
     ],
 )
-def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, arguments: list[str], said: str) -> None:
+def test_a_value_out_of_bounds_is_refused_before_loading(run: Run, arguments: list[str], said: str) -> None:
     result = run("generate", "no-such-model", "--prompt", "x", *arguments)
     assert result.exit_code == 2
     assert result.output.startswith("error: ")
@@ -167,12 +169,12 @@ def _ending_with(failure: BaseException) -> typer.Typer:
     return app
 
 
-def test_a_fault_is_one_line_and_status_2() -> None:
+def test_a_config_error_prints_one_line_with_exit_status_2() -> None:
     result = CliRunner().invoke(_ending_with(ConfigError("the port is [taken]")), ["fail"])
     assert (result.exit_code, result.output) == (2, "error: the port is [taken]\n")
 
 
-def test_a_process_that_ended_by_itself_is_one_line_and_status_1() -> None:
+def test_a_failed_process_prints_one_line_with_exit_status_1() -> None:
     result = CliRunner().invoke(
         _ending_with(ProcessFailed("the engine's process has ended: it was killed by SIGKILL")), ["fail"]
     )
@@ -190,11 +192,11 @@ def test_the_environment_can_ask_for_tracebacks(run: Run, monkeypatch: pytest.Mo
     assert "Traceback" in run("generate", "--prompt", "x", "--dtype", "bfloat").output
 
 
-def test_a_broken_invariant_is_called_our_bug() -> None:
+def test_an_invariant_error_is_reported_as_a_bug_in_sidestream() -> None:
     assert "a bug in Sidestream" in CliRunner().invoke(_ending_with(InvariantError("released twice")), ["fail"]).output
 
 
-def test_an_interrupt_is_status_130_and_says_nothing() -> None:
+def test_an_interrupt_prints_no_line_and_exits_with_130() -> None:
     result = CliRunner().invoke(_ending_with(KeyboardInterrupt()), ["fail"])
     assert (result.exit_code, result.output) == (130, "")
 
@@ -215,7 +217,7 @@ except typer.Exit as end:
 """
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_a_closed_output_pipe_is_no_error() -> None:
     buffered = {
         name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"
     }  # the output is written at the end

@@ -18,7 +18,7 @@ from sidestream.server import ServerOptions
 from sidestream_kv.config import OffloadConfig
 
 
-def test_without_options_the_configs_are_the_defaults() -> None:
+def test_without_options_the_configs_have_their_defaults() -> None:
     assert engine_config() == EngineConfig()
     assert sampling_params() == SamplingParams()
 
@@ -65,7 +65,9 @@ def test_every_sampling_option_reaches_its_field() -> None:
         ({"speculative": "draft", "draft_model": "small"}, SpeculativeConfig("draft", model="small")),
     ],
 )
-def test_drafting_is_on_when_its_way_is_given(options: dict[str, Any], config: SpeculativeConfig | None) -> None:
+def test_speculation_is_on_if_one_of_its_options_is_given(
+    options: dict[str, Any], config: SpeculativeConfig | None
+) -> None:
     assert engine_config(**options).speculative == config
 
 
@@ -85,12 +87,12 @@ def test_drafting_is_on_when_its_way_is_given(options: dict[str, Any], config: S
         ({"speculative": "ngram", "max_drafts": 0}, "--max-drafts is 0: give 1 to 16, or leave out --speculative"),
     ],
 )
-def test_drafting_that_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:
+def test_inconsistent_speculation_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         engine_config(**options)
 
 
-def test_offload_is_on_when_a_place_for_it_is_given() -> None:
+def test_offload_is_on_if_host_memory_or_a_disk_is_given() -> None:
     assert engine_config().offload is None
     assert engine_config(offload_host="2GiB").offload == OffloadConfig(host="2GiB")
     assert engine_config(offload_disk=Path("kv")).offload == OffloadConfig(disk=Path("kv"))
@@ -118,7 +120,7 @@ def test_a_command_has_its_own_options_and_those_of_its_configs() -> None:
     assert seen == [("x", EngineConfig(block_tokens=32))]
 
 
-def test_an_option_that_a_config_has_already_is_refused() -> None:
+def test_an_option_that_a_config_already_has_is_refused() -> None:
     with pytest.raises(TypeError, match="options twice: dtype"):
 
         @options_of(config=engine_config)

@@ -70,7 +70,7 @@ def test_every_option_of_serve_is_read_from_the_file_as_its_type(run: Run, write
     assert {name: seen.values[name] for name in expected} == expected
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+def test_the_command_line_overrides_the_environment_and_both_the_file(
     run: Run, write: Write, seen: _Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(
@@ -134,7 +134,7 @@ def test_a_bad_line_is_refused_with_file_key_value_and_remedy(run: Run, write: W
     assert "loading" not in result.output
 
 
-def test_a_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
+def test_an_error_about_an_unreadable_config_file_names_it(run: Run, tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     assert (
         f"cannot read the config file {missing}: No such file or directory; give a YAML file"
@@ -152,7 +152,7 @@ def test_values_from_the_file_are_checked_like_those_of_the_command_line(run: Ru
     assert "port is 70000: it must be a whole number in [0, 65535]" in result.output
 
 
-def test_a_fault_in_the_file_quotes_no_line_of_it(run: Run, write: Write) -> None:
+def test_an_error_in_the_config_file_quotes_no_line_of_it(run: Run, write: Write) -> None:
     assert "secret" not in run("serve", "--config", write("api-key: secret\nport: [\n")).output
 
 

@@ -14,7 +14,7 @@ from sidestream.cli.progress import Steps
 from sidestream.cli.prompt_runs import PromptRuns
 
 
-def test_the_program_is_named_as_the_reader_can_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_prints_the_program_name_that_a_user_can_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, mine = tmp_path / "sidestream", tmp_path / "venv" / "sidestream"
     mine.parent.mkdir()
     for program in (found, mine):
@@ -32,7 +32,7 @@ def test_the_program_is_named_as_the_reader_can_type_it(tmp_path: Path, monkeypa
     assert named("/somewhere/sidestream/__main__.py") == "python -m sidestream"
 
 
-def test_every_step_is_reported_before_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_reports_every_step_before_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     class Engine:

@@ -35,7 +35,7 @@ def _named(name: str, disk: Path | None = None) -> Finding:
     return next(finding for finding in probes.findings(disk) if finding.name == name)
 
 
-def test_programs_get_every_finding_with_its_figures(run: Run, tmp_path: Path) -> None:
+def test_json_output_has_every_finding_with_its_figures(run: Run, tmp_path: Path) -> None:
     result = run("doctor", "--json", "--disk", tmp_path)
     assert result.exit_code == 0
     report = json.loads(result.stdout)
@@ -49,13 +49,13 @@ def test_programs_get_every_finding_with_its_figures(run: Run, tmp_path: Path) -
     assert all(finding["remedy"] for finding in found.values() if finding["status"] != "ok")
 
 
-def test_people_get_a_table_with_remedies(run: Run, tmp_path: Path) -> None:
+def test_plain_output_is_a_table_with_remedies(run: Run, tmp_path: Path) -> None:
     result = run("doctor", "--disk", tmp_path)
     assert "This machine can serve." in result.output
     assert "→ sidestream models prepare" in result.output
 
 
-def test_measuring_a_disk_leaves_nothing_and_makes_no_directory(tmp_path: Path) -> None:
+def test_measuring_a_disk_leaves_no_file_or_directory(tmp_path: Path) -> None:
     assert _named("disk speed", tmp_path / "not" / "there").status is Status.OK
     assert list(tmp_path.iterdir()) == []
 
@@ -82,7 +82,7 @@ def test_a_models_cache_is_reported_by_part(run: Run, tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "smollm2-135m-instruct"])
-def test_a_model_that_is_not_there_is_a_warning_with_a_remedy(run: Run, tmp_path: Path, model: str) -> None:
+def test_a_missing_model_is_a_warning_with_a_remedy(run: Run, tmp_path: Path, model: str) -> None:
     result = run("doctor", "--json", "--disk", tmp_path, "--model", model)
     assert result.exit_code == 0
     found = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}["model"]
@@ -150,9 +150,7 @@ def test_a_missing_extra_is_a_warning_that_names_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("cores", "said"), [(0.5, "use --threads 1"), (64.0, "some cores are idle")])
-def test_threads_that_do_not_fit_the_cores_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, cores: float, said: str
-) -> None:
+def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, cores: float, said: str) -> None:
     monkeypatch.setattr(probes.os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(probes, "_cgroup_cores", lambda: cores)
     finding = _named("cpu")

@@ -50,7 +50,7 @@ def test_the_prompt_may_come_from_a_file_or_from_stdin(run: Run, tiny: Path, tmp
     assert run("generate", tiny, *ENGINE, stdin="The whale\n").stdout == wanted
 
 
-def test_chat_lays_the_prompt_out_by_the_template(run: Run, tiny: Path) -> None:
+def test_option_chat_formats_the_prompt_with_the_template(run: Run, tiny: Path) -> None:
     ways = ((), ("--chat",), ("--chat", "--system", "Be brief."))
     plain, asked, told = (answer(run, tiny, "--prompt", "Hi", *more) for more in ways)
     assert plain["prompt_tokens"] < asked["prompt_tokens"] < told["prompt_tokens"]
@@ -81,7 +81,7 @@ def test_a_prompt_that_cannot_be_read_is_refused(run: Run, tmp_path: Path) -> No
         assert said in result.output
 
 
-def test_no_prompt_at_a_terminal_says_how_to_give_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_a_missing_prompt_tells_how_to_give_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream.cli.generate._at_terminal", lambda: True)
     result = run("generate", "no-such-model")
     assert result.exit_code == 2
@@ -95,7 +95,7 @@ def test_a_prompt_beyond_the_pool_names_the_pools_size(run: Run, tiny: Path) -> 
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_models_sampling_defaults_count_unless_an_option_is_given(run: Run, tmp_path: Path, command: str) -> None:
+def test_the_models_sampling_defaults_apply_unless_an_option_is_given(run: Run, tmp_path: Path, command: str) -> None:
     model = tiny_model_dir("llama", tmp_path, seed=1)
     (model / "generation_config.json").write_text(
         '{"eos_token_id": 256, "temperature": 20.0, "top_k": 1}', encoding="utf-8"

@@ -36,7 +36,7 @@ def test_a_step_has_a_line_after_two_seconds_and_every_ten_from_there() -> None:
     assert clock.said == ["reading the weights (2 s)", "reading the weights (12 s)", "reading the weights (22 s)"]
 
 
-def test_a_line_says_how_far_the_step_is_by_then() -> None:
+def test_a_progress_line_shows_the_current_count_of_the_step() -> None:
     clock = Clock()
     for done in range(13):
         clock.lines.update("others ask", done, 12)
@@ -152,7 +152,7 @@ def test_a_start_draws_one_line_with_its_step_and_a_bar_for_counted_steps() -> N
     assert "3 of 12" in drawn
 
 
-def test_a_short_command_says_nothing_where_the_output_is_no_terminal() -> None:
+def test_a_short_command_prints_no_progress_without_a_terminal() -> None:
     output = io.StringIO()
     with Steps(Console(file=output)) as steps:
         steps.update("capturing", 3, 12)

@@ -116,7 +116,7 @@ def _wait_for_line(child: subprocess.Popen[str], part: str) -> None:
         assert line, f"the process ended without {part!r}"
 
 
-def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
+def test_a_signal_while_kv_is_stored_ends_the_server_at_once() -> None:
     program = (
         "import functools, signal\n"
         "from sidestream.cli.serve import _quit_at_once\n"
@@ -160,16 +160,14 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
         ),
     ],
 )
-def test_a_bad_option_is_said_before_anything_is_loaded(
-    run: Run, tiny: Path, options: tuple[object, ...], said: str
-) -> None:
+def test_a_bad_option_is_refused_before_loading(run: Run, tiny: Path, options: tuple[object, ...], said: str) -> None:
     result = run("serve", tiny, *options)
     assert result.exit_code == 2
     assert said in result.output
     assert "loading" not in result.output
 
 
-def test_an_address_that_cannot_be_taken_is_said_before_anything_is_loaded(run: Run, tiny: Path) -> None:
+def test_an_address_that_cannot_be_bound_is_refused_before_loading(run: Run, tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         in_use = run("serve", tiny, "--port", port)
@@ -183,7 +181,7 @@ def test_an_address_that_cannot_be_taken_is_said_before_anything_is_loaded(run: 
         assert "loading" not in result.output
 
 
-def test_a_missing_extra_is_named_with_its_install_command(
+def test_an_error_about_a_missing_extra_has_its_install_command(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sidestream.server

@@ -19,11 +19,11 @@ def test_help_lists_every_command(run: Run) -> None:
         assert command in result.output
 
 
-def test_version_is_the_packages(run: Run) -> None:
+def test_option_version_prints_the_package_version(run: Run) -> None:
     assert run("--version").output == f"sidestream {sidestream.__version__}\n"
 
 
-def test_nothing_heavy_is_imported_before_a_command_runs() -> None:
+def test_no_heavy_package_is_imported_before_a_command_runs() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'starlette', 'uvicorn'}"
     program = f"import sys, sidestream.cli.app; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

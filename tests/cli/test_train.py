@@ -127,7 +127,7 @@ def test_equal_seeds_give_equal_heads_and_others_do_not(run: Run, tiny: Path, wh
     assert not same(tmp_path / "other.tokens", whole.with_suffix(".tokens"))
 
 
-def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_head_can_be_trained_on_a_text(run: Run, tiny: Path, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "whale.txt").write_text("There she blows! " * 100, encoding="utf-8")
     result = run(*TRAIN, tiny, "--out", tmp_path / "head.safetensors", "--text", tmp_path / "whale.txt", *LESSON)
     assert result.exit_code == 0
@@ -161,7 +161,7 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
         (["--device", "tpu"], "no device tpu; did you mean cpu?"),
     ],
 )
-def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, arguments: list[str], said: str) -> None:
+def test_a_value_out_of_bounds_is_refused_before_loading(run: Run, arguments: list[str], said: str) -> None:
     result = run(*TRAIN, "no-such-model", *arguments)
     assert result.exit_code == 2
     assert result.output.startswith("error: ")
@@ -182,7 +182,7 @@ def test_a_text_that_is_no_utf_8_is_refused(run: Run, tmp_path: Path) -> None:
     )
 
 
-def test_a_head_that_is_there_is_not_overwritten(run: Run, tiny: Path, whole: Path) -> None:
+def test_an_existing_head_is_not_overwritten(run: Run, tiny: Path, whole: Path) -> None:
     before = whole.read_bytes()
     result = run(*TRAIN, tiny, "--out", whole, *LESSON)
     assert result.exit_code == 2
@@ -194,7 +194,7 @@ def test_a_head_that_is_there_is_not_overwritten(run: Run, tiny: Path, whole: Pa
     ("model", "said"),
     [("smollm2-135m-instuct", "did you mean smollm2-135m-instruct?"), ("/no/such/dir", "there is no such directory")],
 )
-def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str, tmp_path: Path) -> None:
+def test_an_error_about_a_missing_model_names_it(run: Run, model: str, said: str, tmp_path: Path) -> None:
     result = run(*TRAIN, model, "--out", tmp_path / "head.safetensors", *LESSON)
     assert result.exit_code == 2
     assert said in result.output
@@ -220,7 +220,7 @@ def test_an_interrupt_keeps_the_answers(run: Run, tiny: Path, whole: Path, tmp_p
 
 
 @pytest.mark.parametrize(("times", "kept"), [(1, 3), (2, 0)], ids=["the step ends first", "a second one does not wait"])
-def test_an_interrupt_in_a_step_is_no_loss(
+def test_an_interrupt_during_a_step_changes_no_result(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted, times: int, kept: int
 ) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
@@ -238,7 +238,7 @@ def test_an_interrupt_in_a_step_is_no_loss(
     assert same(tmp_path / "head.safetensors", whole)
 
 
-def test_an_interrupt_in_the_last_step_is_no_loss(
+def test_an_interrupt_during_the_last_step_changes_no_result(
     run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
 ) -> None:
     command = (*TRAIN, tiny, "--out", tmp_path / "head.safetensors", *LESSON)
@@ -296,7 +296,7 @@ def test_a_process_that_dies_leaves_its_saved_work(
         ("--learning-rate", "0.1", "head.training was made with --learning-rate 0.001, but now it is 0.1"),
     ],
 )
-def test_work_of_other_options_is_neither_used_nor_lost(
+def test_saved_work_of_other_options_is_neither_used_nor_deleted(
     run: Run, interrupted: Path, tiny: Path, work: Interrupted, option: str, value: str, said: str
 ) -> None:
     before = {path: path.read_bytes() for path in interrupted.iterdir()}
@@ -347,7 +347,9 @@ def test_answers_of_other_weights_there_are_refused(run: Run, whole: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["head.tokens", "head.training"])
-def test_a_torn_file_is_named_with_a_remedy(run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str) -> None:
+def test_an_error_about_a_truncated_file_names_it_and_a_remedy(
+    run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str
+) -> None:
     for path in interrupted.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     whole = (tmp_path / name).read_bytes()

@@ -40,7 +40,7 @@ def at(request: pytest.FixtureRequest) -> Make:
 # ------------------------------------------------------------------ answers
 
 
-def test_tokens_are_those_that_the_engine_draws(at: Make) -> None:
+def test_clients_receive_the_engines_tokens(at: Make) -> None:
     asked = prompts(52, 7, longest=25, shared=8)
     with at() as made:
         client = made.connect()
@@ -56,7 +56,7 @@ def test_tokens_are_those_that_the_engine_draws(at: Make) -> None:
             assert {delta.text for delta in news} == {""}
 
 
-def test_each_sample_and_its_logprobs_are_those_of_the_engine(at: Make) -> None:
+def test_clients_receive_the_engines_samples_and_logprobs(at: Make) -> None:
     options: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 90.0, "logprobs": 2}
     with at() as made:
         client = made.connect()
@@ -89,7 +89,7 @@ def test_cached_tokens_are_reported_by_tier_with_every_output(at: Make, tmp_path
         assert cached() == CachedTokens(disk=20)
 
 
-def test_tokens_of_a_salt_are_found_under_that_salt_alone(at: Make) -> None:
+def test_cached_tokens_are_reused_only_with_the_same_cache_salt(at: Make) -> None:
     """Any text is a salt, one with half of a surrogate pair too."""
     prompt = list(range(1, 14))
     with at() as made:
@@ -106,7 +106,7 @@ def test_tokens_of_a_salt_are_found_under_that_salt_alone(at: Make) -> None:
         assert made.rig.submit(prompt, 2, cache_salt="\ud800").cached.total == 12
 
 
-def test_a_token_that_stops_ends_the_answer(at: Make) -> None:
+def test_a_stop_token_ends_the_answer(at: Make) -> None:
     expected = ToyModel().expected(PROMPT, 6)
     with at() as made:
         client = made.connect()
@@ -114,8 +114,8 @@ def test_a_token_that_stops_ends_the_answer(at: Make) -> None:
         assert (tokens_of(news), news[-1].finish_reason) == (expected[: expected.index(expected[3]) + 1], "stop")
 
 
-def test_stop_strings_are_no_business_of_the_engine(at: Make) -> None:
-    """Nor does one that no encoder takes keep a request from it."""
+def test_the_engine_ignores_stop_strings_of_clients(at: Make) -> None:
+    """A stop string that cannot be encoded is accepted, too."""
     with at() as made:
         client = made.connect()
         news = run(ask(client, PROMPT, 8, stop=("\ud800", *map(chr, range(32, 47)))))
@@ -181,7 +181,7 @@ def test_requests_that_cannot_be_served_are_refused_when_submitted(
         assert tokens_of(run(ask(client, PROMPT))) == made.rig.model.expected(PROMPT, 8)
 
 
-def test_a_full_queue_is_reported_and_accepted_requests_go_on(at: Make) -> None:
+def test_a_full_queue_is_reported_and_accepted_requests_continue(at: Make) -> None:
     """In process when a request is submitted; by another process in place of its news."""
     with at(max_waiting=1, max_running=2) as made:
         client = made.connect()
@@ -202,7 +202,7 @@ def test_a_full_queue_is_reported_and_accepted_requests_go_on(at: Make) -> None:
         assert [tokens_of(news, index) for index in range(3)] == [made.rig.model.expected(PROMPT, 5)] * 3
 
 
-def test_a_closed_engine_takes_no_request(at: Make) -> None:
+def test_a_closed_engine_refuses_requests(at: Make) -> None:
     with at(slots=8) as made:
         client = made.connect()
         run(ask(client, PROMPT))
@@ -244,7 +244,7 @@ def test_requests_that_run_when_the_engine_closes_end_with_abort(at: Make) -> No
 # ------------------------------------------------------------------ ends
 
 
-def test_a_sample_that_its_reader_stops_is_counted_as_stopped_and_the_others_go_on(at: Make) -> None:
+def test_a_sample_ended_by_its_reader_is_counted_as_stopped_and_others_continue(at: Make) -> None:
     with at() as made:
         client = made.connect()
 
@@ -286,7 +286,7 @@ def test_the_end_of_an_answer_aborts_all_its_samples(at: Make) -> None:
         assert made.rig.counted("requests_total", "abort") == 3
 
 
-def test_an_end_that_crosses_the_sample_s_own_is_harmless(at: Make) -> None:
+def test_ending_a_sample_that_has_just_finished_has_no_effect(at: Make) -> None:
     """The engine has finished the first sample when its reader ends it; its last news lie on their way."""
     with at() as made:
         client = made.connect()
@@ -309,7 +309,7 @@ def test_an_end_that_crosses_the_sample_s_own_is_harmless(at: Make) -> None:
         assert made.rig.counted("requests_total", "stop") + made.rig.counted("requests_total", "abort") == 0
 
 
-def test_an_end_of_an_answer_that_was_read_to_its_end_does_nothing(at: Make) -> None:
+def test_ending_a_finished_answer_has_no_effect(at: Make) -> None:
     with at() as made:
         client = made.connect()
 
@@ -324,7 +324,7 @@ def test_an_end_of_an_answer_that_was_read_to_its_end_does_nothing(at: Make) -> 
         assert made.rig.counted("requests_total", "length") == 2
 
 
-def test_two_front_ends_hear_of_their_own_requests_alone(at: Make) -> None:
+def test_two_front_ends_receive_outputs_of_their_own_requests_only(at: Make) -> None:
     with at(max_waiting=64) as made:
         clients = [made.connect() for _ in range(2)]
         asked = [prompts(seed, 5, longest=10) for seed in (61, 62)]
@@ -340,7 +340,7 @@ def test_two_front_ends_hear_of_their_own_requests_alone(at: Make) -> None:
 # ------------------------------------------------------------------ readers
 
 
-def test_a_reader_that_does_not_read_is_cut_off_and_others_go_on(at: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_does_not_read_is_aborted_and_others_continue(at: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "MAX_UNREAD", 48)  # the other answer has fewer deltas, so it may come at any speed
     with at() as made:
         client = made.connect()
@@ -475,7 +475,7 @@ def test_flush_reports_whether_everything_is_stored_and_reset_drops_it(at: Make)
         run(use())
 
 
-def test_calls_that_wait_hold_up_no_other(at: Make) -> None:
+def test_waiting_calls_delay_no_other_call(at: Make) -> None:
     """More of them than a server has threads for; another front end is served meanwhile."""
     with at(slots=16) as made:
         client, other = made.connect(), made.connect()
@@ -524,7 +524,7 @@ def test_a_failure_of_the_engine_is_the_last_output_of_every_request(at: Make) -
 # ------------------------------------------------------------------ event loops
 
 
-def test_one_event_loop_after_another_may_ask(at: Make) -> None:
+def test_event_loops_may_use_a_client_one_after_another(at: Make) -> None:
     with at() as made:
         client = made.connect()
         for prompt in prompts(64, 3):
@@ -570,7 +570,9 @@ def other_loop_error() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_two_event_loops_cannot_ask_at_a_time(at: Make, other_loop_error: asyncio.AbstractEventLoop) -> None:
+def test_two_event_loops_cannot_use_a_client_at_the_same_time(
+    at: Make, other_loop_error: asyncio.AbstractEventLoop
+) -> None:
     with at() as made:
         client, hold = made.connect(), made.rig.hold("compute")
 

@@ -121,7 +121,7 @@ def test_a_token_costs_two_numbers_once_a_stream_is_known(made_frames: list[Any]
         assert [len(message.details) for message in news] == [1, *[0] * (len(news) - 2), 1]
 
 
-def test_keys_of_a_front_end_are_those_of_the_engine() -> None:
+def test_keys_made_by_a_front_end_equal_those_of_the_engine() -> None:
     """So that what one has computed is found by others, and on disk."""
     prompt = list(range(1, 22))
     with border("remote") as made:
@@ -173,7 +173,7 @@ def test_a_client_that_is_closed_has_its_requests_aborted() -> None:
 # ------------------------------------------------------------------ front ends that do not read
 
 
-def test_a_front_end_that_does_not_read_is_cut_off_at_the_bound_and_others_go_on(
+def test_a_front_end_that_does_not_read_is_disconnected_and_others_continue(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_server, "MAX_UNSENT_BYTES", 1000)
@@ -269,7 +269,7 @@ def test_a_call_that_does_not_exist_is_answered_with_an_error() -> None:
         assert (reply.number, str(reply.failure.error())) == (7, "no call 'sing'")
 
 
-def test_ends_of_streams_that_nothing_is_known_of_do_nothing() -> None:
+def test_ending_an_unknown_stream_has_no_effect() -> None:
     with border("remote") as made:
         raw = Raw(made)
         raw.send(messages.Abort(5, 9, "abort"))
@@ -323,7 +323,7 @@ def test_a_first_message_that_is_no_welcome_breaks_the_connection() -> None:
         RemoteClient.connect(engine_end(messages.Status("ok", "")))
 
 
-def test_a_message_right_behind_the_welcome_is_heard() -> None:
+def test_a_message_sent_directly_after_the_welcome_is_received() -> None:
     client = RemoteClient.connect(engine_end(messages.Welcome(info()), messages.Status("failed", "DeviceLost: gone")))
     health = client.health()
     client.close()
@@ -366,7 +366,7 @@ def test_nonsense_of_the_owner_closes_the_engine() -> None:
     made.tidy()
 
 
-def test_calls_that_wait_do_not_hold_up_the_end() -> None:
+def test_waiting_calls_do_not_delay_the_end_of_the_server() -> None:
     with border("remote", slots=16) as made:
         client = made.connect()
 

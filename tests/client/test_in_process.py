@@ -38,7 +38,7 @@ def test_outputs_of_a_step_wake_their_event_loop_once_and_come_in_order(monkeypa
     assert num_calls == 2
 
 
-def test_a_closed_event_loop_hears_nothing() -> None:
+def test_a_closed_event_loop_receives_no_output() -> None:
     loop = asyncio.new_event_loop()
     queue, outputs = _LoopQueue(loop), OutputQueue(1, 1)
     loop.close()

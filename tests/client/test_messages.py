@@ -87,7 +87,7 @@ def frames_of(sent: list[Any]) -> list[bytes]:
         (TO_CLIENT, messages.decoder_of_outputs, messages.ToClient),
     ],
 )
-def test_every_message_arrives_as_it_was_sent(sent: list[Any], decoder: Any, kinds: Any) -> None:
+def test_every_message_survives_encoding_and_decoding(sent: list[Any], decoder: Any, kinds: Any) -> None:
     assert {type(message) for message in sent} == set(kinds.__args__)
     assert fed(decoder(), b"".join(frames_of(sent))) == sent
 
@@ -135,14 +135,14 @@ def test_a_frame_may_be_cut_at_any_byte() -> None:
         assert not decoder.buffer
 
 
-def test_frames_may_come_byte_by_byte() -> None:
+def test_frames_may_arrive_byte_by_byte() -> None:
     decoder, got = messages.decoder_of_outputs(), []
     for byte in b"".join(frames_of(TO_CLIENT)):
         got += fed(decoder, bytes([byte]))
     assert got == TO_CLIENT
 
 
-def test_messages_before_a_broken_frame_are_taken() -> None:
+def test_messages_before_a_broken_frame_are_received() -> None:
     first, second = frames_of([messages.Abort(1, 2, "abort"), messages.Abort(2, 3, "abort")])
     messages_of = messages.decoder_of_requests().feed(first + first + second)
     assert next(messages_of) == messages.Abort(1, 2, "abort")
@@ -172,7 +172,7 @@ def test_numbers_of_frames_go_round() -> None:
         assert fed(decoder, encoder.encode(messages.Abort(1, 2, "abort"))) == [messages.Abort(1, 2, "abort")]
 
 
-def test_a_frame_that_is_too_long_is_refused_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_long_frame_is_refused_before_it_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = FrameEncoder().encode(messages.Abort(1, 2, "abort"))
     monkeypatch.setattr(frames, "MAX_FRAME_BYTES", len(frame) - 9)
     with pytest.raises(EngineStopped, match=f"a frame has {len(frame) - 8} bytes, but the limit is {len(frame) - 9}"):

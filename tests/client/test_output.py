@@ -134,7 +134,7 @@ def test_sample_whose_last_text_cannot_be_made_ends_with_an_error_and_all_its_to
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_sample_that_ended_badly_keeps_its_reason_though_its_tokenizer_fails(reason: str) -> None:
+def test_a_failed_sample_keeps_its_finish_reason_if_its_tokenizer_fails_too(reason: str) -> None:
     assert OutputProcessor(Failing(at=None), SamplingParams()).read(told((), reason)) == told((), reason)
 
 

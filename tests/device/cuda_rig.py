@@ -205,7 +205,7 @@ class FakeGpu:
     # what drives it
 
     def launch(self, stream: Any, work: Callable[[], None]) -> None:
-        """Work of the device on a stream of ours, as a kernel would be."""
+        """Queue work on one of our streams, like a kernel."""
         self.queues[stream.handle].append(work)
 
     def step(self, handle: int) -> bool:

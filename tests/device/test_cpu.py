@@ -1,6 +1,4 @@
-"""The CPU as a device: streams are FIFOs, fences order them, nothing blocks the submitter, and nothing is held
-on to.
-"""
+"""The CPU device: streams are FIFOs, fences order them, submissions never block, and finished work holds no object."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def finish(device: CpuDevice, *fences: Fence) -> None:
 # ---------------------------------------------------------------------- one stream
 
 
-def test_work_of_one_stream_runs_in_the_order_it_was_submitted(device: CpuDevice) -> None:
+def test_work_of_a_stream_runs_in_order_of_submission(device: CpuDevice) -> None:
     stream, ran = device.stream("compute"), []
     fences = [stream.submit(lambda i=i: ran.append(i)) for i in range(100)]
     finish(device, fences[-1])
@@ -77,7 +75,7 @@ def test_a_fence_is_not_done_before_its_work_is(device: CpuDevice) -> None:
     assert held.poll()
 
 
-def test_work_that_raises_fails_its_own_fence_and_no_other(device: CpuDevice) -> None:
+def test_work_that_raises_fails_only_its_own_fence(device: CpuDevice) -> None:
     stream, ran = device.stream("copy"), []
     error = ValueError("broken")
 
@@ -90,7 +88,7 @@ def test_work_that_raises_fails_its_own_fence_and_no_other(device: CpuDevice) ->
     assert (first.failure, bad.failure, last.failure) == (None, error, None)
 
 
-def test_even_an_exit_inside_work_does_not_stop_the_stream(device: CpuDevice) -> None:
+def test_system_exit_inside_work_does_not_stop_the_stream(device: CpuDevice) -> None:
     stream = device.stream("copy")
 
     def leave() -> None:
@@ -118,7 +116,7 @@ def test_submission_never_blocks_with_10_000_pending(device: CpuDevice) -> None:
 # ---------------------------------------------------------------------- between streams
 
 
-def test_streams_run_beside_each_other(device: CpuDevice) -> None:
+def test_streams_run_concurrently(device: CpuDevice) -> None:
     barrier = Barrier()
     held = device.stream("copy").submit(barrier)
     finish(device, device.stream("compute").submit(lambda: None))
@@ -126,7 +124,7 @@ def test_streams_run_beside_each_other(device: CpuDevice) -> None:
     barrier.open()
 
 
-def test_work_behind_a_wait_runs_after_the_fence_and_work_before_it_does_not_care(device: CpuDevice) -> None:
+def test_only_work_after_a_wait_runs_after_its_fence(device: CpuDevice) -> None:
     compute, copy, barrier, order = device.stream("compute"), device.stream("copy"), Barrier(), []
     held = compute.submit(lambda: (barrier(), order.append("step")))
     before = copy.submit(lambda: order.append("copy before the wait"))
@@ -140,7 +138,7 @@ def test_work_behind_a_wait_runs_after_the_fence_and_work_before_it_does_not_car
     assert order == ["copy before the wait", "step", "copy behind the wait"]
 
 
-def test_a_wait_for_another_stream_ends_a_capture(device: CpuDevice) -> None:
+def test_a_capture_that_waits_for_another_stream_raises(device: CpuDevice) -> None:
     compute, copy = device.stream("compute"), device.stream("copy")
     own, other = compute.submit(lambda: None), copy.submit(lambda: None)
     with pytest.raises(InvariantError, match=r"during a capture.*use `wait_external`"):
@@ -149,7 +147,7 @@ def test_a_wait_for_another_stream_ends_a_capture(device: CpuDevice) -> None:
     compute.wait(other)  # the capture has ended
 
 
-def test_a_wait_does_not_hold_up_the_thread_that_asks_for_it(device: CpuDevice) -> None:
+def test_a_stream_wait_does_not_block_the_calling_thread(device: CpuDevice) -> None:
     compute, copy, barrier = device.stream("compute"), device.stream("copy"), Barrier()
     copy.wait(compute.submit(barrier))
     behind = copy.submit(lambda: None)
@@ -159,7 +157,7 @@ def test_a_wait_does_not_hold_up_the_thread_that_asks_for_it(device: CpuDevice) 
     finish(device, behind)
 
 
-def test_a_wait_from_inside_work_holds_that_very_work_up(device: CpuDevice) -> None:
+def test_a_wait_inside_work_blocks_that_work(device: CpuDevice) -> None:
     compute, load, barrier, order = device.stream("compute"), device.stream("load"), Barrier(), []
     loaded = load.submit(lambda: (barrier(), order.append("load")))
     first_layer = threading.Event()
@@ -178,14 +176,14 @@ def test_a_wait_from_inside_work_holds_that_very_work_up(device: CpuDevice) -> N
     assert order == ["layer 0", "load", "layer 1"]
 
 
-def test_waiting_for_its_own_past_does_not_stop_a_stream(device: CpuDevice) -> None:
+def test_a_stream_may_wait_for_its_own_earlier_work(device: CpuDevice) -> None:
     stream = device.stream("compute")
     earlier = stream.submit(lambda: None)
     stream.wait(earlier)
     finish(device, stream.submit(lambda: stream.wait(earlier)))
 
 
-def test_a_fence_of_a_failed_work_lets_its_waiters_go_on(device: CpuDevice) -> None:
+def test_a_stream_that_waits_for_failed_work_continues(device: CpuDevice) -> None:
     def broken() -> None:
         raise OSError
 
@@ -194,7 +192,7 @@ def test_a_fence_of_a_failed_work_lets_its_waiters_go_on(device: CpuDevice) -> N
     finish(device, compute.submit(lambda: None))
 
 
-def test_a_stream_of_the_same_name_on_another_device_is_another_stream(device: CpuDevice) -> None:
+def test_streams_with_equal_names_on_two_devices_are_different(device: CpuDevice) -> None:
     other, barrier = CpuDevice(), Barrier()
     here, there = device.stream("compute"), other.stream("compute")
     here.wait(there.submit(barrier))
@@ -213,7 +211,7 @@ class ForeignFence:
         return False
 
 
-def test_a_fence_that_no_cpu_stream_made_is_refused(device: CpuDevice) -> None:
+def test_a_fence_of_another_kind_of_stream_is_refused(device: CpuDevice) -> None:
     stream = device.stream("compute")
     with pytest.raises(InvariantError, match="of another kind of stream"):
         stream.wait(ForeignFence())
@@ -242,7 +240,7 @@ def test_host_waits_for_unfinished_work_are_counted_by_reason() -> None:
     device.close()
 
 
-def test_a_wait_ends_when_somebody_rings_and_when_its_fence_is_done() -> None:
+def test_a_host_wait_ends_when_its_bell_rings_or_its_fence_is_done() -> None:
     device, bell, barrier = CpuDevice(), Bell(), Barrier()
     fence = device.stream("compute").submit(barrier)
     threading.Thread(target=bell.ring).start()
@@ -260,7 +258,7 @@ class Held:
     """Stands for a tensor or a lease."""
 
 
-def test_what_the_work_held_is_gone_when_its_fence_is_done(device: CpuDevice) -> None:
+def test_objects_held_by_work_are_freed_when_its_fence_is_done(device: CpuDevice) -> None:
     stream, barrier = device.stream("copy"), Barrier()
     held = Held()
     gone = weakref.ref(held)
@@ -273,7 +271,7 @@ def test_what_the_work_held_is_gone_when_its_fence_is_done(device: CpuDevice) ->
     assert gone() is None
 
 
-def test_what_failed_work_had_in_hand_is_gone_though_its_error_is_kept(device: CpuDevice) -> None:
+def test_local_variables_of_failed_work_are_freed_although_its_error_is_kept(device: CpuDevice) -> None:
     had: list[weakref.ref[Held]] = []
 
     def step() -> None:
@@ -290,7 +288,7 @@ def test_what_failed_work_had_in_hand_is_gone_though_its_error_is_kept(device: C
 # ---------------------------------------------------------------------- the end
 
 
-def test_close_runs_what_was_submitted_on_every_stream() -> None:
+def test_close_runs_submitted_work_of_every_stream() -> None:
     device, ran = CpuDevice(), []
     compute, copy, barrier = device.stream("compute"), device.stream("copy"), Barrier()
     copied = copy.submit(lambda: (barrier(), ran.append("copy")))
@@ -310,7 +308,7 @@ def test_a_closed_stream_refuses_work() -> None:
         stream.submit(lambda: None, label="store 3 blocks")
 
 
-def test_two_streams_of_one_device_cannot_share_a_name(device: CpuDevice) -> None:
+def test_two_streams_of_a_device_cannot_share_a_name(device: CpuDevice) -> None:
     device.stream("copy")
     with pytest.raises(InvariantError, match="stream copy exists already"):
         device.stream("copy")
@@ -331,7 +329,7 @@ def test_the_timeline_has_a_span_for_each_work_once_its_fence_is_done() -> None:
     device.close()
 
 
-def test_the_timeline_shows_what_a_stream_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeline_shows_waits_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream_kv.device.host._VISIBLE_WAIT_NS", -1)
     timeline = Timeline()
     device = CpuDevice(timeline=timeline)
@@ -360,14 +358,16 @@ def threads_inside(device: CpuDevice, name: str) -> Callable[[], int]:
 @pytest.mark.parametrize(
     "names", [("compute", "store", "load"), ("store", "load", "compute")], ids=["compute first", "compute last"]
 )
-def test_compute_gets_its_threads_and_every_other_stream_one(device: CpuDevice, names: tuple[str, ...]) -> None:
+def test_the_compute_stream_uses_the_configured_threads_and_others_one(
+    device: CpuDevice, names: tuple[str, ...]
+) -> None:
     counts = {
         name: threads_inside(device, name) for name in names
     }  # all streams exist before one of them runs anything
     assert {name: count() for name, count in counts.items()} == {"compute": 3, "store": 1, "load": 1}
 
 
-def test_streams_leave_the_thread_count_of_the_rest_of_the_process_alone(device: CpuDevice) -> None:
+def test_streams_do_not_change_the_thread_count_of_other_threads(device: CpuDevice) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -411,7 +411,7 @@ def fresh_threads(known: set[int], *, expected: int) -> int:
 
 
 @pytest.mark.skipif(not has_libgomp(), reason="torch computes without libgomp")
-def test_process_has_no_more_openmp_threads_with_a_compute_stream_than_before(device: CpuDevice) -> None:
+def test_a_compute_stream_adds_no_openmp_threads_to_the_process(device: CpuDevice) -> None:
     """A model is loaded by one thread and run by another: with a team for each, there are more threads than cores."""
     counts: list[int] = []
 
@@ -430,7 +430,7 @@ def test_process_has_no_more_openmp_threads_with_a_compute_stream_than_before(de
     assert counts == [2, 2]
 
 
-def test_openmp_team_of_the_creating_thread_ends_before_the_stream_runs(
+def test_the_openmp_threads_of_the_creating_thread_end_before_the_stream_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[tuple[threading.Thread, list[str]]] = []
@@ -453,7 +453,7 @@ def test_openmp_team_of_the_creating_thread_ends_before_the_stream_runs(
 
 
 @pytest.mark.parametrize("failure", [OSError("no such library"), AttributeError("no such function")], ids=repr)
-def test_a_system_without_libgomp_computes_all_the_same(
+def test_a_system_without_libgomp_computes_too(
     device: CpuDevice, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     def load(name: str) -> None:
@@ -463,7 +463,7 @@ def test_a_system_without_libgomp_computes_all_the_same(
     finish(device, device.stream("compute").submit(compute_with_three_threads))
 
 
-def test_segments_are_copied_by_one_call_that_holds_the_interpreter_lock_once(
+def test_a_copy_of_many_segments_takes_the_interpreter_lock_once(
     device: CpuDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call for each segment would take the lock each time from a forward pass that needs it for each kernel."""
@@ -486,7 +486,7 @@ def test_segments_are_copied_by_one_call_that_holds_the_interpreter_lock_once(
     assert int((target.data != 0).sum()) <= 6 * 64
 
 
-def test_a_cpu_has_no_events_for_graphs(device: CpuDevice) -> None:
+def test_events_for_graphs_are_refused_on_a_cpu(device: CpuDevice) -> None:
     with pytest.raises(InvariantError, match="a CPU has no events"):
         device.event("gate 0")
     with pytest.raises(InvariantError, match="cannot wait for an event: a CPU has none"):

@@ -1,4 +1,4 @@
-"""Memory of the CPU device: there at once, its pages mapped in the background, and counted as taken before they are."""
+"""Memory of the CPU device: usable at once, pages mapped in the background, and counted as used before that."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def device() -> Iterator[CpuDevice]:
     device.close()
 
 
-def test_memory_is_bytes_and_starts_zeroed(device: CpuDevice) -> None:
+def test_allocated_memory_is_uint8_and_zero(device: CpuDevice) -> None:
     for memory in (device.allocate("kv", 4096), device.allocate_host("host", 4096)):
         assert (memory.data.dtype, memory.data.shape, int(memory.data.sum())) == (torch.uint8, (4096,), 0)
 
 
-def test_memory_that_does_not_fit_is_a_clear_error(device: CpuDevice) -> None:
+def test_allocating_more_than_fits_raises_a_clear_error(device: CpuDevice) -> None:
     with pytest.raises(ConfigError, match=r"^kv memory of 1073741824.00 GiB .* ask for less$"):
         device.allocate("kv", 1 << 60)
 
@@ -88,7 +88,7 @@ def can_map_pages() -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list its mappings")
-def test_memory_is_private_so_that_linux_may_give_it_huge_pages(device: CpuDevice) -> None:
+def test_memory_is_private_and_may_have_huge_pages(device: CpuDevice) -> None:
     memory = device.allocate("kv", 4 * MIB)
     address = memory.data.data_ptr()
     mappings = [line.split() for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()]
@@ -102,7 +102,7 @@ def test_memory_is_private_so_that_linux_may_give_it_huge_pages(device: CpuDevic
 
 
 @pytest.mark.skipif(not can_map_pages(), reason="this kernel maps pages only when they are written")
-def test_pages_are_mapped_without_anybody_writing_to_them(device: CpuDevice) -> None:
+def test_pages_are_mapped_before_their_first_write(device: CpuDevice) -> None:
     before = resident_bytes()
     memory = device.allocate("kv", 64 * MIB + 4096)
     touched(device)
@@ -110,7 +110,7 @@ def test_pages_are_mapped_without_anybody_writing_to_them(device: CpuDevice) -> 
     assert not memory.data.any()
 
 
-def test_memory_is_used_while_its_pages_are_touched_and_keeps_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_pages_in_the_background_keeps_written_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch, chunks_let_through=1)
     device = CpuDevice(compute_threads=1)
     memory = device.allocate("kv", 4 * MIB + 5)  # neither a whole chunk nor a whole page at the end
@@ -131,7 +131,7 @@ def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("sidestream_kv.device.cpu.available_bytes", lambda: num_bytes)
 
 
-def test_memory_whose_pages_are_not_mapped_yet_is_not_given_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_whose_pages_are_not_mapped_yet_counts_as_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch, 10 * MIB)
     kernel = Kernel(monkeypatch, chunks_let_through=0)
     device = CpuDevice(compute_threads=1)
@@ -160,7 +160,7 @@ def test_memory_is_not_counted_twice_once_its_pages_are_mapped(monkeypatch: pyte
     device.close()
 
 
-def test_each_chunk_counts_until_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chunk_counts_as_allocated_until_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch, 10 * MIB)
     kernel = Kernel(monkeypatch, chunks_let_through=3)
     device = CpuDevice(compute_threads=1)
@@ -173,7 +173,7 @@ def test_each_chunk_counts_until_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -
     device.close()
 
 
-def test_allocation_that_is_refused_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_allocation_uses_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     available(monkeypatch, 10 * MIB)
     kernel = Kernel(monkeypatch)
     device = CpuDevice(compute_threads=1)
@@ -185,7 +185,7 @@ def test_allocation_that_is_refused_takes_nothing(monkeypatch: pytest.MonkeyPatc
     device.close()
 
 
-def test_system_that_does_not_say_what_is_available_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocation_works_if_the_available_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream_kv.device.cpu.available_bytes", lambda: None)
     device = CpuDevice(compute_threads=1)
     assert int(device.allocate("kv", 4096).data.sum()) == 0
@@ -231,7 +231,7 @@ def lack(*_: object) -> None:
 
 
 @pytest.mark.parametrize("madvise", [refuse, lack], ids=["older kernel", "another system"])
-def test_system_that_cannot_touch_pages_maps_them_when_they_are_written(
+def test_pages_are_mapped_at_first_write_without_madvise(
     monkeypatch: pytest.MonkeyPatch, madvise: Callable[..., None]
 ) -> None:
     monkeypatch.setattr("sidestream_kv.device.cpu.mmap.mmap", type("Pages", (mmap.mmap,), {"madvise": madvise}))

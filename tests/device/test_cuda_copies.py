@@ -1,6 +1,4 @@
-"""How the CUDA device copies: right to the byte, by few calls, and across no border that two allocations or two pinned
-chunks have.
-"""
+"""Copies of the CUDA device: exact bytes, few calls, and no segment across two allocations or two pinned chunks."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def segments(copy: CopyBatch, **kwargs: Any) -> list[list[int]]:
 # ---------------------------------------------------------------------- what becomes one piece
 
 
-def test_segments_that_follow_one_another_on_both_sides_become_one() -> None:
+def test_segments_adjacent_in_source_and_target_are_merged() -> None:
     kv, host = memory("kv", 100), memory("host", 100)
     assert segments(batch(kv, [0, 10, 20, 40, 50], host, [50, 60, 70, 80, 0], 10)) == [
         [50, 0, 30],
@@ -70,27 +68,27 @@ def test_segments_that_follow_one_another_on_both_sides_become_one() -> None:
     ]
 
 
-def test_segments_that_follow_one_another_on_one_side_only_do_not() -> None:
+def test_segments_adjacent_on_one_side_only_are_not_merged() -> None:
     kv, host = memory("kv", 100), memory("host", 100)
     assert len(segments(batch(kv, [0, 10, 20], host, [0, 20, 40], 10))) == 3
     assert len(segments(batch(kv, [0, 20, 40], host, [0, 10, 20], 10))) == 3
 
 
-def test_no_piece_lies_across_a_border_of_pinned_chunks() -> None:
+def test_no_merged_segment_crosses_a_border_of_pinned_chunks() -> None:
     kv, host = memory("kv", 100), memory("host", 100)
     copy = batch(kv, [0, 10, 20, 30], host, [0, 10, 20, 30], 10)
     assert segments(copy, borders=(20, 100)) == [[0, 0, 20], [20, 20, 20]]
     assert segments(copy) == [[0, 0, 40]]
 
 
-def test_parts_that_happen_to_touch_are_not_one_allocation() -> None:
+def test_segments_in_two_adjacent_allocations_are_not_merged() -> None:
     kv, host = memory("kv", 64, parts=2, stripe=32), memory("host", 64)
     calls = planned(batch(kv, [0, 32], host, [0, 32], 32))
     assert isinstance(calls, Segments)
     assert calls.table[2].tolist() == [32, 32]
 
 
-def test_nothing_to_copy_makes_no_call() -> None:
+def test_an_empty_copy_makes_no_call() -> None:
     kv, host = memory("kv", 100), memory("host", 100)
     assert segments(batch(kv, [], host, [], 10)) == []
 
@@ -106,7 +104,7 @@ def test_small_segments_are_copied_by_a_kernel(size: int, by_kernel: bool) -> No
     assert calls.by_kernel is by_kernel
 
 
-def test_small_segments_that_become_large_pieces_are_not() -> None:
+def test_small_segments_merged_into_large_ones_are_not_copied_by_a_kernel() -> None:
     size, count = 4 * KIB, 64
     kv, host = memory("kv", size * count), memory("host", size * count)
     starts = [index * size for index in range(count)]
@@ -130,7 +128,7 @@ def block(*numbers: int, layer: int = 0) -> list[int]:
     return [number * STRIPE * LAYERS + layer * STRIPE for number in numbers]
 
 
-def test_blocks_of_evenly_spaced_layers_go_by_one_two_dimensional_copy_each() -> None:
+def test_a_block_of_evenly_spaced_layers_is_one_two_dimensional_copy() -> None:
     kv, slots = striped(gap=4096), host()
     calls = planned(batch(kv, block(2, 0), slots, block(0, 1), STRIPE * LAYERS))
     pitch = STRIPE * ROWS + 4096
@@ -163,13 +161,15 @@ def test_blocks_of_evenly_spaced_layers_go_by_one_two_dimensional_copy_each() ->
         pytest.param(memory("kv", 64 * KIB, parts=2, stripe=4 * KIB), 0, 8 * KIB, ANY_PITCH, id="tiny stripes"),
     ],
 )
-def test_others_go_by_a_batch(kv: Memory, start: int, size: int, max_pitch: int) -> None:
+def test_blocks_that_fit_no_two_dimensional_copy_are_copied_as_a_batch(
+    kv: Memory, start: int, size: int, max_pitch: int
+) -> None:
     slots = memory("host", kv.num_bytes)
     calls = planned(batch(kv, [start], slots, [0], size), max_pitch=max_pitch)
     assert isinstance(calls, Segments)
 
 
-def test_layers_of_uneven_distance_go_by_a_batch() -> None:
+def test_layers_with_uneven_distances_are_copied_as_a_batch() -> None:
     whole = torch.zeros(STRIPE * 8, dtype=torch.uint8)
     kv = Memory("kv", (whole[:STRIPE], whole[STRIPE : 2 * STRIPE], whole[4 * STRIPE : 5 * STRIPE]), STRIPE)
     assert isinstance(planned(batch(kv, [0], memory("host", 3 * STRIPE), [0], 3 * STRIPE)), Segments)
@@ -190,7 +190,7 @@ def test_layers_of_uneven_distance_go_by_a_batch() -> None:
         pytest.param([0, 320], 96, False, id="half a stripe"),
     ],
 )
-def test_stripes_are_worked_out_by_segment_or_one_by_one_with_the_same_result(
+def test_both_ways_to_split_segments_into_stripes_give_the_same_result(
     into_stripes: bool, starts: list[int], size: int, at_once: bool
 ) -> None:
     kv, host = memory("kv", 960, parts=5, stripe=64, apart=True), memory("host", 960)
@@ -293,7 +293,7 @@ def test_every_shape_of_memory_is_copied_to_every_other(
 
 
 @pytest.mark.parametrize("source", SHAPES)
-def test_a_prepared_copy_in_parts_copies_the_same(
+def test_a_prepared_copy_in_two_parts_copies_the_same_bytes(
     device: CudaDevice, gpu: FakeGpu, kernels: list[str], monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     monkeypatch.setattr(copies, "KERNEL_BELOW", 16)  # else none of these is prepared
@@ -306,7 +306,7 @@ def test_a_prepared_copy_in_parts_copies_the_same(
 
 
 @pytest.mark.parametrize("has_batch", [True, False])
-def test_a_driver_without_batches_copies_one_by_one(has_batch: bool) -> None:
+def test_a_driver_without_batch_copies_copies_segments_one_by_one(has_batch: bool) -> None:
     gpu = FakeGpu(has_batch=has_batch)
     device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
     kv, slots = memory("kv", 4 * KERNEL_BELOW), memory("host", 4 * KERNEL_BELOW)
@@ -315,7 +315,7 @@ def test_a_driver_without_batches_copies_one_by_one(has_batch: bool) -> None:
     device.close()
 
 
-def test_striped_blocks_are_copied_by_grids_both_ways(device: CudaDevice, gpu: FakeGpu) -> None:
+def test_striped_blocks_are_copied_by_two_dimensional_copies_both_ways(device: CudaDevice, gpu: FakeGpu) -> None:
     stripe = KERNEL_BELOW
     kv, slots = memory("kv", stripe * 6, parts=2, stripe=stripe, gap=512), memory("host", stripe * 6)
     copied(device, gpu, batch(kv, [4 * stripe, 0], slots, [0, 2 * stripe], 2 * stripe))
@@ -323,7 +323,7 @@ def test_striped_blocks_are_copied_by_grids_both_ways(device: CudaDevice, gpu: F
     assert gpu.calls == [f"2 grids of 2 x {stripe}", f"1 grids of 2 x {stripe}"]
 
 
-def test_tables_of_a_kernel_are_not_used_again_before_it_has_read_them(
+def test_a_kernels_table_is_not_reused_before_the_kernel_has_read_it(
     device: CudaDevice, gpu: FakeGpu, kernels: list[str]
 ) -> None:
     kv, slots, stream = memory("kv", 64), memory("host", 64), device.stream("store")
@@ -336,7 +336,7 @@ def test_tables_of_a_kernel_are_not_used_again_before_it_has_read_them(
     assert len(device._tables) == free
 
 
-def test_many_small_segments_go_by_several_launches_and_odd_ones_byte_by_byte(
+def test_many_small_segments_need_several_launches_and_odd_ones_go_by_byte(
     device: CudaDevice, gpu: FakeGpu, kernels: list[str]
 ) -> None:
     count = 10_000
@@ -348,7 +348,7 @@ def test_many_small_segments_go_by_several_launches_and_odd_ones_byte_by_byte(
     assert len(kernels) == 3
 
 
-def test_without_a_table_left_the_copy_engine_takes_small_segments(
+def test_without_a_free_table_the_copy_engine_copies_small_segments(
     device: CudaDevice, gpu: FakeGpu, kernels: list[str]
 ) -> None:
     device._tables = []
@@ -365,9 +365,7 @@ def test_pageable_memory_is_refused(device: CudaDevice) -> None:
     assert "pin it first" in str(fence.failure)
 
 
-def test_values_are_delivered_byte_by_byte_whatever_their_type(
-    device: CudaDevice, gpu: FakeGpu, kernels: list[str]
-) -> None:
+def test_values_of_any_dtype_are_delivered_byte_by_byte(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
     mailbox, stream = memory("mailbox", 64), device.stream("compute")
     values = torch.tensor([1, -2, 3], dtype=torch.int32)
     stream.submit(lambda: stream.deliver(values, mailbox, 20))
@@ -380,7 +378,7 @@ def test_values_are_delivered_byte_by_byte_whatever_their_type(
     assert kernels == ["12 bytes", "12 bytes"]
 
 
-def test_warming_up_launches_each_variant_and_gives_everything_back(
+def test_warm_up_launches_each_kernel_variant_and_releases_its_buffers(
     device: CudaDevice, gpu: FakeGpu, kernels: list[str]
 ) -> None:
     free, pinned = len(device._tables), dict(gpu.pinned)

@@ -96,7 +96,7 @@ def table(*segments: tuple[int, int, int]) -> Any:
     return np.array(segments, dtype=np.int64).T.copy()
 
 
-def test_a_batch_is_one_call_with_targets_sources_and_sizes() -> None:
+def test_a_batch_copy_is_one_call_with_targets_sources_and_sizes() -> None:
     library = Library()
     Driver(library).copy_batch(table((1, 2, 3), (4, 5, 6)), 99, from_device=True, to_device=False)
     assert library.segments == [[[1, 4], [2, 5], [3, 6]]]
@@ -104,7 +104,7 @@ def test_a_batch_is_one_call_with_targets_sources_and_sizes() -> None:
     assert library.rest == (99,)
 
 
-def test_the_first_version_of_the_batch_also_names_a_place_for_what_failed() -> None:
+def test_the_first_version_of_the_batch_call_has_an_output_for_failures() -> None:
     library = Library(batch="cuMemcpyBatchAsync")
     Driver(library).copy_batch(table((1, 2, 3)), 99, from_device=False, to_device=True)
     assert library.attributes == [1, 2, 0, 1, 0, 0]
@@ -112,7 +112,7 @@ def test_the_first_version_of_the_batch_also_names_a_place_for_what_failed() -> 
     assert library.rest[1] == 99
 
 
-def test_a_driver_without_batches_says_so_and_copies_one_by_one() -> None:
+def test_a_driver_without_batch_copies_reports_it_and_copies_one_by_one() -> None:
     library = Library(batch=None)
     driver = Driver(library)
     assert not driver.has_batch
@@ -120,7 +120,7 @@ def test_a_driver_without_batches_says_so_and_copies_one_by_one() -> None:
     assert library.made("cuMemcpyAsync") == [(1, 2, 3, 99), (4, 5, 6, 99)]
 
 
-def test_a_grid_is_one_two_dimensional_copy_for_each_pair() -> None:
+def test_copy_grid_makes_one_two_dimensional_copy_for_each_pair() -> None:
     library = Library()
     Driver(library).copy_grid(
         [1000, 2000],
@@ -144,7 +144,7 @@ def test_a_grid_is_one_two_dimensional_copy_for_each_pair() -> None:
 
 @pytest.mark.parametrize("error", [201, 1])  # the batched copy says "invalid value" of a thread that has no context
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync_v2", "cuMemHostRegister_v2"])
-def test_a_threads_first_call_makes_the_gpu_its_own(call: str, error: int) -> None:
+def test_the_first_driver_call_of_a_thread_sets_its_context(call: str, error: int) -> None:
     library = Library()
     driver = Driver(library)
     library.results[call] = [error]
@@ -165,14 +165,14 @@ def test_pages_are_pinned_for_every_context_and_for_kernels() -> None:
 
 
 @pytest.mark.parametrize(("high", "priority"), [(True, -5), (False, 0)])
-def test_streams_are_apart_from_the_default_stream(high: bool, priority: int) -> None:
+def test_streams_do_not_synchronize_with_the_default_stream(high: bool, priority: int) -> None:
     library = Library()
     assert Driver(library).make_stream(high=high) == 99
     assert library.made("cuStreamCreateWithPriority")[0][1:] == (1, priority)
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync_v2", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuGraphLaunch"])
-def test_failures_have_names(call: str) -> None:
+def test_driver_error_codes_become_named_exceptions(call: str) -> None:
     for rc, error in [
         (1, DeviceError),
         (2, OutOfDeviceMemory),
@@ -210,7 +210,7 @@ def test_failures_have_names(call: str) -> None:
         assert type(caught.value) is error
 
 
-def test_a_gpu_that_is_not_there_is_the_users_to_mend() -> None:
+def test_a_missing_gpu_raises_a_config_error_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"there is no GPU 3: the driver sees 2.*CUDA_VISIBLE_DEVICES"):
         Driver(Library(gpus=2), index=3)
 
@@ -250,11 +250,11 @@ def test_errors_of_torch_and_triton_become_device_errors(error: RuntimeError, na
 @pytest.mark.parametrize(
     "error", [ValueError("CUDA out of memory"), RuntimeError("shapes differ"), DeviceLost("the GPU is lost")]
 )
-def test_other_errors_keep_their_names(error: BaseException) -> None:
+def test_other_errors_are_not_converted(error: BaseException) -> None:
     assert named(error) is error
 
 
-def test_the_room_is_importable_without_a_gpu_and_the_device_says_what_is_missing(
+def test_device_cuda_imports_without_a_gpu_and_the_device_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sidestream_kv.device import cuda
@@ -278,7 +278,7 @@ def test_the_room_is_importable_without_a_gpu_and_the_device_says_what_is_missin
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(3, 3), (4, 8)])
-def test_memory_that_only_torch_caches_is_free(monkeypatch: pytest.MonkeyPatch, wanted: int, found: int) -> None:
+def test_memory_cached_by_torch_counts_as_free(monkeypatch: pytest.MonkeyPatch, wanted: int, found: int) -> None:
     """After an engine was closed, torch holds its memory: 20 GiB of KV seemed not to fit into an empty GPU."""
     free = [3]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 9))

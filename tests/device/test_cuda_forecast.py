@@ -14,7 +14,7 @@ from sidestream_kv.device.cuda.forecast import Forecast
 from sidestream_kv.device.cuda.stream import CudaFence, CudaStream
 
 
-def test_work_is_expected_to_take_as_long_as_the_shortest_of_its_name_lately() -> None:
+def test_work_is_forecast_to_take_the_shortest_recent_time_of_its_name() -> None:
     forecast = Forecast()
     assert forecast.soonest_end_s("decode 2", 1.0) is None
     now = 1.0
@@ -29,7 +29,7 @@ def test_work_is_expected_to_take_as_long_as_the_shortest_of_its_name_lately() -
     assert forecast.soonest_end_s("decode 2", now) == pytest.approx(now + 0.4)
 
 
-def test_work_begins_when_the_work_before_it_ends() -> None:
+def test_work_is_forecast_to_begin_when_earlier_work_ends() -> None:
     forecast = Forecast()
     forecast.ended("a", 1.0, 1.5)
     forecast.ended("b", 1.1, 1.7)  # was launched behind a
@@ -37,7 +37,7 @@ def test_work_begins_when_the_work_before_it_ends() -> None:
     assert forecast.soonest_end_s("b", 3.0) == pytest.approx(3.0 + 0.2)
 
 
-def test_names_that_were_not_seen_for_long_are_forgotten() -> None:
+def test_the_forecast_forgets_names_not_seen_recently() -> None:
     forecast = Forecast()
     for number in range(300):
         forecast.ended(f"prefill {number}", number, number + 0.5)
@@ -102,7 +102,7 @@ def fence(device: CudaDevice, gpu: FakeGpu) -> CudaFence:
         pytest.param(0.0009, 0.0009, 3e-6, False, id="too soon to sleep"),
     ],
 )
-def test_a_wait_sleeps_until_the_end_is_near_and_looks_from_then_on(
+def test_a_wait_sleeps_until_shortly_before_the_forecast_end_and_then_polls(
     device: CudaDevice,
     gpu: FakeGpu,
     fence: CudaFence,

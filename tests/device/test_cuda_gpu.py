@@ -56,7 +56,7 @@ def filled(device: CudaDevice, name: str, num_bytes: int) -> Memory:
 # ---------------------------------------------------------------------- streams and fences
 
 
-def test_fifteen_hundred_streams_are_all_distinct_and_all_work(device: CudaDevice) -> None:
+def test_all_of_1500_streams_are_distinct_and_run_work(device: CudaDevice) -> None:
     streams = [device.stream(f"load {index}") for index in range(1500)]
     assert len({stream.handle for stream in streams}) == 1500
     counts = torch.zeros(1500, dtype=torch.int64, device=device.torch_device)
@@ -67,7 +67,7 @@ def test_fifteen_hundred_streams_are_all_distinct_and_all_work(device: CudaDevic
     assert counts.tolist() == list(range(1500))
 
 
-def test_a_fence_is_not_done_before_the_device_is_and_asking_does_not_wait(device: CudaDevice) -> None:
+def test_a_fence_is_not_done_before_its_work_and_polling_does_not_block(device: CudaDevice) -> None:
     stream = device.stream("compute")
     finish(device, stream.submit(lambda: delay(0.1)))
     fence = stream.submit(lambda: delay(100))
@@ -78,7 +78,7 @@ def test_a_fence_is_not_done_before_the_device_is_and_asking_does_not_wait(devic
     assert time.perf_counter() - start > 0.02
 
 
-def test_streams_pass_a_value_on_in_the_order_of_their_waits(device: CudaDevice) -> None:
+def test_work_on_many_streams_runs_in_the_order_of_its_waits(device: CudaDevice) -> None:
     rng = np.random.default_rng(0)
     streams = [device.stream(f"store {index}") for index in range(16)]
     value = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
@@ -103,7 +103,7 @@ def test_streams_pass_a_value_on_in_the_order_of_their_waits(device: CudaDevice)
     assert seen.tolist() == list(range(400))
 
 
-def test_fences_are_asked_for_by_two_threads_while_a_third_submits(device: CudaDevice) -> None:
+def test_two_threads_may_poll_fences_while_a_third_submits(device: CudaDevice) -> None:
     stream, fences, stop, errors = device.stream("compute"), [], threading.Event(), []
     fences.append(stream.submit(lambda: None))
 
@@ -130,7 +130,7 @@ def test_fences_are_asked_for_by_two_threads_while_a_third_submits(device: CudaD
     assert all(fence.poll() for fence in fences)
 
 
-def test_a_long_run_makes_few_events(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_creates_few_events(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     make = device.driver.event
     monkeypatch.setattr(device.driver, "event", lambda **kwargs: made.append(None) or make(**kwargs))
@@ -143,7 +143,7 @@ def test_a_long_run_makes_few_events(device: CudaDevice, monkeypatch: pytest.Mon
     assert len(made) <= 4
 
 
-def test_waits_of_the_host_are_counted(device: CudaDevice) -> None:
+def test_host_waits_are_counted(device: CudaDevice) -> None:
     stream = device.stream("compute")
     fence = stream.submit(lambda: delay(50))
     assert not device.wait_host(fence, reason="drain", timeout_s=0.001)
@@ -181,7 +181,9 @@ def flat(memory: Memory) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["flat", "evenly spaced layers", "layers apart"])
 @pytest.mark.parametrize("size", [BLOCK, 64 * KIB, 32 * KIB, 4 * KIB, 4099])
 @pytest.mark.parametrize("has_batch", [True, False])
-def test_segments_arrive_to_the_byte_both_ways(device: CudaDevice, layout: str, size: int, has_batch: bool) -> None:
+def test_segments_are_copied_exactly_in_both_directions(
+    device: CudaDevice, layout: str, size: int, has_batch: bool
+) -> None:
     if not has_batch:
         device.driver.has_batch = False
     count = max(6, min(64, 8 * MIB // size))
@@ -211,7 +213,7 @@ def test_segments_arrive_to_the_byte_both_ways(device: CudaDevice, layout: str, 
     assert torch.equal(flat(kv), before)
 
 
-def test_copies_across_pinned_chunks_arrive(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_across_pinned_chunks_are_correct(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are merged up to where one pinned chunk ends."""
     monkeypatch.setattr("sidestream_kv.device.cuda.pinned.READY_AT_ONCE_BYTES", 0)
     monkeypatch.setattr("sidestream_kv.device.cuda.pinned.FIRST_CHUNK_BYTES", MIB)
@@ -238,7 +240,7 @@ def test_a_threads_first_call_to_the_driver_works(device: CudaDevice) -> None:
     assert torch.equal(kv.data.cpu(), host.data)
 
 
-def test_results_are_delivered_past_bulk_copies(device: CudaDevice) -> None:
+def test_results_are_delivered_while_bulk_copies_run(device: CudaDevice) -> None:
     device.warm_up()
     kv, host, mailbox = filled(device, "kv", GIB), host_of(device, GIB), device.allocate_host("mailbox", 4096)
     store, compute = device.stream("store"), device.stream("compute")
@@ -260,7 +262,7 @@ def test_results_are_delivered_past_bulk_copies(device: CudaDevice) -> None:
 # ---------------------------------------------------------------------- pinned in the background
 
 
-def test_host_memory_is_used_while_more_of_it_is_pinned(device: CudaDevice) -> None:
+def test_host_memory_is_usable_while_more_of_it_is_pinned(device: CudaDevice) -> None:
     kv = filled(device, "kv", 64 * MIB)
     torch.cuda.default_stream().synchronize()
     expected = kv.data.cpu()
@@ -318,7 +320,7 @@ def load_all(load: CudaStream, gates: list[Any], loaded: torch.Tensor, value: in
         gate.record(load)
 
 
-def test_a_graph_waits_for_its_gates_twenty_times_of_twenty(device: CudaDevice) -> None:
+def test_a_graph_waits_for_its_loads_in_all_20_replays(device: CudaDevice) -> None:
     compute, load, graph, gates, loaded, read = gated(device)
     for value in range(1, 21):
         load_all(load, gates, loaded, value)
@@ -326,7 +328,7 @@ def test_a_graph_waits_for_its_gates_twenty_times_of_twenty(device: CudaDevice) 
         assert read.tolist() == [value] * 4
 
 
-def test_replays_that_are_enqueued_together_never_read_before_their_own_loads(device: CudaDevice) -> None:
+def test_queued_replays_never_read_before_their_own_loads(device: CudaDevice) -> None:
     """A gate may be recorded again while a replay still waits for it: that replay may wait longer, and never less."""
     compute, load, graph, gates, loaded, read = gated(device)
     copies = torch.zeros(10, 4, dtype=torch.int64, device=device.torch_device)
@@ -339,7 +341,7 @@ def test_replays_that_are_enqueued_together_never_read_before_their_own_loads(de
     assert (copies >= torch.arange(1, 11, device=device.torch_device)[:, None]).all()
 
 
-def test_a_wait_for_another_stream_ends_a_capture(device: CudaDevice) -> None:
+def test_a_capture_that_waits_for_another_stream_raises(device: CudaDevice) -> None:
     compute, load = device.stream("compute"), device.stream("load")
     own, other = compute.submit(lambda: None), load.submit(lambda: None)
     value = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
@@ -354,7 +356,7 @@ def test_a_wait_for_another_stream_ends_a_capture(device: CudaDevice) -> None:
     assert int(value) == 1
 
 
-def test_a_branch_of_a_graph_sees_what_was_before_and_is_waited_for(device: CudaDevice) -> None:
+def test_a_side_branch_of_a_graph_runs_after_earlier_work_and_is_waited_for(device: CudaDevice) -> None:
     compute = device.stream("compute")
     given, beside, between, seen = (torch.zeros(1, dtype=torch.int64, device=device.torch_device) for _ in range(4))
     torch.cuda.default_stream().synchronize()
@@ -382,7 +384,7 @@ def test_a_branch_of_a_graph_sees_what_was_before_and_is_waited_for(device: Cuda
 # ---------------------------------------------------------------------- failures
 
 
-def test_memory_that_runs_out_inside_work_is_named_and_the_device_goes_on(device: CudaDevice) -> None:
+def test_out_of_memory_inside_work_is_reported_and_the_device_continues(device: CudaDevice) -> None:
     stream = device.stream("compute")
     fence = stream.submit(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=device.torch_device))
     assert isinstance(fence.failure, OutOfDeviceMemory)
@@ -422,7 +424,7 @@ print("closed")
 """
 
 
-def test_an_illegal_address_loses_the_device_for_everybody_and_it_still_closes() -> None:
+def test_after_an_illegal_address_every_call_raises_device_lost_and_close_works() -> None:
     done = subprocess.run([sys.executable, "-c", LOST], check=False, capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n")[:6] == ["lost: True", "says so", "says so", "says so", "says so", "closed"], (
         done.stdout + done.stderr[-3000:]
@@ -433,7 +435,7 @@ def test_an_illegal_address_loses_the_device_for_everybody_and_it_still_closes()
 
 
 @pytest.mark.parametrize("forget", [False, True])
-def test_the_checker_judges_what_was_enqueued_on_the_hardware(forget: bool) -> None:
+def test_the_checker_checks_work_enqueued_on_a_gpu(forget: bool) -> None:
     checker = Checker(allowed_waits=frozenset({"test"}))
     device = CudaDevice(tracer=checker)
     streams = [device.stream(f"store {index}") for index in range(4)]

@@ -141,7 +141,7 @@ def test_streams_that_wait_for_each_other_in_turn_are_reported_in_order() -> Non
     assert len(finished) == 3999
 
 
-def test_a_wait_for_work_of_the_host_needs_no_log_of_it() -> None:
+def test_a_wait_for_host_work_is_reported_without_its_history() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     history.waited("load", Mark("disk", 7))
@@ -189,11 +189,11 @@ def program(seed: int, *, forget_waits: bool) -> list[str]:
     return [finding.kind for finding in checker.findings]
 
 
-def test_the_checker_finds_nothing_where_each_writer_waits_for_the_last_one() -> None:
+def test_writers_that_wait_for_the_previous_access_have_no_finding() -> None:
     for seed in range(20):
         assert program(seed, forget_waits=False) == []
 
 
-def test_the_checker_finds_writers_that_do_not_wait() -> None:
+def test_writers_that_do_not_wait_have_a_finding() -> None:
     for seed in range(20):
         assert program(seed, forget_waits=True) != []

@@ -52,7 +52,7 @@ print("right")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_kernels_write_what_they_should_and_nothing_else() -> None:
+def test_kernels_write_only_their_target_bytes() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=False, env=environment, capture_output=True, text=True, timeout=120

@@ -1,6 +1,4 @@
-"""Host memory of the CUDA device: its beginning pinned when it is given out, the rest behind; and what happens when no
-more can be.
-"""
+"""Host memory of the CUDA device: its first chunk is pinned at once, others in the background; failed pinning."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def finish(slab: Slab) -> None:
 # ---------------------------------------------------------------------- borders
 
 
-def test_small_memory_is_one_chunk_and_large_memory_begins_with_a_small_one() -> None:
+def test_small_memory_is_one_chunk_and_large_memory_has_a_small_first_chunk() -> None:
     assert chunk_borders(READY_AT_ONCE_BYTES, 1) == [READY_AT_ONCE_BYTES]
     assert chunk_borders(3 * GIB, 1) == [
         FIRST_CHUNK_BYTES,
@@ -77,7 +75,7 @@ def test_small_memory_is_one_chunk_and_large_memory_begins_with_a_small_one() ->
     assert chunk_borders(12345, 7) == [12345]
 
 
-def test_no_border_cuts_an_item_or_a_page_and_all_is_covered() -> None:
+def test_chunk_borders_split_no_item_or_page_and_cover_the_memory() -> None:
     for item_bytes in [1, 4096, 3000, 36 * 65536, 36 * 65536 + 512, 5 * MIB + 3]:
         for num_bytes in [READY_AT_ONCE_BYTES + 1, 5 * GIB + 12345]:
             borders = chunk_borders(num_bytes, item_bytes)
@@ -89,7 +87,7 @@ def test_no_border_cuts_an_item_or_a_page_and_all_is_covered() -> None:
 # ---------------------------------------------------------------------- from front to back
 
 
-def test_the_first_chunk_is_pinned_at_once_and_the_rest_by_a_thread(small_chunks: None) -> None:
+def test_the_first_chunk_is_pinned_at_once_and_others_in_the_background(small_chunks: None) -> None:
     pins = Pins(let_through=1)
     slab = Slab("host", 11 * PAGE + 5, item_bytes=1, pins=pins)
     start = slab.memory.data.data_ptr()
@@ -113,7 +111,7 @@ def test_the_first_chunk_is_pinned_at_once_and_the_rest_by_a_thread(small_chunks
     assert sorted(pins.released) == [address for address, _ in pins.pinned]
 
 
-def test_memory_is_zeroed_and_of_the_size_that_was_asked_for() -> None:
+def test_host_memory_is_zeroed_and_has_the_requested_size() -> None:
     slab = Slab("mailbox", 12345, item_bytes=1, pins=Pins())
     assert (slab.memory.num_bytes, slab.ready_bytes, int(slab.memory.data.sum())) == (12345, 12345, 0)
     slab.close()
@@ -133,14 +131,14 @@ def test_pages_are_touched_by_several_threads_before_they_are_pinned(
     slab.close()
 
 
-def test_a_system_that_cannot_touch_pages_has_them_pinned_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_pinned_even_if_they_cannot_be_touched_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "advise", lambda address, size, advice: False)
     slab = Slab("host", PAGE, item_bytes=1, pins=Pins())
     assert slab.ready_bytes == PAGE
     slab.close()
 
 
-def test_pages_are_touched_while_a_chunk_before_them_is_being_pinned(
+def test_pages_are_touched_while_an_earlier_chunk_is_being_pinned(
     small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Touching is several times slower than pinning: the one must not wait for the other."""
@@ -165,7 +163,9 @@ def test_pages_are_touched_while_a_chunk_before_them_is_being_pinned(
     slab.close()
 
 
-def test_the_log_says_once_when_all_of_it_is_pinned(small_chunks: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_line_reports_that_all_host_memory_is_pinned(
+    small_chunks: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         slab = Slab("host", 20 * PAGE, item_bytes=1, pins=Pins())
         finish(slab)
@@ -192,7 +192,7 @@ def test_a_limit_of_locked_memory_stops_growth_with_one_warning(
     assert len(pins.released) == 2
 
 
-def test_memory_of_which_nothing_can_be_pinned_is_a_clear_error(small_chunks: None) -> None:
+def test_host_memory_that_cannot_be_pinned_at_all_raises_a_clear_error(small_chunks: None) -> None:
     with pytest.raises(
         ConfigError,
         match=r"^host memory: not even the first 0 MiB of 0\.00 GiB can be pinned .*ulimit -l.*ask for less$",
@@ -200,12 +200,12 @@ def test_memory_of_which_nothing_can_be_pinned_is_a_clear_error(small_chunks: No
         Slab("host", 20 * PAGE, item_bytes=1, pins=Pins(allowed=0))
 
 
-def test_memory_that_no_machine_has_is_a_clear_error() -> None:
+def test_host_memory_of_an_impossible_size_raises_a_clear_error() -> None:
     with pytest.raises(ConfigError, match="cannot be allocated on this machine: ask for less"):
         Slab("host", 1 << 60, item_bytes=1, pins=Pins())
 
 
-def test_close_stops_growth_and_lets_go_of_what_was_pinned(small_chunks: None) -> None:
+def test_close_stops_pinning_and_unpins_all_chunks(small_chunks: None) -> None:
     pins = Pins(let_through=2)
     slab = Slab("host", 100 * PAGE, item_bytes=1, pins=pins)
     assert pins.held.wait(PATIENCE_S)
@@ -219,7 +219,7 @@ def test_close_stops_growth_and_lets_go_of_what_was_pinned(small_chunks: None) -
     assert len(pins.released) == len(pins.pinned) == 3
 
 
-def test_close_gives_the_pages_back_and_they_read_as_zeros() -> None:
+def test_close_returns_the_pages_to_the_system() -> None:
     slab = Slab("host", 64 * PAGE, item_bytes=1, pins=Pins())
     slab.memory.data.fill_(7)
     slab.close()
@@ -227,7 +227,7 @@ def test_close_gives_the_pages_back_and_they_read_as_zeros() -> None:
     assert not slab.memory.data.any()
 
 
-def test_close_lets_go_of_the_rest_when_a_chunk_cannot_be(small_chunks: None) -> None:
+def test_close_unpins_the_other_chunks_if_one_cannot_be_unpinned(small_chunks: None) -> None:
     pins = Pins()
     slab = Slab("host", 10 * PAGE, item_bytes=1, pins=pins)
     finish(slab)
@@ -251,14 +251,14 @@ def device_with(monkeypatch: pytest.MonkeyPatch, available: Callable[[], int | N
     return device
 
 
-def test_the_device_says_how_much_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_bytes_tells_how_much_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_with(monkeypatch, lambda: None)
     host, kv = device.allocate_host("host", 3 * PAGE), device.allocate("kv", 64)
     assert (device.ready_bytes(host), device.ready_bytes(kv)) == (3 * PAGE, 64)
     device.close()
 
 
-def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_counts(
+def test_host_memory_that_does_not_fit_is_refused_counting_earlier_allocations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = device_with(monkeypatch, lambda: 100 * PAGE)
@@ -285,7 +285,7 @@ def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_cou
     device.close()
 
 
-def test_device_memory_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_that_does_not_fit_raises_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_with(monkeypatch, lambda: None)
     with pytest.raises(
         ConfigError, match=r"^kv memory of 1\.00 GiB does not fit: 0\.00 of the GPU's 0\.00 GiB are free; ask for less"
@@ -294,7 +294,7 @@ def test_device_memory_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.Mo
     device.close()
 
 
-def test_device_memory_fits_where_only_a_cache_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_fits_if_torch_only_caches_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(memory_bytes=1 << 20)
     gpu.cached_bytes = 1 << 19
     device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ def test_copies_respect_the_borders_of_pinned_chunks(small_chunks: None, monkeyp
     device.close()
 
 
-def test_pages_are_huge_where_allowed_and_are_not_copied_by_a_fork() -> None:
+def test_host_memory_has_huge_pages_and_is_not_copied_by_fork() -> None:
     """After a fork, a private page that is written to moves away from what the GPU reads; shared ones are
     seldom huge.
     """

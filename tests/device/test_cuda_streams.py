@@ -48,7 +48,7 @@ def waits(gpu: FakeGpu, stream: CudaStream) -> int:
 # ---------------------------------------------------------------------- fences
 
 
-def test_a_fence_is_done_once_its_mark_was_passed_and_not_before(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_a_fence_is_done_once_the_gpu_passed_its_event(gpu: FakeGpu, device: CudaDevice) -> None:
     stream = device.stream("compute")
     first, second = stream.submit(nothing), stream.submit(nothing)
     assert (first.tick, second.tick, first.stream) == (1, 2, "compute")
@@ -59,7 +59,7 @@ def test_a_fence_is_done_once_its_mark_was_passed_and_not_before(gpu: FakeGpu, d
     assert second.poll()
 
 
-def test_work_is_enqueued_at_once_by_the_thread_that_submits_it_and_let_go_of(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_work_is_enqueued_by_the_submitting_thread_and_then_freed(gpu: FakeGpu, device: CudaDevice) -> None:
     class Held:
         thread: int | None = None
 
@@ -75,7 +75,7 @@ def test_work_is_enqueued_at_once_by_the_thread_that_submits_it_and_let_go_of(gp
     assert not fence.poll()
 
 
-def test_a_fence_that_was_seen_done_is_not_asked_for_again(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_polling_a_finished_fence_again_makes_no_driver_call(gpu: FakeGpu, device: CudaDevice) -> None:
     stream = device.stream("compute")
     fences = [stream.submit(nothing) for _ in range(5)]
     gpu.run()
@@ -86,14 +86,14 @@ def test_a_fence_that_was_seen_done_is_not_asked_for_again(gpu: FakeGpu, device:
     assert sum(event.queries for event in gpu.events) == asked
 
 
-def test_asking_for_a_late_fence_asks_only_for_the_oldest_mark(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_polling_a_late_fence_queries_only_the_oldest_event(gpu: FakeGpu, device: CudaDevice) -> None:
     stream = device.stream("compute")
     fences = [stream.submit(nothing) for _ in range(100)]
     assert not fences[-1].poll()
     assert sum(event.queries for event in gpu.events) == 1
 
 
-def test_events_are_used_again_so_a_long_run_makes_few(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_events_are_reused_in_a_long_run(gpu: FakeGpu, device: CudaDevice) -> None:
     one, other = device.stream("compute"), device.stream("store")
     for _ in range(500):
         fences = one.submit(nothing), other.submit(nothing)
@@ -103,7 +103,7 @@ def test_events_are_used_again_so_a_long_run_makes_few(gpu: FakeGpu, device: Cud
     assert len(gpu.events) == 2
 
 
-def test_threads_that_poll_and_submit_at_once_lose_no_fence(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_no_fence_is_lost_if_threads_poll_and_submit_concurrently(gpu: FakeGpu, device: CudaDevice) -> None:
     stream = device.stream("compute")
     stop, seen = threading.Event(), []
 
@@ -133,7 +133,7 @@ def test_threads_that_poll_and_submit_at_once_lose_no_fence(gpu: FakeGpu, device
 # ---------------------------------------------------------------------- what work raises
 
 
-def test_work_that_raises_fails_its_own_fence_and_no_other(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_work_that_raises_fails_only_its_own_fence(gpu: FakeGpu, device: CudaDevice) -> None:
     stream = device.stream("store")
 
     class Big: ...
@@ -152,7 +152,7 @@ def test_work_that_raises_fails_its_own_fence_and_no_other(gpu: FakeGpu, device:
     assert (before.failure, behind.failure, kept[0]()) == (None, None, None)
 
 
-def test_memory_that_runs_out_is_a_named_error_and_the_device_goes_on(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_out_of_memory_is_a_named_error_and_the_device_continues(gpu: FakeGpu, device: CudaDevice) -> None:
     def broken() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
 
@@ -227,9 +227,7 @@ def test_a_stream_waits_for_the_last_record_of_an_event(gpu: FakeGpu, device: Cu
     assert ran == ["load", "step"]
 
 
-def test_a_wait_holds_for_the_fence_that_was_meant_when_its_event_is_used_again(
-    gpu: FakeGpu, device: CudaDevice
-) -> None:
+def test_reusing_an_event_does_not_change_waits_for_its_earlier_fence(gpu: FakeGpu, device: CudaDevice) -> None:
     store, compute = device.stream("store"), device.stream("compute")
     written = compute.submit(nothing)
     store.wait(written)
@@ -243,7 +241,7 @@ def test_a_wait_holds_for_the_fence_that_was_meant_when_its_event_is_used_again(
     assert not again.poll()
 
 
-def test_an_event_is_not_given_back_while_a_wait_for_it_is_being_made(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_an_event_is_not_reused_while_a_wait_for_it_is_being_submitted(gpu: FakeGpu, device: CudaDevice) -> None:
     """Recorded anew in between, it would stand for other work."""
     store, compute = device.stream("store"), device.stream("compute")
     written = compute.submit(nothing)
@@ -264,7 +262,7 @@ def test_an_event_is_not_given_back_while_a_wait_for_it_is_being_made(gpu: FakeG
     assert device._events == [event]
 
 
-def test_a_wait_for_what_is_past_anyway_costs_the_driver_nothing(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_a_wait_for_finished_work_makes_no_driver_call(gpu: FakeGpu, device: CudaDevice) -> None:
     store, compute = device.stream("store"), device.stream("compute")
     own, past = store.submit(nothing), compute.submit(nothing)
     gpu.run(compute)
@@ -273,7 +271,7 @@ def test_a_wait_for_what_is_past_anyway_costs_the_driver_nothing(gpu: FakeGpu, d
     assert waits(gpu, store) == 0
 
 
-def test_work_of_the_host_must_be_seen_done_not_waited_for(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_a_gpu_stream_refuses_to_wait_for_unfinished_host_work(gpu: FakeGpu, device: CudaDevice) -> None:
     disk, load, gate = device.worker("disk"), device.stream("load"), threading.Event()
     read = disk.submit(lambda: gate.wait(PATIENCE_S) and None)
     with pytest.raises(InvariantError, match="a GPU cannot wait for host work"):
@@ -292,7 +290,7 @@ def test_fences_of_another_device_are_refused(device: CudaDevice) -> None:
     other.close()
 
 
-def test_a_wait_that_cannot_be_made_loses_the_device(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_a_failed_wait_call_marks_the_device_as_lost(gpu: FakeGpu, device: CudaDevice) -> None:
     """What was to be held up would run unordered."""
     compute, store = device.stream("compute"), device.stream("store")
     fence = compute.submit(nothing)
@@ -306,7 +304,7 @@ def test_a_wait_that_cannot_be_made_loses_the_device(gpu: FakeGpu, device: CudaD
 # ---------------------------------------------------------------------- a lost device
 
 
-def test_a_device_that_is_lost_says_so_to_everybody_and_closes(gpu: FakeGpu) -> None:
+def test_every_call_on_a_lost_device_raises_and_close_works(gpu: FakeGpu) -> None:
     device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
     compute, store = device.stream("compute"), device.stream("store")
     done = compute.submit(nothing)
@@ -353,7 +351,7 @@ def test_work_that_loses_the_device_raises_in_submit(gpu: FakeGpu, device: CudaD
         device.stream("store").submit(nothing) if device.lost is None else device._check_alive()
 
 
-def test_work_without_a_mark_loses_the_device(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_work_whose_event_cannot_be_recorded_marks_the_device_as_lost(gpu: FakeGpu, device: CudaDevice) -> None:
     """It is on its way, and no fence will ever cover it."""
 
     def breaks_behind() -> None:
@@ -368,7 +366,7 @@ def test_work_without_a_mark_loses_the_device(gpu: FakeGpu, device: CudaDevice) 
 # ---------------------------------------------------------------------- waits of the host
 
 
-def test_waits_of_the_host_are_counted_by_reason(gpu: FakeGpu) -> None:
+def test_host_waits_are_counted_by_reason(gpu: FakeGpu) -> None:
     metrics = Metrics()
     device = CudaDevice(driver=gpu, metrics=metrics)  # type: ignore[arg-type]
     stream = device.stream("compute")
@@ -380,7 +378,7 @@ def test_waits_of_the_host_are_counted_by_reason(gpu: FakeGpu) -> None:
     device.close()
 
 
-def test_an_event_that_a_thread_blocks_on_is_not_used_again_before_it_woke_up(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_an_event_is_not_reused_while_a_thread_blocks_on_it(gpu: FakeGpu, device: CudaDevice) -> None:
     stream = device.stream("compute")
     fence = stream.submit(nothing)
     event = gpu.events[-1]
@@ -420,7 +418,7 @@ def test_a_thread_of_the_host_gets_a_turn_when_a_fence_is_done(gpu: FakeGpu, dev
 # ---------------------------------------------------------------------- names and handles
 
 
-def test_handles_are_used_again_and_names_are_not(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_stream_handles_are_reused_and_stream_names_are_not(gpu: FakeGpu, device: CudaDevice) -> None:
     first = device.stream("load 1")
     handle = first.handle
     first.close()
@@ -432,7 +430,7 @@ def test_handles_are_used_again_and_names_are_not(gpu: FakeGpu, device: CudaDevi
         first.submit(nothing)
 
 
-def test_only_compute_goes_before_others(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_only_the_compute_stream_has_high_priority(gpu: FakeGpu, device: CudaDevice) -> None:
     low, high = device.stream("store"), device.stream("compute")
     assert [made for made in gpu.made if made[0] in (low.handle, high.handle)] == [
         (low.handle, False),
@@ -440,7 +438,7 @@ def test_only_compute_goes_before_others(gpu: FakeGpu, device: CudaDevice) -> No
     ]
 
 
-def test_close_runs_what_was_submitted_and_gives_each_handle_back_once(gpu: FakeGpu) -> None:
+def test_close_runs_submitted_work_and_releases_each_handle_once(gpu: FakeGpu) -> None:
     device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
     streams = [device.stream(f"load {index}") for index in range(3)]
     fences = [stream.submit(nothing) for stream in streams]
@@ -453,7 +451,7 @@ def test_close_runs_what_was_submitted_and_gives_each_handle_back_once(gpu: Fake
         device.stream("late")
 
 
-def test_the_timeline_shows_work_from_when_it_was_enqueued_to_when_it_was_seen_done(gpu: FakeGpu) -> None:
+def test_a_timeline_span_goes_from_enqueueing_to_the_poll_that_saw_the_end(gpu: FakeGpu) -> None:
     timeline = Timeline()
     device = CudaDevice(driver=gpu, timeline=timeline)  # type: ignore[arg-type]
     fence = device.stream("compute").submit(nothing, label="step 1")
@@ -465,7 +463,7 @@ def test_the_timeline_shows_work_from_when_it_was_enqueued_to_when_it_was_seen_d
     device.close()
 
 
-def test_what_fails_without_losing_the_device_fails_its_fence_only(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_an_error_that_does_not_lose_the_device_fails_its_fence_only(gpu: FakeGpu, device: CudaDevice) -> None:
     def broken() -> None:
         raise DeviceError("cuMemcpyBatchAsync failed: CUDA_ERROR_INVALID_VALUE (1), invalid argument")
 
@@ -501,7 +499,7 @@ def test_a_graph_waits_for_an_event_outside_it_h5(gpu: FakeGpu, device: CudaDevi
     compute._capture = None
 
 
-def test_a_graph_is_enqueued_by_work_of_its_stream_only(device: CudaDevice) -> None:
+def test_a_graph_can_be_enqueued_only_by_work_of_its_stream(device: CudaDevice) -> None:
     with pytest.raises(InvariantError, match="only its own work may enqueue a graph"):
         device.stream("compute").enqueue(CudaGraph(None, (), (), 0))
 
@@ -569,7 +567,7 @@ def refuse() -> None:
     ],
 )
 @pytest.mark.parametrize("side", [False, True])
-def test_a_capture_raises_what_failed_in_it_first_and_the_stream_goes_on(
+def test_a_failed_capture_raises_its_first_error_and_the_stream_continues(
     gpu: FakeGpu,
     device: CudaDevice,
     current: list[object],
@@ -598,7 +596,7 @@ def test_a_capture_raises_what_failed_in_it_first_and_the_stream_goes_on(
     assert [(fence.poll(), fence.failure) for fence in fences] == [(True, None)] * 3
 
 
-def test_what_a_capture_that_failed_has_made_is_let_go_of_at_once(device: CudaDevice, current: list[object]) -> None:
+def test_objects_made_by_a_failed_capture_are_freed_at_once(device: CudaDevice, current: list[object]) -> None:
     """Not when the interpreter next looks for cycles: others need the memory now."""
     stream = device.stream("compute")
     made: list[weakref.ref[object]] = []
@@ -648,7 +646,7 @@ def test_side_stream_work_runs_after_earlier_work_and_before_the_join(gpu: FakeG
         assert len(gpu.kept) == len({handle for handle, _ in gpu.kept}) == 2
 
 
-def test_work_that_ends_without_a_join_fails_and_its_fence_covers_all_of_it(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_work_that_does_not_join_its_side_stream_fails_with_a_complete_fence(gpu: FakeGpu, device: CudaDevice) -> None:
     stream, done = device.stream("compute"), list[str]()
 
     def forgets() -> None:
@@ -669,6 +667,6 @@ def test_work_that_ends_without_a_join_fails_and_its_fence_covers_all_of_it(gpu:
     assert waits(gpu, stream) == 0
 
 
-def test_only_work_of_a_stream_uses_its_side_stream(device: CudaDevice) -> None:
+def test_only_work_of_a_stream_may_use_its_side_stream(device: CudaDevice) -> None:
     with pytest.raises(InvariantError, match="only its own work may use the side stream"):
         device.stream("compute").on_side_stream(nothing)

@@ -34,5 +34,5 @@ def test_only_devices_and_config_spell_the_kinds_of_devices() -> None:
     assert not found, f"use CPU, CUDA, on_host or on_gpu of sidestream_kv.device.kinds: {found}"
 
 
-def test_a_name_with_an_index_and_a_comparison_are_found() -> None:
+def test_device_names_with_index_and_in_comparisons_are_found() -> None:
     assert _spelled('torch.device("cuda:0")\nx.device.type == "cpu"\n"cpu time"\n') == [1, 2]

@@ -1,4 +1,4 @@
-"""Collectives over torch's process groups: sums, gathers and broadcasts, and ranks that do not come or end."""
+"""Collectives over torch's process groups: sums, gathers and broadcasts, and ranks that do not join or that end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_collectives(group: Group, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_collectives_of_gloo(size: int, tmp_path: Path) -> None:
+def test_gloo_collectives_give_each_rank_the_right_values(size: int, tmp_path: Path) -> None:
     groups = open_all(tmp_path, size)
     try:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -70,7 +70,7 @@ def test_collectives_of_gloo(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_collectives_of_threads(size: int) -> None:
+def test_thread_collectives_give_each_rank_the_right_values(size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert run_ranks(size, lambda group, dtype=dtype: check_collectives(group, dtype)) == [True] * size
 
@@ -118,18 +118,18 @@ def listening() -> set[str]:
 
 
 @pytest.mark.parametrize(("came", "missing"), [([0], "rank 1"), ([1], "rank 0")])
-def test_a_rank_that_does_not_come_is_named(came: list[int], missing: str, tmp_path: Path) -> None:
+def test_an_error_names_a_rank_that_does_not_join(came: list[int], missing: str, tmp_path: Path) -> None:
     with pytest.raises(ProcessFailed) as caught:
         open_group(tmp_path, rank=came[0], size=2, device=HOST, timeout_s=0.2)
     assert f"rank {came[0]} of 2 waited 0.2 s for {missing}: look at the output" in str(caught.value)
 
 
-def test_all_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+def test_an_error_names_all_ranks_that_do_not_join(tmp_path: Path) -> None:
     with pytest.raises(ProcessFailed, match="for ranks 0, 1, 3: "):
         open_group(tmp_path, rank=2, size=4, device=HOST, timeout_s=0.2)
 
 
-def test_a_directory_that_a_killed_group_left_is_refused(tmp_path: Path) -> None:
+def test_the_directory_of_a_killed_group_is_refused(tmp_path: Path) -> None:
     left = open_all(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"rank 0 of 1 was in .* before: two processes have the same rank"):
         open_group(tmp_path, rank=0, size=1, device=HOST, timeout_s=1)
@@ -179,7 +179,7 @@ os._exit(3)
 """
 
 
-def test_a_process_takes_part_until_it_ends(tmp_path: Path) -> None:
+def test_a_rank_may_be_a_process_and_its_end_is_noticed(tmp_path: Path) -> None:
     """Rank 1 is a process; rank 0 a thread of this one, as it is for a compute stream."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     other = subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), CPU], env=environment)
@@ -225,7 +225,7 @@ def test_an_abort_returns_at_once_and_ends_before_the_group_is_closed() -> None:
     assert ended.is_set()
 
 
-def test_a_group_whose_backend_does_not_end_is_left_with_an_error(
+def test_closing_a_group_whose_backend_hangs_logs_an_error_and_returns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = threading.Event()
@@ -244,7 +244,7 @@ def test_a_group_whose_backend_does_not_end_is_left_with_an_error(
     ]
 
 
-def test_peers_add_what_they_take_and_end_first() -> None:
+def test_peer_sums_handle_small_tensors_and_are_closed_first() -> None:
     seen: list[str] = []
 
     class Peers:
@@ -326,13 +326,15 @@ def use_fake_peers(fault: str, directory: Path, monkeypatch: pytest.MonkeyPatch)
         return list(pool.map(use, range(2)))
 
 
-def test_all_ranks_use_their_peers_up_to_what_rank_0_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_use_peer_sums_up_to_the_size_that_rank_0_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for group in use_fake_peers("", tmp_path, monkeypatch):
         assert group.peers is not None and group.peers.limit == 1 << 20
         group.close()
 
 
-def test_the_limit_of_the_peers_saves_the_most_whatever_one_time_says() -> None:
+def test_the_size_limit_of_peer_sums_minimizes_total_time() -> None:
     pytest.importorskip("triton")
     from sidestream_kv.device.cuda.peers import fastest_bytes
 
@@ -349,7 +351,7 @@ def test_the_limit_of_the_peers_saves_the_most_whatever_one_time_says() -> None:
         ("right", "rank 1 cannot use its peers (a sum through its memory was wrong or did not end)"),
     ],
 )
-def test_no_rank_uses_its_peers_if_one_cannot(
+def test_no_rank_uses_peer_sums_if_one_cannot(
     fault: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = use_fake_peers(fault, tmp_path, monkeypatch)
@@ -357,13 +359,13 @@ def test_no_rank_uses_its_peers_if_one_cannot(
     assert f"NCCL adds all values, which takes longer: {reason}" in caplog.messages
 
 
-def test_a_sum_of_any_size_that_is_slower_than_nccl_is_left_to_it() -> None:
+def test_peer_sums_slower_than_nccl_at_every_size_are_not_used() -> None:
     peers = pytest.importorskip("sidestream_kv.device.cuda.peers", reason="needs triton")
     assert peers.fastest_bytes([(4, 2.0, 1.0), (8, 1.0, 2.0)]) == 0
     assert peers.fastest_bytes([(4, 1.0, 2.0), (8, 1.0, 2.0)]) == 8
 
 
-def test_a_wait_for_a_rank_ends_when_the_check_says_so(tmp_path: Path) -> None:
+def test_a_wait_for_other_ranks_ends_when_the_check_raises(tmp_path: Path) -> None:
     def check() -> None:
         raise ProcessFailed("rank 1 has ended")
 
@@ -453,7 +455,7 @@ def run_gpu_ranks(program: str, directory: Path) -> list[int]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_collectives_of_nccl_are_captured(tmp_path: Path) -> None:
+def test_nccl_collectives_can_be_captured(tmp_path: Path) -> None:
     assert run_gpu_ranks(GPU_RANK, tmp_path) == [0, 0]
 
 

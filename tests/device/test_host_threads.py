@@ -62,13 +62,13 @@ def taker(turns: Turns) -> Iterator[TurnTaker]:
     thread.close()
 
 
-def test_no_turn_is_taken_before_somebody_wakes_it(turns: Turns, taker: TurnTaker) -> None:
+def test_a_thread_takes_no_turn_before_it_is_woken(turns: Turns, taker: TurnTaker) -> None:
     assert turns.taken == 0
     taker.wake()
     turns.expect()
 
 
-def test_wake_during_a_turn_brings_another_one() -> None:
+def test_a_wake_during_a_turn_causes_another_turn() -> None:
     entered, go_on, taken = threading.Event(), threading.Event(), threading.Semaphore(0)
 
     def turn() -> WakeUp:
@@ -87,7 +87,7 @@ def test_wake_during_a_turn_brings_another_one() -> None:
     thread.close()
 
 
-def test_many_wakes_are_never_lost(turns: Turns, taker: TurnTaker) -> None:
+def test_no_wake_of_a_thread_is_lost(turns: Turns, taker: TurnTaker) -> None:
     for _ in range(200):
         before = turns.taken
         taker.wake()
@@ -96,7 +96,7 @@ def test_many_wakes_are_never_lost(turns: Turns, taker: TurnTaker) -> None:
             assert time.monotonic() < until, "a wake was lost"
 
 
-def test_a_done_fence_wakes_the_threads_that_rest_for_one_and_no_other() -> None:
+def test_a_finished_fence_wakes_only_threads_that_wait_for_one() -> None:
     device = CpuDevice(compute_threads=1)
     waiting, idle = Turns(WakeUp((HandFence(),))), Turns()
     threads = [device.thread("waiting", waiting), device.thread("idle", idle)]
@@ -111,7 +111,7 @@ def test_a_done_fence_wakes_the_threads_that_rest_for_one_and_no_other() -> None
     assert idle.taken == 1
 
 
-def test_thread_wakes_up_by_itself_at_the_time_that_it_named(turns: Turns) -> None:
+def test_a_thread_wakes_up_at_its_requested_time(turns: Turns) -> None:
     turns.wake_up = WakeUp(until_s=time.monotonic() + 0.01)
     thread = TurnTaker("t", turns, clock=time.monotonic)
     thread.wake()
@@ -120,7 +120,7 @@ def test_thread_wakes_up_by_itself_at_the_time_that_it_named(turns: Turns) -> No
     thread.close()
 
 
-def test_fence_that_comes_soon_is_looked_at_until_it_is_done() -> None:
+def test_a_fence_with_a_polling_interval_is_polled_until_done() -> None:
     fence = HandFence()
     turns = Turns(WakeUp((fence,)))
     thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1e-4)
@@ -132,7 +132,7 @@ def test_fence_that_comes_soon_is_looked_at_until_it_is_done() -> None:
     thread.close()
 
 
-def test_fence_that_says_that_the_device_is_lost_leaves_it_to_the_turn_to_find_out() -> None:
+def test_a_fence_that_raises_device_lost_causes_a_turn() -> None:
     class Lost(HandFence):
         def poll(self) -> bool:
             raise DeviceLost("gone")
@@ -146,7 +146,7 @@ def test_fence_that_says_that_the_device_is_lost_leaves_it_to_the_turn_to_find_o
     assert thread.failure is None
 
 
-def test_rests_of_microseconds_all_end() -> None:
+def test_sleeps_of_microseconds_always_end() -> None:
     """A queue's `get` with such a timeout blocks for ever once in some hundred times."""
     clock, turns = time.monotonic, Turns()
 
@@ -163,7 +163,7 @@ def test_rests_of_microseconds_all_end() -> None:
     thread.close()
 
 
-def test_turn_that_raises_is_the_last_one() -> None:
+def test_a_turn_that_raises_is_the_last_one() -> None:
     def turn() -> WakeUp:
         raise OSError("injected")
 
@@ -175,7 +175,7 @@ def test_turn_that_raises_is_the_last_one() -> None:
     thread.close()
 
 
-def test_close_waits_for_the_turn() -> None:
+def test_close_waits_for_the_running_turn() -> None:
     inside, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def turn() -> WakeUp:
@@ -192,7 +192,7 @@ def test_close_waits_for_the_turn() -> None:
     assert ended.is_set()
 
 
-def test_messages_are_heard_in_order_and_once() -> None:
+def test_messages_are_received_once_and_in_order() -> None:
     woken: list[int] = []
     channel: Channel[str] = Channel("c", wake=lambda: woken.append(len(channel)))
     assert channel.take() is None
@@ -202,7 +202,7 @@ def test_messages_are_heard_in_order_and_once() -> None:
     assert [channel.take(), channel.take(), channel.take()] == ["a", "b", None]
 
 
-def test_mark_only_grows_and_says_nothing_twice() -> None:
+def test_a_mark_only_grows_and_wakes_once_per_value() -> None:
     woken: list[int] = []
     mark = Mark("m", wake=lambda: woken.append(mark.read()))
     assert mark.read() == 0
@@ -215,7 +215,7 @@ def test_mark_only_grows_and_says_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("policy", ["random", "early"])
-def test_simulated_thread_takes_a_turn_for_a_wake_for_a_fence_and_for_a_time(policy: str) -> None:
+def test_a_simulated_thread_takes_a_turn_for_a_wake_a_fence_and_a_time(policy: str) -> None:
     device = SimDevice(make_policy(policy, random.Random(0)))
     stream, seen = device.stream("s"), list[str]()
     fence = stream.submit(lambda: device.sleep(1.0))
@@ -235,7 +235,7 @@ def test_simulated_thread_takes_a_turn_for_a_wake_for_a_fence_and_for_a_time(pol
     device.close()
 
 
-def test_simulated_thread_whose_turn_raises_takes_no_other() -> None:
+def test_a_simulated_thread_whose_turn_raises_takes_no_other_turn() -> None:
     device = SimDevice(make_policy("random", random.Random(0)))
 
     def turn() -> WakeUp:
@@ -274,6 +274,6 @@ def race(*, tell: bool) -> list[str]:
     return [finding.kind for finding in checker.findings]
 
 
-def test_message_orders_what_two_threads_do_and_without_one_it_is_a_race() -> None:
+def test_accesses_of_two_threads_race_unless_a_message_orders_them() -> None:
     assert race(tell=True) == []
     assert race(tell=False) == ["race"]

@@ -62,7 +62,7 @@ print("right")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize(("size", "kind"), [(2, "few"), (3, "few"), (2, "many"), (3, "many")])
-def test_all_ranks_get_the_same_sums_call_after_call(size: int, kind: str) -> None:
+def test_all_ranks_get_the_same_peer_sums_in_every_call(size: int, kind: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(size), kind],

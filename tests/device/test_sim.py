@@ -1,4 +1,4 @@
-"""The simulated device: each order that the fences allow happens with some seed, no other does, and a seed repeats."""
+"""The simulated device: some seed gives each order that the fences allow, none gives another, and seeds repeat."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def two_and_two(device: SimDevice, work: Callable[[str], Callable[[], None]]) ->
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_same_policy_and_seed_take_the_same_decisions(policy: str) -> None:
+def test_the_same_policy_and_seed_give_the_same_schedule(policy: str) -> None:
     def log() -> tuple[list[str], float, int]:
         with simulated(policy, 7) as device:
             streams = [device.stream(name) for name in "abc"]
@@ -71,11 +71,11 @@ def test_same_policy_and_seed_take_the_same_decisions(policy: str) -> None:
     assert log()[0]
 
 
-def test_different_seeds_take_different_decisions() -> None:
+def test_different_seeds_give_different_schedules() -> None:
     assert len({order_of(two_and_two, "random", seed) for seed in SEEDS}) > 1
 
 
-def test_every_order_that_the_fences_allow_is_reached_and_no_other() -> None:
+def test_exactly_the_orders_that_the_fences_allow_occur() -> None:
     def program(device: SimDevice, work: Callable[[str], Callable[[], None]]) -> None:
         a, b, c = (device.stream(name) for name in "abc")
         first = a.submit(work("a"))
@@ -91,7 +91,7 @@ def test_every_order_that_the_fences_allow_is_reached_and_no_other() -> None:
         assert {order_of(program, policy, seed) for seed in SEEDS} <= allowed
 
 
-def test_streams_that_nothing_orders_interleave_in_every_way() -> None:
+def test_unordered_streams_interleave_in_every_way() -> None:
     ways = {"".join(letters) for letters in itertools.permutations("aAbB")}
     expected = {way for way in ways if way.index("a") < way.index("A") and way.index("b") < way.index("B")}
     assert {order_of(two_and_two, "random", seed) for seed in range(300)} == expected
@@ -101,7 +101,7 @@ def test_streams_that_nothing_orders_interleave_in_every_way() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_late_runs_nothing_before_the_host_waits_and_then_only_what_it_waits_for(seed: int) -> None:
+def test_policy_late_runs_only_work_that_the_host_waits_for(seed: int) -> None:
     ran: list[str] = []
     with simulated("late", seed) as device:
         a, b, c = (device.stream(name) for name in "abc")
@@ -114,7 +114,7 @@ def test_late_runs_nothing_before_the_host_waits_and_then_only_what_it_waits_for
         assert ran == ["a", "b"]
 
 
-def test_a_stream_that_is_held_back_moves_when_the_host_sleeps_again_and_again() -> None:
+def test_a_delayed_stream_runs_while_the_host_sleeps_repeatedly() -> None:
     for seed in range(5):
         for policy in ["late", "starve:a"]:
             with simulated(policy, seed) as device:
@@ -126,7 +126,7 @@ def test_a_stream_that_is_held_back_moves_when_the_host_sleeps_again_and_again()
                 assert 1 < naps < 50
 
 
-def test_early_has_run_everything_that_could_run_before_the_host_goes_on() -> None:
+def test_policy_early_runs_all_possible_work_before_the_host_continues() -> None:
     for seed in range(5):
         with simulated("early", seed) as device:
             a, b = device.stream("a"), device.stream("b")
@@ -253,7 +253,7 @@ def test_only_blocking_streams_are_ordered_with_the_default_stream() -> None:
     assert {order.index("o") for order in orders} == {0, 1, 2, 3, 4}
 
 
-def test_work_that_fails_on_a_device_with_sticky_errors_takes_all_later_work_with_it() -> None:
+def test_on_a_device_with_sticky_errors_failed_work_fails_all_later_work() -> None:
     with simulated("late") as device:
         device.sticky, ran = True, list[str]()
         a, b = device.stream("a"), device.stream("b")
@@ -269,14 +269,14 @@ def test_work_that_fails_on_a_device_with_sticky_errors_takes_all_later_work_wit
             b.submit(lambda: None)
 
 
-def test_work_that_fails_on_a_device_without_sticky_errors_fails_alone() -> None:
+def test_on_a_device_without_sticky_errors_failed_work_fails_alone() -> None:
     with simulated() as device:
         a = device.stream("a")
         a.submit(lambda: 1 // 0)
         assert a.submit(lambda: None).failure is None
 
 
-def test_an_allocator_gives_a_freed_block_to_its_stream_at_once_and_to_no_other() -> None:
+def test_an_allocator_reuses_freed_memory_at_once_on_its_own_stream_only() -> None:
     with simulated("starve:b") as device:
         a, b = device.stream("a"), device.stream("b")
         allocator = device.allocator("cached", 64)
@@ -299,7 +299,7 @@ def test_an_allocator_gives_a_freed_block_to_its_stream_at_once_and_to_no_other(
             allocator.allocate(16, a)
 
 
-def test_an_event_stands_for_its_last_record_at_the_time_of_the_wait() -> None:
+def test_a_wait_for_an_event_covers_its_last_record_before_the_wait() -> None:
     def program(device: SimDevice, work: Callable[[str], Callable[[], None]]) -> None:
         a, b, c = (device.stream(name) for name in "abc")
         event = device.event("filled")
@@ -378,7 +378,7 @@ def test_a_stream_without_work_needs_no_wait() -> None:
         assert device.host_waits() == {}
 
 
-def test_a_wait_for_another_stream_ends_a_capture() -> None:
+def test_a_capture_that_waits_for_another_stream_raises() -> None:
     with simulated("random", 0) as device:
         load, compute = device.stream("load"), device.stream("compute")
         own, other = compute.submit(lambda: None), load.submit(lambda: None)
@@ -394,7 +394,7 @@ def test_a_captured_graph_ignores_a_wait_for_an_unrecorded_event() -> None:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_an_external_wait_is_honoured_at_each_replay_for_the_record_of_that_time(policy: str) -> None:
+def test_each_replay_waits_for_the_latest_record_of_an_external_event(policy: str) -> None:
     for seed in range(10):
         assert replayed("external", policy, seed) == ["load", "read", "load", "read"]
 
@@ -423,7 +423,7 @@ def test_a_graph_inside_work_waits_for_events_as_of_its_submission(policy: str) 
         assert ran == ["load", "read", "load behind it"]
 
 
-def test_the_fence_of_a_replay_covers_all_of_the_graph_even_a_wait_at_its_end() -> None:
+def test_the_fence_of_a_replay_covers_even_a_wait_at_the_end_of_the_graph() -> None:
     with simulated("late") as device:
         load, compute = device.stream("load"), device.stream("compute")
         loaded = device.event("loaded")
@@ -482,7 +482,7 @@ def test_a_copy_is_torn_between_its_segments_unless_a_fence_orders_the_reader() 
     assert {halves_seen(seed, ordered=True) for seed in SEEDS} == {(7, 7)}
 
 
-def test_a_fence_is_not_done_just_because_its_bytes_have_moved() -> None:
+def test_a_fence_may_be_unfinished_although_its_bytes_were_copied() -> None:
     seen = set()
     for seed in SEEDS:
         with simulated("random", seed) as device:
@@ -494,7 +494,7 @@ def test_a_fence_is_not_done_just_because_its_bytes_have_moved() -> None:
     assert seen == {False, True}
 
 
-def test_fresh_memory_is_poison_and_names_are_unique() -> None:
+def test_new_memory_is_poisoned_and_has_a_unique_name() -> None:
     with simulated() as device:
         for memory in (device.allocate("kv", 3), device.allocate_host("host", 3), device.allocate_pageable("list", 3)):
             assert memory.data.tolist() == [POISON] * 3
@@ -507,7 +507,7 @@ def test_fresh_memory_is_poison_and_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_bytes_become_poison_when_the_last_of_their_uses_is_done_and_not_before(policy: str) -> None:
+def test_bytes_are_poisoned_after_the_last_of_their_uses_is_done(policy: str) -> None:
     seen: list[list[int]] = []
     with simulated(policy) as device:
         memory = device.allocate("kv", 4)
@@ -554,7 +554,7 @@ def test_a_host_wait_ends_when_an_actor_rings_before_its_fence_is_done() -> None
 # ---------------------------------------------------------------------- the queue
 
 
-def test_the_host_is_held_up_when_a_queue_is_full_and_not_before() -> None:
+def test_the_host_waits_only_when_a_stream_queue_is_full() -> None:
     with simulated("late") as device:
         stream = device.stream("a")
         for _ in range(QUEUE_LIMIT):
@@ -564,7 +564,7 @@ def test_the_host_is_held_up_when_a_queue_is_full_and_not_before() -> None:
         assert device.host_waits() == {"queue full": 1}
 
 
-def test_waits_take_places_in_the_queue_too() -> None:
+def test_stream_waits_count_towards_the_queue_limit() -> None:
     with simulated("late") as device:
         other = device.stream("b").submit(lambda: None)
         stream = device.stream("a")
@@ -577,7 +577,7 @@ def test_waits_take_places_in_the_queue_too() -> None:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_time_is_virtual_and_passes_while_somebody_sleeps(policy: str) -> None:
+def test_virtual_time_advances_while_an_actor_sleeps(policy: str) -> None:
     with simulated(policy) as device:
         stream = device.stream("a")
         start = device.now()
@@ -630,7 +630,7 @@ def test_a_deadlock_error_names_the_chain_of_waits(policy: str) -> None:
             device.close()
 
 
-def test_waiting_for_work_that_only_went_into_a_graph_is_a_deadlock() -> None:
+def test_a_host_wait_for_captured_work_is_a_deadlock() -> None:
     with simulated() as device:
         compute = device.stream("compute")
         captured: list[SimFence] = []
@@ -672,7 +672,7 @@ def sim_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_close_runs_what_was_submitted_and_leaves_no_thread(policy: str) -> None:
+def test_close_runs_submitted_work_and_leaves_no_thread(policy: str) -> None:
     ran: list[int] = []
     with simulated(policy) as device:
         streams = [device.stream(name) for name in "abc"]
@@ -688,7 +688,7 @@ def test_close_runs_what_was_submitted_and_leaves_no_thread(policy: str) -> None
             device.stream("d")
 
 
-def test_kill_ends_work_in_its_middle_runs_nothing_more_and_leaves_no_thread() -> None:
+def test_kill_interrupts_running_work_drops_the_rest_and_leaves_no_thread() -> None:
     ran: list[str] = []
 
     def slow() -> None:
@@ -712,7 +712,7 @@ def test_kill_ends_work_in_its_middle_runs_nothing_more_and_leaves_no_thread() -
         device.kill()
 
 
-def test_what_work_raises_is_kept_in_its_fence_and_later_work_runs() -> None:
+def test_an_exception_of_work_is_kept_in_its_fence_and_later_work_runs() -> None:
     def broken() -> None:
         raise ValueError("torn cable")
 
@@ -797,7 +797,7 @@ def test_a_tracer_records_all_events_in_order() -> None:
         ]
 
 
-def test_work_that_polls_a_fence_observes_nothing_for_the_host() -> None:
+def test_polling_a_fence_inside_work_is_no_observation_of_the_host() -> None:
     journal = Journal()
     with simulated("early", tracer=journal) as device:
         fence = device.stream("a").submit(lambda: None)
@@ -808,7 +808,7 @@ def test_work_that_polls_a_fence_observes_nothing_for_the_host() -> None:
 
 @pytest.mark.parametrize("call", ["submitted", "started", "waited", "finished", "touched"])
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_what_a_tracer_raises_is_raised_on_the_host_or_kept_in_the_fence(policy: str, call: str) -> None:
+def test_an_exception_of_a_tracer_is_raised_on_the_host_or_kept_in_the_fence(policy: str, call: str) -> None:
     with simulated(policy, tracer=Journal(fail_at=call)) as device:
         a, b = device.stream("a"), device.stream("b")
         if call == "touched":  # told from inside work: the work's own failure
@@ -822,12 +822,12 @@ def test_what_a_tracer_raises_is_raised_on_the_host_or_kept_in_the_fence(policy:
             device.close()
 
 
-def test_touch_from_outside_the_streams_work_is_an_error() -> None:
+def test_a_touch_outside_of_the_streams_work_raises() -> None:
     with simulated() as device, pytest.raises(InvariantError, match="only its own work may declare"):
         device.stream("a").touch(lambda: ())
 
 
-def test_memory_is_real_bytes() -> None:
+def test_simulated_memory_holds_real_bytes() -> None:
     with simulated() as device:
         memory = device.allocate("kv", 16)
         numbers = memory.data.numpy().view(np.int64)

@@ -29,7 +29,7 @@ def written(memory: torch.Tensor, tensor: torch.Tensor) -> set[int]:
     return set(torch.nonzero(memory != 1).ravel().tolist())
 
 
-def test_a_slice_is_one_range_with_its_memory_and_direction(device: SimDevice) -> None:
+def test_a_slice_is_declared_as_one_range_with_memory_and_direction(device: SimDevice) -> None:
     kv, host = device.allocate("kv", 64), device.allocate_host("host", 32)
     assert list(device.accesses(reads=[kv.data[8:24]], writes=[host.data])()) == [
         Access("kv", 8, 24, False),
@@ -51,7 +51,7 @@ def test_a_slice_is_one_range_with_its_memory_and_direction(device: SimDevice) -
         lambda data: data.view(torch.int32).view(4, 6)[:, ::3],
     ],
 )
-def test_the_declared_bytes_of_a_view_are_those_that_a_write_changes(device: SimDevice, view) -> None:  # type: ignore[no-untyped-def]
+def test_the_declared_bytes_of_a_view_are_exactly_the_bytes_a_write_changes(device: SimDevice, view) -> None:  # type: ignore[no-untyped-def]
     data = device.allocate("kv", 96).data
     tensor = view(data)
     declared = touched(device, tensor)
@@ -65,13 +65,13 @@ def test_a_view_of_consecutive_rows_is_one_access(device: SimDevice) -> None:
     assert len(device.accesses(reads=[rows[1:3, :2]])()) == 2
 
 
-def test_an_expanded_view_declares_its_bytes_once_and_an_empty_one_nothing(device: SimDevice) -> None:
+def test_an_expanded_view_declares_its_bytes_once_and_an_empty_one_none(device: SimDevice) -> None:
     data = device.allocate("kv", 16).data
     assert list(device.accesses(reads=[data[:4].expand(3, 4)])()) == [Access("kv", 0, 4, False)]
     assert list(device.accesses(reads=[data[:0]])()) == []
 
 
-def test_a_tensor_of_no_memory_of_the_device_is_refused(device: SimDevice) -> None:
+def test_a_tensor_outside_of_the_devices_memories_is_refused(device: SimDevice) -> None:
     kv = device.allocate("kv", 16).data
     with pytest.raises(InvariantError, match=r"a tensor of shape \(16,\) is not a view of a memory of this device"):
         device.accesses(writes=[kv.clone()])

@@ -63,7 +63,7 @@ def test_a_copy_moves_the_bytes_of_its_segments_and_no_others(drawn: tuple[CopyB
 
 @settings(max_examples=100, deadline=None)
 @given(copies())
-def test_pieces_are_the_same_bytes_in_order_and_lie_in_one_part_each(drawn: tuple[CopyBatch, int]) -> None:
+def test_contiguous_pieces_keep_the_bytes_in_order_and_cross_no_allocation(drawn: tuple[CopyBatch, int]) -> None:
     batch, _ = drawn
     source = image(batch.source)
     pieces = batch.contiguous()

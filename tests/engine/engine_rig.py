@@ -1,4 +1,4 @@
-"""An engine with the toy model and tiny pools, and a client that keeps what it is told.
+"""An engine with the toy model and tiny pools, and a client that keeps its outputs.
 
 Every wait has a bound and says what it waited for. `Rig.close` checks that everything came back to where it started.
 """

@@ -1,4 +1,4 @@
-"""What comes before an engine's parts are made."""
+"""Steps before an engine's parts are built."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def needed(pool: int, *, longest: int, scratch: int = SCRATCH) -> int:
     return pool + scratch * min(longest, pool // TOKEN)
 
 
-def test_pool_and_buffers_leave_room_for_activations_and_waste_little() -> None:
+def test_pool_and_buffers_leave_memory_for_activations_and_use_most_of_the_rest() -> None:
     for free_gib in [0.5, 3, 6, 20, 60, 123]:
         for longest in [2048, 40_960, 131_072, 1 << 20]:
             free = int(free_gib * GIB)
@@ -24,11 +24,11 @@ def test_pool_and_buffers_leave_room_for_activations_and_waste_little() -> None:
             assert least - TOKEN <= room <= least + SCRATCH + TOKEN
 
 
-def test_a_large_gpu_keeps_a_tenth_free_and_a_small_one_two_fifths() -> None:
+def test_a_large_gpu_keeps_10_percent_free_and_a_small_one_40_percent() -> None:
     assert pool_bytes(100 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == 90 * GIB
     assert pool_bytes(20 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == 14 * GIB
     assert pool_bytes(1 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == int(0.6 * GIB)
 
 
-def test_a_full_gpu_has_no_room() -> None:
+def test_a_full_gpu_gets_a_pool_of_zero_bytes() -> None:
     assert pool_bytes(0, token_bytes=TOKEN, scratch_token_bytes=SCRATCH, max_model_len=2048) == 0

@@ -1,6 +1,4 @@
-"""Steps are drawn by a graph wherever one is enough for all their rows, and by the host only as long as something is
-asked that only it knows.
-"""
+"""Steps are sampled by the simplest graph that supports all rows, and by the host only while an option needs it."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def alone(prompt: list[int], **params: Any) -> list[int]:
         ({"temperature": 20.0, "seed": 7, "logprobs": 1}, SamplingMode.HOST),
     ],
 )
-def test_the_least_that_is_enough_draws_the_same_tokens(
+def test_the_simplest_sufficient_sampling_graph_gives_the_same_tokens(
     params: dict[str, Any], expected: SamplingMode, watched: Watched
 ) -> None:
     (prompt,) = prompts(3, 1, longest=3)  # one chunk: one that draws nothing is content with whatever there is
@@ -87,7 +85,7 @@ def test_a_step_samples_in_the_mode_of_its_most_demanding_row(
     assert SamplingMode.PENALISED in watched.drawn and SamplingMode.HOST not in watched.drawn
 
 
-def test_a_ban_that_has_ended_is_the_hosts_no_more(watched: Watched) -> None:
+def test_a_graph_samples_again_once_min_tokens_is_reached(watched: Watched) -> None:
     (prompt,) = prompts(5, 1, longest=3)
     params = {"temperature": 20.0, "seed": 1, "min_tokens": 3, "stop_token_ids": (0,)}
     assert watched.rig.submit(prompt, OUTPUTS, **params).wait().token_ids() == alone(prompt, **params)

@@ -1,4 +1,4 @@
-"""The end: drain, abort, store what is complete, end all threads, whoever calls and whatever is on its way."""
+"""Close: drain, abort, store complete blocks and end all threads, from any thread and during any transfer."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ def closed_in_time(rig: Rig, **options: float) -> bool:
     return not closing.is_alive()
 
 
-def test_close_that_arrives_while_a_step_takes_its_messages_is_not_lost() -> None:
+def test_a_close_message_sent_while_the_inbox_is_read_is_not_lost() -> None:
     rig = Rig()
     until = time.monotonic() + PATIENCE_S
 
@@ -32,7 +32,7 @@ def test_close_that_arrives_while_a_step_takes_its_messages_is_not_lost() -> Non
     assert closed_in_time(rig), "the engine sleeps on, though it was told to stop"
 
 
-def test_close_lets_requests_finish_within_the_time_to_drain() -> None:
+def test_close_lets_requests_finish_within_the_drain_timeout() -> None:
     rig = Rig()
     asked = prompts(41, 4)
     replies = [rig.submit(prompt, 20) for prompt in asked]
@@ -42,7 +42,7 @@ def test_close_lets_requests_finish_within_the_time_to_drain() -> None:
     rig.check_idle()
 
 
-def test_close_aborts_what_is_left_when_the_time_to_drain_is_over() -> None:
+def test_close_aborts_requests_after_the_drain_timeout() -> None:
     rig = Rig(max_running=2, slots=16)
     asked = prompts(42, 6)
     replies = [rig.submit(prompt, 60) for prompt in asked]
@@ -54,7 +54,7 @@ def test_close_aborts_what_is_left_when_the_time_to_drain_is_over() -> None:
     rig.check_idle()
 
 
-def test_close_with_requests_in_the_inbox_ends_them_too() -> None:
+def test_close_ends_requests_that_are_still_in_the_inbox() -> None:
     rig = Rig()
     ready = threading.Event()
     rig.engine.parts.inbox.put(lambda: ready.wait(PATIENCE_S) and None)
@@ -90,7 +90,7 @@ def test_tokens_of_the_last_step_are_delivered_and_its_blocks_stored(tmp_path: P
     assert len(rig.disk.index) == 4
 
 
-def test_second_close_is_harmless_from_many_threads_too(tmp_path: Path) -> None:
+def test_repeated_closes_from_many_threads_flush_once(tmp_path: Path) -> None:
     rig = Rig(slots=16, disk=tmp_path)
     assert rig.engine.parts.transfers is not None
     flush, flushes = rig.engine.parts.transfers.flush, list[float]()
@@ -118,7 +118,7 @@ def test_second_close_is_harmless_from_many_threads_too(tmp_path: Path) -> None:
     rig.check_idle()
 
 
-def test_what_is_submitted_after_close_is_refused() -> None:
+def test_requests_submitted_after_close_are_refused() -> None:
     rig = Rig()
     rig.close()
     assert rig.engine.health().status == "draining"
@@ -129,7 +129,7 @@ def test_what_is_submitted_after_close_is_refused() -> None:
     assert rig.engine.unfinished == 0
 
 
-def test_every_request_that_was_accepted_while_closing_gets_its_end() -> None:
+def test_every_request_accepted_during_close_gets_its_end() -> None:
     rig = Rig(max_waiting=1000)
     begun, accepted, refused = threading.Barrier(5), list[Reply](), list[Exception]()
 
@@ -155,7 +155,7 @@ def test_every_request_that_was_accepted_while_closing_gets_its_end() -> None:
     rig.check_idle()
 
 
-def test_close_writes_what_was_stored_to_disk(tmp_path: Path) -> None:
+def test_close_writes_stored_blocks_to_disk(tmp_path: Path) -> None:
     prompt = [9] * 24
     gate = threading.Event()
     rig = Rig(slots=16, disk=tmp_path)
@@ -170,7 +170,7 @@ def test_close_writes_what_was_stored_to_disk(tmp_path: Path) -> None:
     rig.check_idle()
 
 
-def test_close_gives_up_on_writes_that_have_not_begun_when_the_time_to_flush_is_over(tmp_path: Path) -> None:
+def test_close_drops_unstarted_disk_writes_after_the_flush_timeout(tmp_path: Path) -> None:
     gate = threading.Event()
     rig = Rig(slots=16, disk=tmp_path)
     assert rig.disk is not None
@@ -196,7 +196,7 @@ def test_close_gives_up_on_writes_that_have_not_begun_when_the_time_to_flush_is_
     with_one.close()
 
 
-def test_directory_is_let_go_of_though_the_last_poll_fails(tmp_path: Path) -> None:
+def test_close_releases_the_disk_directory_even_if_the_last_poll_fails(tmp_path: Path) -> None:
     rig = Rig(slots=16, disk=tmp_path)
     rig.ask([1, 2, 3], 2)
     assert rig.engine.parts.transfers is not None
@@ -214,7 +214,7 @@ def test_directory_is_let_go_of_though_the_last_poll_fails(tmp_path: Path) -> No
     assert all(not stream._thread.is_alive() for stream in rig.device._streams.values())
 
 
-def test_streams_have_ended_when_close_returns(tmp_path: Path) -> None:
+def test_all_threads_have_ended_when_close_returns(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     rig = Rig(slots=16, disk=tmp_path)
     rig.ask([1, 2, 3], 2)

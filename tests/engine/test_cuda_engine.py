@@ -1,6 +1,4 @@
-"""The whole engine on a GPU: the answers of the CPU's reference, whatever tier a prefix comes from, whatever goes wrong
-beside it.
-"""
+"""The whole engine on a GPU: answers equal the CPU's, from every tier and despite failures."""
 
 from __future__ import annotations
 
@@ -114,7 +112,7 @@ def assert_near(outputs: list[RequestOutput], reference: list[RequestOutput]) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_of_every_family_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+def test_every_model_family_gives_the_same_answers_as_on_the_cpu(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path, 2)
     with engine(model, "cpu") as llm:
         reference = llm.generate(PROMPTS, GREEDY)
@@ -124,7 +122,7 @@ def test_answers_of_every_family_are_those_of_the_cpu(family: str, tmp_path: Pat
         assert_near([llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS], reference)
 
 
-def test_answers_of_a_real_model_are_those_of_the_cpu(smollm: str) -> None:
+def test_a_real_model_gives_the_same_answers_as_on_the_cpu(smollm: str) -> None:
     ids = Tokenizer.load(smollm).encode(sample_text())
     prompts = [ids[:700], ids[100:131], ids[:16]]
     with engine(smollm, "cpu") as llm:
@@ -139,7 +137,7 @@ def test_a_model_has_the_same_fingerprint_on_both_devices(llama: Path) -> None:
     assert there.fingerprint == load_model(str(llama), block_tokens=16).fingerprint
 
 
-def test_draws_with_a_seed_are_those_of_the_cpu(llama: Path) -> None:
+def test_seeded_sampling_gives_the_same_tokens_as_on_the_cpu(llama: Path) -> None:
     prompts = [PROMPTS[1]] * len(EVERY_WAY_TO_DRAW)
     with engine(llama, "cpu") as llm:
         reference = llm.generate(prompts, EVERY_WAY_TO_DRAW)
@@ -162,7 +160,9 @@ def test_an_engine_without_options_uses_the_gpu_and_a_share_of_its_free_memory(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_gives_equal_tokens_cold_and_from_every_tier(dtype: str, smollm: str, tmp_path: Path) -> None:
+def test_half_precision_gives_equal_tokens_without_a_cache_and_from_every_tier(
+    dtype: str, smollm: str, tmp_path: Path
+) -> None:
     prompt = Tokenizer.load(smollm).encode(sample_text())[:1000]
     offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
     with engine(smollm, separate_tail_chunk=True, dtype=dtype) as llm:
@@ -181,7 +181,7 @@ def test_half_precision_gives_equal_tokens_cold_and_from_every_tier(dtype: str, 
     assert tokens([stored, on_device, from_host, from_disk]) == [cold.token_ids] * 4
 
 
-def test_what_a_gpu_stored_a_cpu_goes_on_with(llama: Path, tmp_path: Path) -> None:
+def test_a_cpu_engine_reuses_blocks_that_a_gpu_stored(llama: Path, tmp_path: Path) -> None:
     offload = OffloadConfig(host="16MiB", disk=tmp_path / "kv", disk_capacity="64MiB")
     with engine(llama, offload=offload) as llm:
         reference = llm.generate([PROMPTS[0]], GREEDY)
@@ -230,7 +230,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @compiles
 @pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-def test_answers_by_captured_forward_passes_are_those_of_eager_ones(family: str, tmp_path: Path) -> None:
+def test_captured_forward_passes_give_the_same_answers_as_eager_ones(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path, 2)
     with engine(model, max_running=6, chunk_tokens=64) as llm:
         expected = [
@@ -247,7 +247,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(family: str,
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
-def test_a_captured_step_waits_for_each_group_of_layers_that_is_still_on_its_way_h5(llama: Path) -> None:
+def test_a_captured_step_waits_for_each_layer_group_still_being_loaded_h5(llama: Path) -> None:
     with engine(llama, **CAPTURED, offload=OffloadConfig(host="64MiB"), check_order=True) as llm:
         always_load(llm)
         reference = tokens(llm.generate([PROMPTS[0]], GREEDY))
@@ -279,7 +279,7 @@ def test_a_captured_step_waits_for_each_group_of_layers_that_is_still_on_its_way
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_what_no_window_reaches_is_not_loaded_and_not_read(family: str, eager: bool, tmp_path: Path) -> None:
+def test_layers_of_blocks_before_their_window_are_not_loaded_or_read(family: str, eager: bool, tmp_path: Path) -> None:
     """In layers with a window of 12 tokens, only the last block of 16 tokens before the first computed one is read."""
     model = tiny_model_dir(family, tmp_path, 2)
     with engine(model, **{**CAPTURED, "eager": eager}, offload=OffloadConfig(host="64MiB")) as llm:
@@ -308,7 +308,7 @@ def test_what_no_window_reaches_is_not_loaded_and_not_read(family: str, eager: b
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("proposer", ["ngram", "mtp", "draft"])
-def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
+def test_drafts_change_no_token_and_equal_many_are_accepted_in_both_modes(
     llama: Path, tmp_path: Path, proposer: str, eager: bool
 ) -> None:
     options = {**CAPTURED, "eager": eager, "offload": OffloadConfig(host="64MiB"), "check_order": True}
@@ -335,7 +335,7 @@ def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
-def test_a_model_that_cannot_be_captured_is_served_all_the_same(
+def test_a_model_that_cannot_be_captured_runs_eagerly(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from sidestream.models.adapter import PagedModel
@@ -356,7 +356,7 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
-def test_memory_that_runs_out_at_capture_leaves_what_was_captured_by_then(
+def test_graphs_captured_before_memory_ran_out_are_used(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from sidestream.models.adapter import PagedModel
@@ -386,7 +386,7 @@ def test_memory_that_runs_out_at_capture_leaves_what_was_captured_by_then(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_pool_that_is_too_small_preempts_and_offloads_and_no_answer_changes(
+def test_preemption_and_offload_in_a_small_pool_change_no_answer(
     asynchronous: bool, llama: Path, tmp_path: Path
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -409,7 +409,7 @@ def test_a_pool_that_is_too_small_preempts_and_offloads_and_no_answer_changes(
         assert llm.engine.parts.blocks.num_used == 0
 
 
-def test_an_aborted_request_gives_everything_back(llama: Path) -> None:
+def test_aborted_requests_release_all_their_resources(llama: Path) -> None:
     with engine(llama, offload=OffloadConfig(host="16MiB"), check_order=True) as llm:
         for _ in range(5):
             for delta in llm.stream(PROMPTS[0], SamplingParams(max_tokens=500, ignore_eos=True)):
@@ -479,7 +479,7 @@ print("cuda here", torch.cuda.is_initialized())
 """
 
 
-def test_an_engine_in_its_own_process_answers_alike_and_cuda_stays_out_of_this_one(llama: Path) -> None:
+def test_an_engine_in_its_own_process_gives_equal_answers_without_cuda_here(llama: Path) -> None:
     with engine(llama) as reference:
         expected = reference.generate(
             [[5 + at % 240 for at in range(200)]], dataclasses.replace(GREEDY, logprobs=None)
@@ -509,7 +509,7 @@ def no_host_wait() -> Iterator[None]:
 @compiles
 @pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("eager", [True, False])
-def test_no_step_makes_the_host_wait_whatever_is_asked_for_p1(
+def test_no_step_makes_the_host_wait_with_any_sampling_option_p1(
     llama: Path, eager: bool, request: pytest.FixtureRequest
 ) -> None:
     with engine(llama, **({} if eager else CAPTURED), offload=OffloadConfig(host="16MiB")) as llm:
@@ -535,7 +535,7 @@ def test_no_step_makes_the_host_wait_whatever_is_asked_for_p1(
         ("llama", "bfloat16", 9),
     ],
 )
-def test_nothing_is_compiled_once_it_serves_p3(
+def test_no_kernel_is_compiled_while_serving_p3(
     family: str, dtype: str, max_running: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import triton
@@ -606,7 +606,7 @@ def test_layers_are_compiled_once_and_never_while_serving_p3(
     assert 6 <= at_start <= 8  # four parts of a layer and two around them, and what few of them need besides
 
 
-def test_a_second_start_finds_all_that_the_first_one_compiled(llama: Path, tmp_path: Path) -> None:
+def test_a_second_start_reuses_the_kernels_compiled_by_the_first(llama: Path, tmp_path: Path) -> None:
     serve = (
         "import sys; from sidestream import LLM, SamplingParams\n"
         "with LLM(sys.argv[1], device='cuda', dtype='float32', kv_memory='64MiB', max_running=1, "
@@ -636,7 +636,7 @@ def test_a_second_start_finds_all_that_the_first_one_compiled(llama: Path, tmp_p
 @compiles
 @pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("proposer", ["mtp", "draft"])
-def test_what_drafts_is_compiled_and_captured_with_the_model(
+def test_the_proposer_is_compiled_and_captured_with_the_model(
     llama: Path, tmp_path: Path, proposer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine(llama, **CAPTURED) as llm:
@@ -678,7 +678,7 @@ def test_a_step_without_gpu_memory_ends_its_request_only(llama: Path, monkeypatc
         assert tokens(llm.generate([PROMPTS[1]], GREEDY)) == expected
 
 
-def test_a_pool_or_a_host_tier_that_does_not_fit_is_refused_before_it_serves(llama: Path) -> None:
+def test_a_pool_or_host_tier_larger_than_memory_is_refused_at_start(llama: Path) -> None:
     from sidestream import ConfigError
 
     with pytest.raises(ConfigError, match=r"of the GPU's .* GiB are free"):
@@ -735,7 +735,7 @@ def test_a_lost_gpu_ends_the_engine_with_a_message_and_leaves_the_disk_intact(ll
     assert lines[0] == " ".join(["tokens", *map(str, output.token_ids)])
 
 
-def test_doctor_says_that_the_gpu_is_used_and_how_fast_its_link_is() -> None:
+def test_doctor_reports_the_gpu_and_the_speed_of_its_link() -> None:
     from sidestream.cli.probes import findings
 
     found = {finding.name: finding for finding in findings(None)}

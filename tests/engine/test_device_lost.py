@@ -1,4 +1,4 @@
-"""A device that is lost, and one that is full: who is told what, and what is still there afterwards."""
+"""A lost device, and one without memory: errors that clients get, and blocks that survive on disk."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_lost_device_ends_the_engine_and_every_client_gets_an_error(calls: tup
     expect_on_disk(model, tmp_path)
 
 
-def test_a_device_that_is_lost_while_the_engine_closes_does_not_keep_it_from_closing(tmp_path: Path) -> None:
+def test_an_engine_whose_device_is_lost_during_close_still_closes(tmp_path: Path) -> None:
     device, model = MortalDevice(), Slow()
     engine = start(device, model, tmp_path)
     serve_first(engine, model)

@@ -1,6 +1,4 @@
-"""One request's fault ends that request, a step's fault ends its requests, and the engine's own fault is told to
-everybody.
-"""
+"""An error of a request ends that request, one of a step ends its requests, and one of the engine ends all."""
 
 import dataclasses
 import logging
@@ -62,9 +60,7 @@ def not_a_number(logits: torch.Tensor, rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_step_that_raises_ends_its_requests_and_others_go_on(
-    asynchronous: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_raises_ends_only_its_own_requests(asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
     with serving(model=PoisonedModel(explode), slots=16, asynchronous=asynchronous, max_running=2) as rig:
         hold = rig.hold("compute")
         running = rig.submit(PROMPT, 6)
@@ -83,7 +79,7 @@ def test_step_that_raises_ends_its_requests_and_others_go_on(
     assert "a step of" in caplog.text
 
 
-def test_request_preempted_after_the_launch_of_a_failed_step_is_computed_again() -> None:
+def test_a_request_preempted_while_a_failing_step_ran_is_computed_again() -> None:
     model, device = PoisonedModel(explode), CpuDevice(compute_threads=1)
     prompt = [POISON, 1, 2]
     config = EngineConfig(kv_memory=8 * model.layout.block_bytes, block_tokens=4, chunk_tokens=8, max_running=2)
@@ -105,7 +101,7 @@ def test_request_preempted_after_the_launch_of_a_failed_step_is_computed_again()
     assert [token for delta in received for token in delta.token_ids] == model.expected(prompt, 3)
 
 
-def test_request_that_ended_after_the_launch_of_a_failed_step_stays_ended() -> None:
+def test_a_request_that_ended_while_a_failing_step_ran_gets_no_second_end() -> None:
     model, device = PoisonedModel(explode), CpuDevice(compute_threads=1)
     config = EngineConfig(kv_memory=8 * model.layout.block_bytes, block_tokens=4, chunk_tokens=8, max_running=2)
     engine, received = build_engine(model, config, device=device, threaded=False), list[Delta]()
@@ -126,7 +122,7 @@ def test_request_that_ended_after_the_launch_of_a_failed_step_stays_ended() -> N
     assert [token for delta in answer for token in delta.token_ids] == model.expected(PROMPT, 3)
 
 
-def test_blocks_of_a_step_that_raised_are_neither_found_nor_stored() -> None:
+def test_blocks_of_a_failed_step_are_neither_reused_nor_stored() -> None:
     model = PoisonedModel(explode)
     with serving(model=model, slots=16) as rig:
         prompt = [POISON, *range(1, 12)]
@@ -137,7 +133,7 @@ def test_blocks_of_a_step_that_raised_are_neither_found_nor_stored() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_logits_that_are_not_finite_end_that_request_only(asynchronous: bool) -> None:
+def test_non_finite_logits_end_their_own_request_only(asynchronous: bool) -> None:
     model = PoisonedModel(not_a_number)
     with serving(model=model, slots=16, asynchronous=asynchronous) as rig:
         prompt = [*range(1, 12), POISON]
@@ -153,7 +149,7 @@ def test_logits_that_are_not_finite_end_that_request_only(asynchronous: bool) ->
         assert rig.ask([*prompt, 1]).cached.total == 0  # nothing that it computed was kept for others
 
 
-def test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite(tmp_path: Path) -> None:
+def test_blocks_of_a_request_with_non_finite_logits_are_never_reused(tmp_path: Path) -> None:
     """Its first chunks have no logits: if their KV is broken, the last one's show it."""
     model = PoisonedModel(not_a_number)
     with serving(model=model, slots=32, blocks=40, disk=tmp_path) as rig:
@@ -169,7 +165,7 @@ def test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finit
         assert rig.ask(prompt).cached.total == 20  # what others had computed before stays
 
 
-def test_logits_that_stop_being_finite_in_mid_answer_end_it_there() -> None:
+def test_non_finite_logits_during_decode_end_the_answer_there() -> None:
     poisoned: list[int] = []
 
     class LaterNan(ToyModel):
@@ -193,7 +189,7 @@ def test_logits_that_stop_being_finite_in_mid_answer_end_it_there() -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError("injected"), SystemExit(3), KeyboardInterrupt()])
-def test_sink_that_raises_is_aborted_and_called_no_more(
+def test_a_request_whose_sink_raises_is_aborted_and_the_sink_not_called_again(
     failure: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Delta] = []
@@ -214,7 +210,7 @@ def test_sink_that_raises_is_aborted_and_called_no_more(
     assert "its sink raised: the request is aborted" in caplog.text
 
 
-def test_sink_that_raises_at_the_last_output_ends_as_it_would_have() -> None:
+def test_a_sink_that_raises_at_the_last_delta_does_not_change_the_finish_reason() -> None:
     def sink(delta: Delta) -> None:
         if delta.finish_reason:
             raise ValueError("injected")
@@ -244,7 +240,7 @@ class BrittleTokenizer(ToyTokenizer):
         return Brittle(text_bytes)
 
 
-def test_tokenizer_that_raises_ends_that_request_only() -> None:
+def test_a_tokenizer_error_ends_its_own_request_only() -> None:
     bad = ToyModel().expected(PROMPT, 4)[3]
     with serving(tokenizer=BrittleTokenizer(bad)) as rig:
         other_prompt = next(p for p in prompts(33, 50) if bad not in ToyModel().expected(p, 8))
@@ -266,7 +262,7 @@ class EndlessTokenizer(ToyTokenizer):
         return Endless(text_bytes)
 
 
-def test_aborted_sample_gets_its_end_though_the_tokenizer_fails(
+def test_an_aborted_sample_gets_its_end_even_if_the_tokenizer_fails(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with serving(tokenizer=EndlessTokenizer()) as rig:
@@ -280,7 +276,7 @@ def test_aborted_sample_gets_its_end_though_the_tokenizer_fails(
     assert "sample 0: the tokenizer failed at token" in caplog.text
 
 
-def test_close_ends_requests_though_the_tokenizer_is_broken() -> None:
+def test_close_ends_requests_even_if_the_tokenizer_fails() -> None:
     rig = Rig(tokenizer=EndlessTokenizer())
     replies = [rig.submit(prompt, 60) for prompt in prompts(34, 6)]
     replies[0].wait_for_tokens(1)
@@ -289,7 +285,7 @@ def test_close_ends_requests_though_the_tokenizer_is_broken() -> None:
     rig.check_idle()
 
 
-def test_sample_whose_last_text_cannot_be_made_ends_with_an_error_of_its_own() -> None:
+def test_a_sample_whose_last_text_cannot_be_decoded_ends_with_an_error() -> None:
     with serving(tokenizer=EndlessTokenizer()) as rig:
         reply = rig.submit(PROMPT, 4)
         assert (reply.reason, reply.error) == ("error", "the tokenizer failed: injected: half a character is left")
@@ -302,7 +298,7 @@ class NoTokenizer(ToyTokenizer):
         raise MemoryError("injected")
 
 
-def test_tokenizer_that_cannot_begin_fails_the_submission_and_takes_nothing() -> None:
+def test_a_tokenizer_that_fails_at_submission_leaves_no_request() -> None:
     with serving(tokenizer=NoTokenizer()) as rig:
         with pytest.raises(MemoryError):
             rig.submit(PROMPT, n=3)
@@ -344,7 +340,7 @@ def test_exception_on_the_engine_thread_reaches_every_client(where: str, caplog:
     assert "the engine failed and stops serving" in caplog.text
 
 
-def test_request_that_was_submitted_but_not_begun_learns_that_the_engine_failed() -> None:
+def test_a_queued_request_gets_an_error_if_the_engine_fails() -> None:
     rig = Rig()
     ready = threading.Event()
 
@@ -362,7 +358,7 @@ def test_request_that_was_submitted_but_not_begun_learns_that_the_engine_failed(
     rig.close()
 
 
-def test_engine_that_fails_notifies_all_clients_though_one_of_them_raises() -> None:
+def test_a_failed_engine_notifies_all_clients_even_if_one_raises() -> None:
     def sink(delta: Delta) -> None:
         raise ValueError("injected: a client")
 
@@ -377,7 +373,7 @@ def test_engine_that_fails_notifies_all_clients_though_one_of_them_raises() -> N
     rig.close()
 
 
-def test_call_runs_on_the_engine_thread_and_hands_its_failure_to_the_caller() -> None:
+def test_call_runs_on_the_engine_thread_and_raises_its_error_in_the_caller() -> None:
     with serving() as rig:
         where: list[str] = []
         rig.engine.call(lambda: where.append(threading.current_thread().name))
@@ -388,7 +384,7 @@ def test_call_runs_on_the_engine_thread_and_hands_its_failure_to_the_caller() ->
         assert rig.engine.health().status == "ok"
 
 
-def test_no_log_line_is_written_for_requests_that_go_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_successful_requests_write_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sidestream")
     with serving(slots=8) as rig:
         caplog.clear()  # lines of the start
@@ -399,7 +395,7 @@ def test_no_log_line_is_written_for_requests_that_go_well(caplog: pytest.LogCapt
     assert [record for record in caplog.records if record.name.startswith("sidestream")] == []
 
 
-def test_a_failed_load_is_looked_up_before_the_results_of_its_step_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_loads_are_checked_before_results_of_their_step_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step waited for a load that has failed, and the offload worker has not reported the failure yet."""
     model, told = ToyModel(), list[Delta]()
     size, offload = model.layout.block_bytes, OffloadConfig(host=8 * model.layout.block_bytes)

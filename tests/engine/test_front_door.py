@@ -1,4 +1,4 @@
-"""Requests that a front end has checked, and the moments at which front ends are told."""
+"""Requests that a front end has checked, and the times at which outputs are delivered to front ends."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def told(rig: Rig, request: CheckedRequest) -> Reply:
 # ------------------------------------------------------------------ enqueue
 
 
-def test_a_checked_request_is_served_as_one_that_was_submitted() -> None:
+def test_a_checked_request_is_served_like_a_submitted_one() -> None:
     with serving() as rig:
         rig.expect(told(rig, checked(rig)), PROMPT, 6)
         assert told(rig, checked(rig)).cached.device == 20
 
 
 @pytest.mark.parametrize("version", [-1, 1])
-def test_keys_of_another_version_are_made_again(version: int) -> None:
+def test_keys_of_another_version_are_recomputed(version: int) -> None:
     """Those that came with it are of other weights: they neither find blocks nor name any."""
     with serving(slots=16) as rig:
         wrong: list[Key] = []
@@ -55,7 +55,7 @@ def test_keys_of_another_version_are_made_again(version: int) -> None:
         assert all(host.pool.get(key) is None for key in wrong)
 
 
-def test_keys_that_were_made_before_the_weights_changed_are_made_again() -> None:
+def test_keys_from_before_a_weight_change_are_recomputed() -> None:
     with serving() as rig:
         before = checked(rig)
         rig.ask(PROMPT, 6)
@@ -65,7 +65,7 @@ def test_keys_that_were_made_before_the_weights_changed_are_made_again() -> None
         assert told(rig, checked(rig)).cached.device == 20  # what the first one has computed is under the new keys
 
 
-def test_a_request_of_many_samples_counts_each_towards_the_queue() -> None:
+def test_each_sample_of_a_request_counts_towards_the_queue_bound() -> None:
     with serving(max_running=2, max_waiting=1) as rig:
         hold = rig.hold("compute")
         replies = [Reply() for _ in range(3)]
@@ -78,7 +78,7 @@ def test_a_request_of_many_samples_counts_each_towards_the_queue() -> None:
             rig.expect(reply, PROMPT, 6)
 
 
-def test_a_closed_engine_takes_no_checked_request() -> None:
+def test_a_closed_engine_refuses_checked_requests() -> None:
     rig = Rig()
     request = checked(rig)
     rig.close()
@@ -108,7 +108,7 @@ class Told:
             self._now = []
 
 
-def test_outputs_are_delivered_once_a_commit_on_the_engine_thread() -> None:
+def test_outputs_of_a_commit_are_delivered_together_on_the_engine_thread() -> None:
     with serving() as rig:
         told = Told(rig)
         hold = rig.hold("compute")
@@ -124,7 +124,7 @@ def test_outputs_are_delivered_once_a_commit_on_the_engine_thread() -> None:
         assert max(map(len, told.groups)) == 3
 
 
-def test_ends_that_no_commit_brings_are_delivered_at_once() -> None:
+def test_aborts_are_delivered_without_waiting_for_a_commit() -> None:
     with serving() as rig:
         told = Told(rig)
         hold = rig.hold("compute")
@@ -147,7 +147,7 @@ def test_all_delivery_callbacks_are_called() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "failure"])
-def test_the_last_outputs_are_delivered(how: str) -> None:
+def test_outputs_at_close_or_failure_are_delivered(how: str) -> None:
     rig = Rig()
     told = Told(rig)
 

@@ -1,4 +1,4 @@
-"""The gauges tell the truth at rest, whatever ended last: the engine sleeps, and nothing but its own clock wakes it."""
+"""Gauges are correct while the engine is idle, when only its own clock wakes it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_until_shown(rig: Rig, wanted: dict[str, int]) -> None:
         assert time.monotonic() < until, f"{shown(rig)} is shown a second later, not {wanted}"
 
 
-def test_the_gauges_are_true_while_a_slow_disk_writes_and_after_it_has(tmp_path: Path) -> None:
+def test_gauges_are_correct_during_and_after_a_slow_disk_write(tmp_path: Path) -> None:
     disk_answers = threading.Event()
     with serving(slots=24, disk=tmp_path) as rig:
         assert rig.disk is not None
@@ -58,7 +58,7 @@ def test_the_gauges_are_true_while_a_slow_disk_writes_and_after_it_has(tmp_path:
         assert shown(rig) == actual(rig)
 
 
-def test_an_engine_at_rest_does_not_wake_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_does_not_wake_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "_GAUGE_PERIOD_S", 0.001)
     monkeypatch.setattr(loop, "_TRIM_AFTER_S", 0.01)
     with serving(slots=24, disk=tmp_path) as rig:

@@ -40,7 +40,7 @@ def settle(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(HYBRIDS))
-def test_answers_are_those_of_the_cpu_eager_and_captured_and_from_every_tier(family: str, tmp_path: Path) -> None:
+def test_answers_equal_the_cpus_eager_and_captured_and_from_every_tier(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path / "model", 3)
     options = {"dtype": "float32", "kv_memory": "64MiB", "max_running": 4}
     turns = [[*prompt, 9, 8, 7] for prompt in PROMPTS]
@@ -77,7 +77,7 @@ def test_answers_are_those_of_the_cpu_eager_and_captured_and_from_every_tier(fam
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "qwen3_next", "lfm2"])
-def test_answers_with_drafts_are_those_of_the_cpu_eager_and_captured(family: str, tmp_path: Path) -> None:
+def test_answers_with_drafts_equal_the_cpus_eager_and_captured(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path / "model", 3)
     options = {"dtype": "float32", "kv_memory": "64MiB", "max_running": 4}
     prompts = [([5, 17, 90, 41, 3 + step] * 40)[:length] for step, length in ((3, 150), (7, 77), (11, 38), (13, 21))]

@@ -25,7 +25,7 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return taken
 
 
-def test_an_idle_engine_trims_memory_once_until_it_has_worked_again(trims: list[Any]) -> None:
+def test_an_idle_engine_trims_memory_once_after_each_period_of_work(trims: list[Any]) -> None:
     with serving() as rig:
         rig.turn_until(lambda: len(trims) == 1)
         rig.ask([1, 2, 3])
@@ -34,7 +34,7 @@ def test_an_idle_engine_trims_memory_once_until_it_has_worked_again(trims: list[
         assert len(trims) == 3
 
 
-def test_an_engine_does_not_trim_memory_while_anything_is_on_its_way(trims: list[Any]) -> None:
+def test_an_engine_does_not_trim_memory_during_transfers(trims: list[Any]) -> None:
     with serving(slots=24) as rig, rig.hold("store"):
         reply = rig.ask(list(range(1, 24)))
         before = len(trims)
@@ -42,7 +42,7 @@ def test_an_engine_does_not_trim_memory_while_anything_is_on_its_way(trims: list
         assert len(trims) == before
 
 
-def test_trim_memory_gives_free_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_memory_calls_malloc_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
 
     class Library:
@@ -57,7 +57,7 @@ def test_trim_memory_gives_free_memory_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert called == [0]
 
 
-def test_trim_memory_does_nothing_where_the_system_has_no_such_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_memory_does_nothing_without_malloc_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sidestream.engine.inbox import Inbox
 
 
-def test_nothing_overtakes_a_message_that_must_wait() -> None:
+def test_no_message_overtakes_one_that_must_wait() -> None:
     inbox = Inbox()
     said: list[str] = []
     for name, anytime in (("first", True), ("second", False), ("third", True)):

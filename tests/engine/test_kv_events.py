@@ -36,7 +36,7 @@ PROMPT = list(range(1, 41))
 # ---------------------------------------------------------------------- exactness
 
 
-def test_a_sequence_is_told_with_its_tokens_and_its_parent() -> None:
+def test_an_event_has_the_tokens_of_its_blocks_and_their_parent() -> None:
     rig, batches = Rig(kv_events=KVEventsConfig()), list[KVEventBatch]()
     rig.engine.on_kv_events(lambda sequence, batch: batches.append(batch))
     rig.ask(PROMPT, 9)
@@ -61,7 +61,7 @@ def test_a_sequence_is_told_with_its_tokens_and_its_parent() -> None:
     assert list(known)[1:] == [block_hash(key) for key in keys]
 
 
-def test_blocks_that_come_back_from_host_memory_are_told_again() -> None:
+def test_blocks_loaded_from_host_memory_are_reported_again() -> None:
     rig = Rig(blocks=14, slots=40, kv_events=KVEventsConfig())
     router = EventReplay(rig.engine)
     for first in (1, 2, 3, 1, 2):
@@ -74,7 +74,7 @@ def test_blocks_that_come_back_from_host_memory_are_told_again() -> None:
     assert len(router.held["CPU"]) > 20
 
 
-def test_the_salt_of_a_request_is_told_with_the_first_block_only() -> None:
+def test_the_cache_salt_is_reported_with_the_first_block_only() -> None:
     rig, batches = Rig(kv_events=KVEventsConfig()), list[KVEventBatch]()
     rig.engine.on_kv_events(lambda sequence, batch: batches.append(batch))
     rig.ask(PROMPT, 30, cache_salt="mine")
@@ -98,7 +98,7 @@ def test_removals_of_a_tier_are_one_event_unless_another_event_is_between_them()
     ]
 
 
-def test_a_salt_that_is_no_text_is_told_all_the_same() -> None:
+def test_a_cache_salt_that_is_no_valid_utf8_is_reported_escaped() -> None:
     (event,) = events_of([KeysStored("device", KEYS[:1], None, (1, 2), "a\ud800")], block_tokens=2)
     assert isinstance(event, BlockStored)
     assert event.extra_keys == (("a\\ud800",),)
@@ -188,7 +188,7 @@ BATCH = KVEventBatch(1.5, tuple(events_of(CHANGES, block_tokens=2)), 0)
 @pytest.mark.parametrize(
     ("encoding", "decoder"), [("map", current_decoder(array_like=False)), ("array", current_decoder(array_like=True))]
 )
-def test_classes_of_vllm_decode_every_field(encoding: str, decoder: Any) -> None:
+def test_vllms_event_classes_decode_every_field(encoding: str, decoder: Any) -> None:
     batch = decoder.decode(encode(BATCH, encoding=encoding))
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 0)
     cleared, first, second, on_host, from_disk, elsewhere = batch.events
@@ -211,7 +211,7 @@ def test_an_old_decoder_reads_the_array_encoding() -> None:
     assert batch.events[4].block_hashes == HASHES[:2]
 
 
-def test_a_map_names_the_class_as_vllm_does() -> None:
+def test_the_map_encoding_names_event_classes_as_vllm_does() -> None:
     ts, events, rank = msgspec.msgpack.decode(encode(BATCH, encoding="map"))
     assert (ts, rank) == (1.5, 0)
     assert events[0] == {"type": "AllBlocksCleared"}
@@ -281,7 +281,7 @@ def test_a_subscriber_and_a_replay_receive_what_a_callback_receives(tmp_path: Pa
     assert len(resets) == 1
 
 
-def test_what_an_earlier_process_left_on_disk_is_told_at_the_start(tmp_path: Path, context: Any) -> None:
+def test_blocks_on_disk_from_an_earlier_process_are_reported_at_start(tmp_path: Path, context: Any) -> None:
     rig = Rig(slots=8, disk=tmp_path / "kv")
     rig.ask(PROMPT, 2)
     rig.close()
@@ -297,7 +297,7 @@ def test_what_an_earlier_process_left_on_disk_is_told_at_the_start(tmp_path: Pat
     rig.close()
 
 
-def test_a_replay_begins_where_it_is_asked_to_and_forgets_the_oldest(tmp_path: Path, context: Any) -> None:
+def test_a_replay_starts_at_the_requested_batch_or_the_oldest_kept_one(tmp_path: Path, context: Any) -> None:
     sockets = KVEventSockets(KVEventsConfig(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b", buffer_batches=3))
     for sequence in range(5):
         sockets.send(sequence, b"%d" % sequence)
@@ -307,7 +307,7 @@ def test_a_replay_begins_where_it_is_asked_to_and_forgets_the_oldest(tmp_path: P
     sockets.close()
 
 
-def test_a_replay_longer_than_any_queue_is_complete(tmp_path: Path, context: Any) -> None:
+def test_a_replay_of_6000_batches_is_complete(tmp_path: Path, context: Any) -> None:
     sockets = KVEventSockets(KVEventsConfig(f"ipc://{tmp_path}/a", f"ipc://{tmp_path}/b"))
     for sequence in range(6000):
         sockets.send(sequence, bytes(500))
@@ -315,7 +315,7 @@ def test_a_replay_longer_than_any_queue_is_complete(tmp_path: Path, context: Any
     sockets.close()
 
 
-def test_a_subscriber_that_reads_nothing_blocks_neither_sends_nor_the_close(tmp_path: Path, context: Any) -> None:
+def test_a_subscriber_that_does_not_read_blocks_neither_send_nor_close(tmp_path: Path, context: Any) -> None:
     sockets = KVEventSockets(KVEventsConfig(f"ipc://{tmp_path}/a", buffer_batches=10))
     done = threading.Event()
 
@@ -335,7 +335,7 @@ def test_a_subscriber_that_reads_nothing_blocks_neither_sends_nor_the_close(tmp_
 # ---------------------------------------------------------------------- the queue
 
 
-def test_a_callback_that_blocks_never_delays_the_engine_and_a_drop_is_a_gap() -> None:
+def test_a_blocking_callback_does_not_delay_the_engine_and_misses_batches() -> None:
     metrics = Metrics()
     events = KVEvents(KVEventsConfig(buffer_batches=2), log=KeyLog(block_tokens=2), block_tokens=2, metrics=metrics)
     began, go_on, caught_up = threading.Event(), threading.Event(), threading.Event()
@@ -414,17 +414,17 @@ def test_a_wrong_option_is_refused_with_a_remedy(make: Callable[[], object], mes
         make()
 
 
-def test_the_process_of_the_engine_gets_the_whole_config() -> None:
+def test_the_engine_process_gets_the_whole_config() -> None:
     config = EngineConfig(kv_events=KVEventsConfig("tcp://*:5557", "tcp://*:5558", "kv", "array", 7))
     assert config_of(msgspec.msgpack.decode(msgspec.msgpack.encode(plain(config)))) == config
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://[::1]:5557", "tcp://*:5557", "ipc://kv/events"])
-def test_endpoints_of_both_kinds_are_accepted(endpoint: str) -> None:
+def test_tcp_and_ipc_endpoints_are_accepted(endpoint: str) -> None:
     assert KVEventsConfig(endpoint).endpoint == endpoint
 
 
-def test_an_endpoint_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_an_endpoint_in_use_is_refused(tmp_path: Path) -> None:
     first = KVEventSockets(KVEventsConfig("tcp://127.0.0.1:*", f"ipc://{tmp_path}/replay"))
     with pytest.raises(ConfigError, match=r"endpoint is tcp://127.0.0.1:\d+, which cannot be bound \(Address already"):
         check_endpoints(KVEventsConfig(first.endpoint))
@@ -442,7 +442,7 @@ def test_an_endpoint_that_is_taken_is_refused(tmp_path: Path) -> None:
     ("endpoint", "warned"),
     [("tcp://*:*", True), ("tcp://0.0.0.0:*", True), ("tcp://127.0.0.1:*", False)],
 )
-def test_events_that_other_machines_can_read_give_a_warning(
+def test_an_endpoint_reachable_from_other_machines_logs_a_warning(
     endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     sockets = KVEventSockets(KVEventsConfig(endpoint))
@@ -454,7 +454,7 @@ def test_events_that_other_machines_can_read_give_a_warning(
     assert (f"KV events on {sockets.endpoint}: anyone who reaches this machine" in caplog.text) == warned
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_a_missing_package_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"pip install 'sidestream\[kv-events\]'"):
         check_endpoints(KVEventsConfig("tcp://*:5557"))

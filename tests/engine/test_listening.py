@@ -1,4 +1,4 @@
-"""What is said while a step is awaited: what may be heard is heard at once, the rest between two steps."""
+"""Messages that arrive while a step is awaited: some are handled at once, the others between two steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def await_step(rig: Rig, *, outputs: int = 30) -> Reply:
     return reply
 
 
-def test_the_load_of_a_request_that_comes_while_a_step_is_awaited_begins_at_once(rig: Rig) -> None:
+def test_the_load_of_a_request_submitted_during_a_step_begins_at_once(rig: Rig) -> None:
     with rig.hold("compute"):
         other, steps = await_step(rig), rig.engine.num_steps
         reply = rig.submit(PROMPT)
@@ -44,14 +44,14 @@ def test_the_load_of_a_request_that_comes_while_a_step_is_awaited_begins_at_once
     rig.expect(other, OTHER, 30)
 
 
-def test_a_client_that_leaves_while_a_step_is_awaited_gets_its_end_at_once(rig: Rig) -> None:
+def test_a_request_aborted_during_a_step_ends_at_once(rig: Rig) -> None:
     with rig.hold("compute"):
         reply = await_step(rig)
         rig.abort(reply)
         assert reply.reason == "abort"
 
 
-def test_blocks_of_a_request_aborted_during_a_wait_are_safe_to_reuse() -> None:  # H3
+def test_no_load_writes_blocks_of_an_aborted_request_before_its_step_ends() -> None:  # H3
     with serving(blocks=10, slots=24) as rig:
         rig.ask(PROMPT)
         rig.settle()
@@ -66,7 +66,7 @@ def test_blocks_of_a_request_aborted_during_a_wait_are_safe_to_reuse() -> None: 
         assert reply.cached.host == REUSABLE
 
 
-def test_a_call_waits_until_no_step_is_awaited(rig: Rig) -> None:
+def test_a_call_runs_only_between_two_steps(rig: Rig) -> None:
     called = threading.Event()
     caller = threading.Thread(target=rig.engine.call, args=(called.set,))
     with rig.hold("compute"):
@@ -77,7 +77,7 @@ def test_a_call_waits_until_no_step_is_awaited(rig: Rig) -> None:
     caller.join()
 
 
-def test_nothing_is_loaded_for_a_request_that_waits_for_new_weights(rig: Rig) -> None:
+def test_no_block_is_loaded_for_a_request_that_waits_for_new_weights(rig: Rig) -> None:
     with rig.hold("compute"):
         await_step(rig, outputs=4)
         done = rig.engine.update_weights(lambda: None, fingerprint="others")

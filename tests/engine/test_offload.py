@@ -1,4 +1,4 @@
-"""The cache outlives the device pool and the process, and nothing that goes wrong with it changes a token."""
+"""The cache outlives the device pool and the process, and its failures change no token."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ def cold(rig: Rig) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.usefixtures("one_layer_a_group")
-def test_prefix_comes_back_from_device_host_and_disk(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_prefix_is_reused_from_device_host_and_disk(tmp_path: Path, asynchronous: bool) -> None:
     with serving(slots=24, disk=tmp_path, asynchronous=asynchronous) as rig:
         assert rig.ask(PROMPT).cached.total == 0
         assert rig.ask(PROMPT).cached.device == REUSABLE
@@ -60,7 +60,7 @@ def test_prefix_comes_back_from_device_host_and_disk(tmp_path: Path, asynchronou
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_requests_with_different_cache_salts_share_kv_in_no_tier(tmp_path: Path, asynchronous: bool) -> None:
+def test_requests_with_different_cache_salts_share_no_kv_in_any_tier(tmp_path: Path, asynchronous: bool) -> None:
     with serving(slots=64, disk=tmp_path, asynchronous=asynchronous) as rig:
 
         def cached(salt: str) -> CachedTokens:
@@ -81,7 +81,7 @@ def test_requests_with_different_cache_salts_share_kv_in_no_tier(tmp_path: Path,
         assert cached("b").disk == REUSABLE
 
 
-def test_a_prompt_shorter_than_a_block_keeps_its_answer_under_its_cache_salt() -> None:
+def test_blocks_of_an_answer_to_a_short_prompt_have_the_requests_cache_salt() -> None:
     """Its first key is made when its first block is complete, on the engine thread."""
     with serving() as rig:
         reply = rig.ask(PROMPT[:3], 12, cache_salt="a")
@@ -98,13 +98,13 @@ def test_a_prompt_shorter_than_a_block_keeps_its_answer_under_its_cache_salt() -
         ("x" * 1025, "cache_salt is 1025 characters long"),
     ],
 )
-def test_a_cache_salt_that_is_none_is_refused(salt: Any, said: str) -> None:
+def test_an_invalid_cache_salt_is_refused(salt: Any, said: str) -> None:
     with serving() as rig, pytest.raises(RequestRejected, match=said) as refusal:
         rig.submit(PROMPT, cache_salt=salt)
     assert refusal.value.param == "cache_salt"
 
 
-def test_last_tokens_of_an_answer_are_stored_though_no_further_step_runs(tmp_path: Path) -> None:
+def test_the_last_blocks_of_an_answer_are_stored_without_a_further_step(tmp_path: Path) -> None:
     with serving(slots=24, disk=tmp_path) as rig:
         reply = rig.ask(PROMPT, 12)
         rig.settle()
@@ -114,7 +114,7 @@ def test_last_tokens_of_an_answer_are_stored_though_no_further_step_runs(tmp_pat
         assert rig.ask([*whole, 1]).cached.disk == 40
 
 
-def test_restart_on_the_same_directory_serves_from_disk(tmp_path: Path) -> None:
+def test_an_engine_restarted_on_its_directory_reuses_blocks_on_disk(tmp_path: Path) -> None:
     with serving(slots=24, disk=tmp_path) as rig:
         before = rig.ask(PROMPT).token_ids()
     with serving(slots=24, disk=tmp_path) as rig:
@@ -123,7 +123,7 @@ def test_restart_on_the_same_directory_serves_from_disk(tmp_path: Path) -> None:
         assert reply.cached.disk == REUSABLE
 
 
-def test_blocks_without_a_slot_are_stored_once_host_memory_is_pinned(
+def test_deferred_blocks_are_stored_once_host_memory_is_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slots, pinned = 24, [2]
@@ -160,7 +160,7 @@ for number, prompt in enumerate(prompts(0, 1000, longest=30)):
 """
 
 
-def test_restart_after_kill_9_serves_what_was_complete_and_nothing_else(tmp_path: Path) -> None:
+def test_a_restart_after_kill_9_serves_complete_blocks_only(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", _VICTIM, str(tmp_path / "kv"), here]
     with subprocess.Popen(
@@ -184,7 +184,7 @@ def test_restart_after_kill_9_serves_what_was_complete_and_nothing_else(tmp_path
 # ------------------------------------------------------------------ order
 
 
-def test_step_does_not_read_blocks_that_are_still_being_loaded() -> None:  # H5
+def test_a_step_does_not_read_blocks_before_their_load_ends() -> None:  # H5
     with serving(slots=24) as rig:
         cold(rig)
         rig.engine.parts.executor._kv.zero_()
@@ -195,7 +195,7 @@ def test_step_does_not_read_blocks_that_are_still_being_loaded() -> None:  # H5
         assert reply.cached.host == REUSABLE
 
 
-def test_step_does_not_write_blocks_that_a_store_still_reads() -> None:  # H2
+def test_a_step_does_not_write_blocks_before_their_store_ends() -> None:  # H2
     with serving(blocks=12, slots=24) as rig:
         with rig.hold("store"):
             rig.ask(PROMPT, 2)
@@ -208,7 +208,7 @@ def test_step_does_not_write_blocks_that_a_store_still_reads() -> None:  # H2
         assert rig.ask(PROMPT, 2).cached.host == REUSABLE
 
 
-def test_load_does_not_write_blocks_that_a_step_still_uses() -> None:  # H3
+def test_a_load_does_not_write_blocks_that_a_step_still_uses() -> None:  # H3
     with serving(blocks=10, slots=24) as rig:
         cold(rig)
         hold = rig.hold("compute")
@@ -235,7 +235,7 @@ def test_load_does_not_write_blocks_that_a_step_still_uses() -> None:  # H3
         assert replies[0].cached.host == REUSABLE
 
 
-def test_aborted_load_holds_its_blocks_until_it_has_landed() -> None:  # H10
+def test_blocks_of_an_aborted_load_are_not_reused_before_it_ends() -> None:  # H10
     with serving(blocks=16, slots=24) as rig:
         cold(rig)
         with rig.hold("load"):
@@ -283,7 +283,7 @@ def failing_loads(monkeypatch: pytest.MonkeyPatch) -> FailingLoads:
     return fail
 
 
-def test_load_whose_blocks_left_host_memory_meanwhile_is_a_miss_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_whose_blocks_were_evicted_from_host_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(slots=24) as rig:
         cold(rig)
         host = rig.engine.parts.tiers.host
@@ -303,7 +303,7 @@ def test_load_whose_blocks_left_host_memory_meanwhile_is_a_miss_and_no_failure(m
         )
 
 
-def test_state_that_covers_other_tokens_is_a_miss_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrent_state_of_other_tokens_is_a_miss_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model = StatefulToyModel()
     with serving(blocks=64, slots=64, model=model) as rig:
         cold(rig)
@@ -336,7 +336,9 @@ def test_state_that_covers_other_tokens_is_a_miss_and_is_dropped(monkeypatch: py
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_failed_load_under_a_step_is_recomputed_and_never_seen(failing_loads: FailingLoads, asynchronous: bool) -> None:
+def test_blocks_of_a_load_that_fails_during_a_step_are_recomputed(
+    failing_loads: FailingLoads, asynchronous: bool
+) -> None:
     with serving(slots=24, asynchronous=asynchronous) as rig:
         cold(rig)
         bystander = rig.submit([3] * 10, 30)
@@ -352,7 +354,7 @@ def test_failed_load_under_a_step_is_recomputed_and_never_seen(failing_loads: Fa
         assert rig.ask(PROMPT).cached.host == REUSABLE
 
 
-def test_failed_load_of_a_state_harms_no_other_request_of_its_step(failing_loads: FailingLoads) -> None:
+def test_a_failed_load_of_a_state_affects_no_other_request_of_its_step(failing_loads: FailingLoads) -> None:
     with serving(blocks=64, slots=64, model=StatefulToyModel()) as rig:
         cold(rig)
         assert rig.engine.parts.states is not None
@@ -367,7 +369,7 @@ def test_failed_load_of_a_state_harms_no_other_request_of_its_step(failing_loads
         assert rig.counted("load_fallbacks_total", "load_failed") == 1
 
 
-def test_step_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_loads: FailingLoads) -> None:
+def test_a_step_error_caused_by_a_failed_load_does_not_end_the_request(failing_loads: FailingLoads) -> None:
     choked: list[int] = []
 
     class Choking(ToyModel):
@@ -390,7 +392,7 @@ def test_step_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_lo
         assert choked == [REUSABLE]
 
 
-def test_load_that_fails_after_two_steps_were_launched_voids_both(failing_loads: FailingLoads) -> None:
+def test_a_load_that_fails_under_two_launched_steps_discards_both_results(failing_loads: FailingLoads) -> None:
     with serving(slots=24) as rig:
         cold(rig)
         steps = rig.engine.num_steps
@@ -402,7 +404,7 @@ def test_load_that_fails_after_two_steps_were_launched_voids_both(failing_loads:
         assert failing_loads.failed == 1
 
 
-def test_slow_disk_is_waited_for_until_the_deadline_and_then_recomputed(tmp_path: Path) -> None:  # H6, H10
+def test_a_request_recomputes_if_the_disk_misses_the_deadline(tmp_path: Path) -> None:  # H6, H10
     gate = threading.Event()
     with serving(blocks=12, slots=24, disk=tmp_path, load_deadline_s=0.05) as rig:
         cold(rig)
@@ -424,7 +426,7 @@ def test_slow_disk_is_waited_for_until_the_deadline_and_then_recomputed(tmp_path
 @pytest.mark.parametrize(
     "fault", [faults.broken, faults.torn, faults.flapping(faults.healthy, faults.healthy, faults.torn)]
 )
-def test_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, fault: faults.Fault) -> None:
+def test_a_failed_disk_read_is_a_miss(tmp_path: Path, fault: faults.Fault) -> None:
     with serving(slots=24, disk=tmp_path) as rig:
         cold(rig)
         rig.forget_host()
@@ -440,7 +442,7 @@ def test_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, fault: faults.Fault)
             rig.ask(PROMPT)
 
 
-def test_fifos_in_place_of_entries_on_disk_hang_nothing(tmp_path: Path) -> None:
+def test_fifos_in_place_of_disk_entries_do_not_block_the_engine(tmp_path: Path) -> None:
     with serving(slots=24, disk=tmp_path, load_deadline_s=PATIENCE_S) as rig:
         rig.ask(PROMPT)
         rig.settle()
@@ -463,7 +465,7 @@ def test_fifos_in_place_of_entries_on_disk_hang_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [faults.full, faults.broken])
-def test_disk_that_cannot_be_written_does_not_stop_serving(tmp_path: Path, fault: faults.Fault) -> None:
+def test_failed_disk_writes_do_not_stop_serving(tmp_path: Path, fault: faults.Fault) -> None:
     with serving(slots=24, disk=tmp_path) as rig:
         assert rig.disk is not None
         rig.disk.on_write = fault
@@ -476,7 +478,7 @@ def test_disk_that_cannot_be_written_does_not_stop_serving(tmp_path: Path, fault
         assert rig.engine.health().status == "ok"
 
 
-def test_disk_directory_that_is_removed_shows_in_health_and_is_made_anew(
+def test_a_removed_disk_directory_is_shown_in_health_and_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier_io, "PAUSE_S", 0.0)
@@ -503,7 +505,7 @@ def test_disk_directory_that_is_removed_shows_in_health_and_is_made_anew(
         assert rig.ask([1] * len(PROMPT)).cached.disk == REUSABLE
 
 
-def test_disk_that_comes_and_goes_never_changes_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intermittent_disk_errors_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_io, "PAUSE_S", 0.0)
     with serving(blocks=20, slots=16, disk=tmp_path, disk_blocks=40) as rig:
         assert rig.disk is not None
@@ -520,7 +522,7 @@ def test_disk_that_comes_and_goes_never_changes_a_token(tmp_path: Path, monkeypa
             assert rig.counted("transfers_total", kind, "failed") > 0
 
 
-def test_host_tier_full_of_slow_writes_stores_less_and_serves_on(tmp_path: Path) -> None:
+def test_a_host_tier_full_of_slow_disk_writes_skips_stores_and_still_serves(tmp_path: Path) -> None:
     gate = threading.Event()
     with serving(slots=4, disk=tmp_path) as rig:
         assert rig.disk is not None
@@ -531,7 +533,7 @@ def test_host_tier_full_of_slow_writes_stores_less_and_serves_on(tmp_path: Path)
         gate.set()
 
 
-def test_request_that_waits_for_the_disk_can_be_aborted(tmp_path: Path) -> None:
+def test_a_request_that_waits_for_the_disk_can_be_aborted(tmp_path: Path) -> None:
     gate = threading.Event()
     with serving(slots=24, disk=tmp_path) as rig:
         cold(rig)
@@ -548,7 +550,7 @@ def test_request_that_waits_for_the_disk_can_be_aborted(tmp_path: Path) -> None:
         assert rig.ask(PROMPT).cached.total == REUSABLE
 
 
-def test_requests_that_wait_for_the_same_blocks_on_disk_read_them_once(tmp_path: Path) -> None:
+def test_requests_that_need_the_same_blocks_read_them_from_disk_once(tmp_path: Path) -> None:
     gate = threading.Event()
     with serving(slots=24, disk=tmp_path) as rig:
         cold(rig)
@@ -563,7 +565,7 @@ def test_requests_that_wait_for_the_same_blocks_on_disk_read_them_once(tmp_path:
         assert len(rig.disk.reads) == len(set(rig.disk.reads)) == REUSABLE // 4
 
 
-def test_step_waits_for_the_fences_of_its_plan() -> None:
+def test_a_step_waits_for_the_fences_of_its_plan() -> None:
     with serving() as rig:
         rig.ask(PROMPT)
         parts, other = rig.engine.parts, rig.device.stream("other")

@@ -33,7 +33,7 @@ def test_a_sink_that_raises_is_reported_to_the_caller() -> None:
     assert not stream.send(stream.delta_of(RowResult((5,)), 1, None))
 
 
-def test_an_end_without_a_token_is_a_delta_with_the_error() -> None:
+def test_ending_a_stream_with_an_error_sends_a_delta_with_it() -> None:
     deltas: list[Delta] = []
     stream_to(deltas).end("error", "injected")
     assert [(delta.token_ids, delta.finish_reason, delta.error) for delta in deltas] == [((), "error", "injected")]

@@ -1,4 +1,4 @@
-"""Tokens are those of the reference, whatever moves, is shared, is preempted or is aborted around them."""
+"""Tokens equal the reference's despite transfers, shared blocks, preemption and aborts."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ from sidestream_kv.types import StorePlan
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("offload", [True, False])
-def test_tiny_pools_with_preemption_and_shared_prefixes_yield_the_reference(
+def test_preemption_and_shared_prefixes_in_tiny_pools_change_no_token(
     asynchronous: bool, offload: bool, tmp_path: Path
 ) -> None:
     options = {"slots": 24, "disk": tmp_path} if offload else {}
@@ -32,7 +32,7 @@ def test_tiny_pools_with_preemption_and_shared_prefixes_yield_the_reference(
         assert rig.counted("load_fallbacks_total", "load_failed") == 0
 
 
-def test_costs_decide_freely_and_tokens_stay_the_reference(tmp_path: Path) -> None:
+def test_loads_and_recomputation_chosen_by_cost_change_no_token(tmp_path: Path) -> None:
     with serving(blocks=20, slots=12, disk=tmp_path, disk_blocks=40, always_load=False, load_deadline_s=0.01) as rig:
         for batch in range(4):
             asked = prompts(batch // 2, 8, shared=24)
@@ -42,7 +42,7 @@ def test_costs_decide_freely_and_tokens_stay_the_reference(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_random_aborts_never_disturb_the_others(asynchronous: bool, tmp_path: Path) -> None:
+def test_random_aborts_change_no_token_of_other_requests(asynchronous: bool, tmp_path: Path) -> None:
     rng = random.Random(7)
     with serving(blocks=24, slots=16, disk=tmp_path, asynchronous=asynchronous) as rig:
         for batch in range(5):
@@ -66,7 +66,7 @@ def test_random_aborts_never_disturb_the_others(asynchronous: bool, tmp_path: Pa
         assert rig.counted("requests_total", "length") > 0
 
 
-def test_two_requests_with_one_long_prefix_compute_it_once() -> None:
+def test_two_requests_with_a_shared_prefix_compute_it_once() -> None:
     with serving(blocks=40) as rig:
         prompt = prompts(0, 1, longest=1, shared=0)[0] + [5] * 40
         first, second = rig.submit([*prompt, 1], 4), rig.submit([*prompt, 2], 4)
@@ -76,7 +76,7 @@ def test_two_requests_with_one_long_prefix_compute_it_once() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_end_of_sequence_ends_an_answer_though_a_step_behind_it_was_launched(asynchronous: bool) -> None:
+def test_an_end_of_sequence_token_ends_an_answer_despite_a_launched_next_step(asynchronous: bool) -> None:
     with serving(model=ToyModel(eos_every=6), asynchronous=asynchronous) as rig:
         ended = 0
         for prompt in prompts(3, 12):
@@ -89,7 +89,7 @@ def test_end_of_sequence_ends_an_answer_though_a_step_behind_it_was_launched(asy
         assert ended >= 3
 
 
-def test_nothing_is_left_after_three_hundred_requests(tmp_path: Path) -> None:
+def test_the_engines_tables_do_not_grow_over_300_requests(tmp_path: Path) -> None:
     with serving(blocks=24, slots=8, disk=tmp_path, disk_blocks=16) as rig:
         asked = prompts(11, 300, longest=10, shared=12)
         streams = list(rig.device._streams)
@@ -113,7 +113,7 @@ def test_nothing_is_left_after_three_hundred_requests(tmp_path: Path) -> None:
         assert rig.engine.parts.inbox.take() is None
 
 
-def test_engine_thread_waits_for_steps_and_for_nothing_else(tmp_path: Path) -> None:
+def test_the_engine_thread_waits_for_steps_only(tmp_path: Path) -> None:
     with serving(blocks=24, slots=16, disk=tmp_path) as rig:
         for _ in range(2):
             for prompt in prompts(5, 4, shared=24):
@@ -124,7 +124,7 @@ def test_engine_thread_waits_for_steps_and_for_nothing_else(tmp_path: Path) -> N
         assert set(rig.device.host_waits()) == {"step"}
 
 
-def test_rig_notices_a_single_wrong_bit_from_a_tier(tmp_path: Path) -> None:
+def test_a_single_wrong_bit_from_a_tier_changes_the_tokens(tmp_path: Path) -> None:
     prompt = prompts(2, 1, longest=20, shared=20)[0] + [1] * 20
     rig = Rig(slots=16, disk=tmp_path)
     try:
@@ -141,7 +141,7 @@ def test_rig_notices_a_single_wrong_bit_from_a_tier(tmp_path: Path) -> None:
         rig.close()
 
 
-def test_outputs_precede_the_publication_of_blocks_and_ends_follow_it(
+def test_outputs_are_sent_before_blocks_are_published_and_ends_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Publishing a thousand blocks that came back takes half a millisecond, which is others' time between tokens."""

@@ -1,4 +1,4 @@
-"""What a client may ask, what it is told, and how it is refused."""
+"""Options of requests, their outputs, and refusals."""
 
 import threading
 from collections.abc import Callable
@@ -41,7 +41,7 @@ PROMPT = prompts(1, 1, longest=12)[0]
         ([1] * 5, {"n": 9}, RequestRejected, "n is 9: the engine takes 8", "n"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_is_taken(
+def test_a_request_that_cannot_be_served_is_refused_at_submission(
     prompt: list[int], params: dict[str, Any], kind: type[RequestError], words: str, param: str
 ) -> None:
     with serving(max_waiting=4) as rig:
@@ -55,7 +55,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_taken(
 @pytest.mark.parametrize(
     "wrong", [2.0, float("nan"), "2", None, True, np.float32(2), np.bool_(True), [2], 1j], ids=repr
 )
-def test_what_is_not_a_whole_number_is_refused_as_token_id_and_as_priority(wrong: Any) -> None:
+def test_token_ids_and_priorities_must_be_whole_numbers(wrong: Any) -> None:
     with serving() as rig:
         for prompt, priority, param in (([1, wrong, 3], 0, "prompt"), ([1, 2], wrong, "priority")):
             with pytest.raises(RequestRejected, match=rf"^{param} has .+, which is not a whole number$") as refusal:
@@ -68,7 +68,7 @@ def test_what_is_not_a_whole_number_is_refused_as_token_id_and_as_priority(wrong
 
 
 @pytest.mark.parametrize("prompt", ["12", None, 12], ids=repr)
-def test_what_is_not_a_list_of_token_ids_is_refused(prompt: Any) -> None:
+def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt: Any) -> None:
     with (
         serving() as rig,
         pytest.raises(
@@ -79,7 +79,7 @@ def test_what_is_not_a_list_of_token_ids_is_refused(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
-def test_whole_numbers_of_other_kinds_are_taken_as_plain_ones(kind: Callable[[int], Any]) -> None:
+def test_whole_numbers_of_other_types_are_converted_to_int(kind: Callable[[int], Any]) -> None:
     with serving(slots=16) as rig:
         plain, asked = rig.ask([*PROMPT, *PROMPT]), [kind(token_id) for token_id in (*PROMPT, *PROMPT)]
         kinds: set[type] = set()
@@ -93,7 +93,7 @@ def test_whole_numbers_of_other_kinds_are_taken_as_plain_ones(kind: Callable[[in
         assert kinds == {int}
 
 
-def test_prompt_that_its_owner_changes_after_submission_is_served_as_it_was() -> None:
+def test_changing_a_prompt_list_after_submission_has_no_effect() -> None:
     with serving() as rig:
         hold = rig.hold("compute")
         prompt = list(PROMPT)
@@ -103,7 +103,7 @@ def test_prompt_that_its_owner_changes_after_submission_is_served_as_it_was() ->
         rig.expect(reply, PROMPT)
 
 
-def test_prompt_beyond_the_models_limit_is_refused_though_the_pool_has_room() -> None:
+def test_a_prompt_beyond_the_models_limit_is_refused() -> None:
     with serving(model=ToyModel(max_model_len=20)) as rig:
         with pytest.raises(ContextTooLong, match="20 tokens, the model takes 20"):
             rig.submit([1] * 20)
@@ -112,20 +112,20 @@ def test_prompt_beyond_the_models_limit_is_refused_though_the_pool_has_room() ->
 
 
 @pytest.mark.parametrize(("model_len", "room"), [(512, 96), (40, 40)])
-def test_huge_or_absent_max_tokens_is_clipped_to_what_model_and_pool_hold(model_len: int, room: int) -> None:
+def test_max_tokens_is_clipped_to_the_limits_of_model_and_pool(model_len: int, room: int) -> None:
     with serving(model=ToyModel(max_model_len=model_len)) as rig:
         for wanted in (1 << 30, None):
             reply = rig.submit(PROMPT, wanted)
             rig.expect(reply, PROMPT, room - len(PROMPT))
 
 
-def test_prompt_that_fills_the_pool_but_for_one_token_is_served() -> None:
+def test_a_prompt_that_leaves_one_token_in_the_pool_is_served() -> None:
     with serving(blocks=4, slots=4) as rig:
         for _ in range(2):
             rig.expect(rig.submit([1] * 15, None), [1] * 15, 1)
 
 
-def test_one_request_too_many_is_refused_and_may_come_again() -> None:
+def test_a_request_refused_by_a_full_queue_is_accepted_later() -> None:
     with serving(max_running=2, max_waiting=3) as rig:
         hold = rig.hold("compute")
         accepted = [rig.submit(PROMPT) for _ in range(4)]
@@ -143,14 +143,14 @@ def test_one_request_too_many_is_refused_and_may_come_again() -> None:
 # ------------------------------------------------------------------ ends
 
 
-def test_max_tokens_of_one_yields_the_first_token() -> None:
+def test_max_tokens_1_returns_one_token() -> None:
     with serving() as rig:
         reply = rig.ask(PROMPT, 1)
         assert len(reply.deltas) == 1
         assert reply.deltas[0].prompt_tokens == len(PROMPT)
 
 
-def test_stop_id_ends_an_answer_with_its_token_and_without_its_text() -> None:
+def test_a_stop_token_is_in_the_answers_tokens_but_not_in_its_text() -> None:
     with serving() as rig:
         expected = rig.model.expected(PROMPT, 8)
         upto = expected[: expected.index(expected[4]) + 1]
@@ -172,7 +172,7 @@ def test_stop_string_that_spans_tokens_ends_an_answer(include: bool) -> None:
         assert (len(reply.token_ids()), reply.reason) == (end, "stop")
 
 
-def test_text_that_only_began_a_stop_string_is_given_out_at_the_end() -> None:
+def test_text_that_begins_an_unfinished_stop_string_is_sent_at_the_end() -> None:
     with serving() as rig:
         text = rig.tokenizer.decode(rig.model.expected(PROMPT, 8))
         reply = rig.submit(PROMPT, 8, stop=(text[5:] + "!",)).wait()
@@ -180,14 +180,14 @@ def test_text_that_only_began_a_stop_string_is_given_out_at_the_end() -> None:
         assert [delta.text for delta in reply.deltas][5:] == ["", "", text[5:]]
 
 
-def test_min_tokens_keeps_stop_strings_from_ending_an_answer_too_early() -> None:
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
     with serving() as rig:
         text = rig.tokenizer.decode(rig.model.expected(PROMPT, 12))
         reply = rig.submit(PROMPT, 12, stop=(text[2:4], text[8:10]), min_tokens=6).wait()
         assert (reply.text(), reply.reason) == (text[:8], "stop")
 
 
-def test_min_tokens_forbids_the_end_of_sequence_and_ignore_eos_disregards_it() -> None:
+def test_min_tokens_bans_the_eos_token_and_ignore_eos_does_not_stop_at_it() -> None:
     model = ToyModel(eos_every=2)
     prompt = next(p for p in prompts(4, 100) if model.expected(p, 1) == [0])
     with serving(model=model) as rig:
@@ -202,7 +202,7 @@ def test_min_tokens_forbids_the_end_of_sequence_and_ignore_eos_disregards_it() -
 # ------------------------------------------------------------------ samples
 
 
-def test_samples_have_seeds_of_their_own_and_repeat_with_the_same_seed() -> None:
+def test_samples_differ_and_repeat_with_the_same_seed() -> None:
     with serving(max_running=8) as rig:
         runs = []
         for _ in range(2):
@@ -215,7 +215,7 @@ def test_samples_have_seeds_of_their_own_and_repeat_with_the_same_seed() -> None
         assert alone.token_ids() == runs[0][1]
 
 
-def test_logprobs_come_with_every_token_and_only_when_asked_for() -> None:
+def test_logprobs_are_returned_for_each_token_only_if_requested() -> None:
     with serving() as rig:
         plain, asked, none = rig.submit(PROMPT, 4), rig.submit(PROMPT, 4, logprobs=3), rig.submit(PROMPT, 4, logprobs=0)
         assert plain.wait().logprobs() == []
@@ -227,7 +227,7 @@ def test_logprobs_come_with_every_token_and_only_when_asked_for() -> None:
         assert [one.top for one in none.wait().logprobs()] == [()] * 4
 
 
-def test_priority_lets_a_late_request_run_first() -> None:
+def test_a_late_request_with_better_priority_runs_first() -> None:
     with serving(max_running=1) as rig:
         order: list[str] = []
         hold = rig.hold("compute")
@@ -246,7 +246,7 @@ def test_priority_lets_a_late_request_run_first() -> None:
 # ------------------------------------------------------------------ abort
 
 
-def test_abort_before_admission_ends_a_request_that_holds_nothing() -> None:
+def test_a_waiting_request_can_be_aborted() -> None:
     with serving(max_running=1) as rig:
         hold = rig.hold("compute")
         running, waiting = rig.submit(PROMPT), rig.submit(PROMPT)
@@ -257,7 +257,7 @@ def test_abort_before_admission_ends_a_request_that_holds_nothing() -> None:
         rig.expect(running, PROMPT)
 
 
-def test_abort_in_flight_ends_at_once_and_its_blocks_are_safe_to_reuse() -> None:
+def test_blocks_of_a_request_aborted_while_running_are_safe_to_reuse() -> None:
     with serving(blocks=8) as rig:
         reply = rig.submit(PROMPT, 16).wait_for_tokens(2)
         rig.abort(reply)
@@ -267,7 +267,7 @@ def test_abort_in_flight_ends_at_once_and_its_blocks_are_safe_to_reuse() -> None
         assert reply.token_ids() == rig.model.expected(PROMPT, 16)[: len(reply.token_ids())]
 
 
-def test_abort_after_the_end_and_twice_is_harmless_and_reported_once() -> None:
+def test_repeated_aborts_and_aborts_after_the_end_have_no_effect() -> None:
     with serving() as rig:
         done = rig.ask(PROMPT)
         rig.abort(done)
@@ -289,7 +289,7 @@ def test_abort_ends_all_samples_of_a_request() -> None:
         assert [reply.reasons(index) for index in range(3)] == [["abort"]] * 3
 
 
-def test_client_may_abort_and_submit_from_inside_its_own_sink() -> None:
+def test_a_sink_may_abort_and_submit_requests() -> None:
     with serving() as rig:
         second: list[Reply] = []
         submitted = threading.Event()
@@ -309,7 +309,7 @@ def test_client_may_abort_and_submit_from_inside_its_own_sink() -> None:
         rig.expect(second[0], PROMPT, 3)
 
 
-def test_handles_of_one_engine_never_share_a_request_though_many_threads_submit() -> None:
+def test_handles_are_unique_even_if_many_threads_submit() -> None:
     with serving(max_waiting=200) as rig:
         replies: list[Reply] = []
 

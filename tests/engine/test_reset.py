@@ -1,4 +1,4 @@
-"""After a reset no block of before is found, in any tier; what runs goes on (H8)."""
+"""After a reset no earlier block is reused from any tier; running requests continue (H8)."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from sidestream_kv.offload.tiers.stack import TierStack
 PROMPT = list(range(1, 24))
 
 
-def test_nothing_of_before_is_found_after_a_reset(tmp_path: Path) -> None:
+def test_no_block_from_before_a_reset_is_reused(tmp_path: Path) -> None:
     rig = Rig(slots=24, disk=tmp_path)
     try:
         rig.ask(PROMPT)
@@ -24,7 +24,7 @@ def test_nothing_of_before_is_found_after_a_reset(tmp_path: Path) -> None:
         rig.close()
 
 
-def test_request_that_runs_during_a_reset_gets_its_tokens(tmp_path: Path) -> None:
+def test_a_reset_changes_no_token_of_a_running_request(tmp_path: Path) -> None:
     rig = Rig(slots=24, disk=tmp_path)
     try:
         reply = rig.submit(PROMPT, max_tokens=40)
@@ -35,7 +35,7 @@ def test_request_that_runs_during_a_reset_gets_its_tokens(tmp_path: Path) -> Non
         rig.close()
 
 
-def test_blocks_that_a_request_completes_after_a_reset_are_found_in_no_tier(tmp_path: Path) -> None:
+def test_blocks_completed_after_a_reset_by_an_older_request_are_not_published(tmp_path: Path) -> None:
     """Its KV is of before the reset, all of it: the later blocks were computed from the earlier ones."""
     with serving(slots=24, disk=tmp_path) as rig:
         reply = rig.submit(PROMPT, max_tokens=40)
@@ -49,7 +49,7 @@ def test_blocks_that_a_request_completes_after_a_reset_are_found_in_no_tier(tmp_
         assert min(keys_by_tier(rig)) > 0
 
 
-def test_a_reset_that_does_not_reach_the_tiers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_fails_in_the_tiers_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(slots=24)
     try:
         rig.ask(PROMPT)

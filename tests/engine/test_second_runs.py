@@ -1,5 +1,5 @@
-"""The self-check of steps: both runs of a right step are equal, whatever the step holds; a run that differs is counted
-and logged; without the option, nothing runs twice.
+"""The self-check of steps: both runs of a correct step are equal; a difference is counted and logged; without the
+option, no step runs twice.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def answers(rig: Rig, *, tokens: int) -> list[tuple[list[int], list[Any]]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_second_runs_equal_the_first_and_change_no_token(way: str) -> None:
+def test_second_runs_equal_first_runs_and_change_no_token(way: str) -> None:
     options, prepare = WAYS[way]
     tokens = 30 if way == "preempted" else 6
     with serving(**{"slots": 64, "self_check": 1.0, **options()}) as rig:
@@ -90,7 +90,7 @@ def test_second_runs_equal_the_first_and_change_no_token(way: str) -> None:
         assert answers(rig, tokens=tokens) == checked
 
 
-def test_without_the_check_no_step_runs_twice_and_nothing_more_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_self_check_no_step_runs_twice_or_delivers_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SecondRun, "compare", lambda *_: pytest.fail("a step ran twice"))
     with serving(slots=64) as rig:
         forwards = counted_calls(rig.model, "forward")
@@ -109,7 +109,7 @@ def test_without_the_check_no_step_runs_twice_and_nothing_more_is_delivered(monk
         assert rig.counted("self_check_steps_total") == rig.counted("self_check_tokens_total") == 0
 
 
-def test_a_share_of_the_steps_runs_twice() -> None:
+def test_the_configured_share_of_steps_runs_twice() -> None:
     with serving(self_check=0.25) as rig:
         for prompt in prompts(5, 8):
             rig.ask(prompt, 20)
@@ -124,7 +124,7 @@ def test_the_warm_up_runs_steps_twice_if_steps_of_requests_may() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_the_times_of_steps_that_ran_twice_are_not_used_for_planning(share: float) -> None:
+def test_durations_of_steps_that_ran_twice_are_not_used_for_planning(share: float) -> None:
     sizes = {"blocks": 48, "slots": 48, "chunk_tokens": 80, "token_budget": 100}
     with serving(self_check=share, **sizes) as rig:
         assert rig.engine.parts.costs is not None
@@ -179,7 +179,7 @@ class Erring(ToyModel):
         (Erring(0, in_kv=True), r"two runs of step 1 \(1 rows, no loads\) differ: request 0 at tokens \[0, 10\): KV"),
     ],
 )
-def test_a_run_that_differs_is_counted_and_logged_and_the_second_one_is_served(
+def test_a_difference_is_counted_and_logged_and_the_second_run_is_served(
     model: ToyModel, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = list(range(1, 11))
@@ -191,7 +191,7 @@ def test_a_run_that_differs_is_counted_and_logged_and_the_second_one_is_served(
     assert re.search(message, record.getMessage()), record.getMessage()
 
 
-def test_an_error_in_a_chunk_that_samples_nothing_is_found_in_its_kv(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_chunk_without_sampling_is_found_in_its_kv(caplog: pytest.LogCaptureFixture) -> None:
     prompt = prompts(9, 1, longest=1)[0] * 40
     with serving(model=Erring(0, in_kv=True), self_check=1.0) as rig, caplog.at_level(logging.ERROR):
         rig.submit(prompt, 2).wait()
@@ -200,7 +200,7 @@ def test_an_error_in_a_chunk_that_samples_nothing_is_found_in_its_kv(caplog: pyt
     assert "at tokens [0, 16): KV" in caplog.text
 
 
-def test_log_lines_about_differences_are_limited_and_counts_are_not(
+def test_log_lines_about_differences_are_limited_but_all_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sums: list[torch.Tensor] = []
@@ -218,7 +218,7 @@ def test_log_lines_about_differences_are_limited_and_counts_are_not(
     assert sum("self-check: two runs" in record.message for record in caplog.records) == 1
 
 
-def test_a_read_before_its_load_is_reported() -> None:
+def test_a_step_that_reads_blocks_before_their_load_is_reported() -> None:
     """The load ends between the two runs of the step that did not wait for it."""
     prompt = prompts(11, 1, longest=1)[0] * 21
     with applied(find("layer-waits-for-its-load")), serving(slots=64, self_check=1.0) as rig:
@@ -258,7 +258,7 @@ def test_blocks_that_changed_in_host_memory_are_computed_again() -> None:
         assert rig.counted("load_fallbacks_total", "load_failed") == 1
 
 
-def test_digests_of_rows_tell_any_changed_bit() -> None:
+def test_any_changed_bit_of_a_row_changes_its_digest() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         values = torch.randn(3, 7).to(dtype)
         changed = values.clone()

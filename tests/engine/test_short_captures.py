@@ -1,5 +1,5 @@
-"""Memory that ends while forward passes are captured: what was captured by then is used, larger batches run without a
-graph. On several ranks it is an error. What was captured is deleted with the engine.
+"""Out of memory while forward passes are captured: earlier graphs are used, larger batches run without a graph; on
+several ranks it is an error. Graphs are deleted with the engine.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_out_of_memory_at_capture_drops_shapes_and_changes_no_token(
 
 
 @pytest.mark.parametrize("run_out", [runs_out_in_a_run, runs_out_in_a_graph])
-def test_memory_that_runs_out_on_one_of_several_ranks_is_an_error(
+def test_out_of_memory_at_capture_on_one_of_several_ranks_is_an_error(
     run_out: Callable[[Rig, int, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewer graphs, the rank would call collectives of other sizes than the other ranks."""
@@ -129,7 +129,7 @@ def test_memory_that_runs_out_on_one_of_several_ranks_is_an_error(
         assert len(graphs) >= 8 and all(graph.deleted for graph in graphs)
 
 
-def test_graphs_are_deleted_with_the_engine_whoever_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_deleted_with_the_engine_despite_other_references(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as rig:
         executor = rig.engine.parts.executor
         graphs = captured_graphs(executor._stream, monkeypatch)

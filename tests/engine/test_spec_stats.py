@@ -26,7 +26,7 @@ def test_requests_without_drafts_are_logged_once_a_minute_with_all_counts(caplog
     assert len(caplog.records) == 1
 
 
-def test_a_row_with_non_finite_logits_accepts_nothing() -> None:
+def test_a_row_with_non_finite_logits_counts_no_accepted_draft() -> None:
     class ThreeRows:
         drafts, gated = (2, 2, 0), False
 

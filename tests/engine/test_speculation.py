@@ -1,4 +1,4 @@
-"""Drafted and verified: the same tokens as without drafts, sooner, and as much sooner as the drafts are right.
+"""Speculation: the same tokens as without drafts in fewer steps, and the accept lengths of the reference.
 
 Accept lengths are compared step by step: a stale read of device state would leave the text right (H19).
 """
@@ -58,9 +58,7 @@ def expected_lengths(rig: Rig, prompt: list[int], rounds: int) -> list[int]:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("model", [ToyModel, RecurrentToyModel])
-def test_tokens_and_accept_lengths_are_those_of_the_reference_step_by_step(
-    model: type[ToyModel], asynchronous: bool
-) -> None:
+def test_tokens_and_accept_lengths_equal_the_references_step_by_step(model: type[ToyModel], asynchronous: bool) -> None:
     asked = prompts(5, 12, shared=12)
     with speculating(model(), asynchronous=asynchronous, blocks=96) as rig:
         seen = accept_lengths(rig)
@@ -73,20 +71,20 @@ def test_tokens_and_accept_lengths_are_those_of_the_reference_step_by_step(
         assert rig.counted("draft_tokens_total", "toy") > rig.counted("accepted_tokens_total", "toy") > 100
 
 
-def test_fewer_steps_are_flown_than_tokens_come() -> None:
+def test_drafts_make_fewer_steps_than_tokens() -> None:
     with speculating() as rig:
         rig.ask(prompts(1, 1)[0], 60)
         assert rig.counted("steps_total") < 40
 
 
-def test_an_answer_ends_at_its_limit_wherever_the_accepted_run_would_have() -> None:
+def test_an_answer_ends_at_max_tokens_even_within_accepted_drafts() -> None:
     for max_tokens in range(1, 12):
         with speculating() as rig:
             for prompt in prompts(max_tokens, 6):
                 rig.ask(prompt, max_tokens)
 
 
-def test_nothing_follows_a_token_or_a_string_that_ends_an_answer() -> None:
+def test_accepted_drafts_after_a_stop_token_or_string_are_dropped() -> None:
     with speculating(blocks=96) as rig:
         for prompt in prompts(3, 12):
             full = rig.model.expected(prompt, 30)
@@ -101,7 +99,7 @@ def test_nothing_follows_a_token_or_a_string_that_ends_an_answer() -> None:
                 assert by_string.token_ids() == full[: where + 2]
 
 
-def test_min_tokens_holds_back_an_end_inside_an_accepted_run() -> None:
+def test_min_tokens_bans_the_eos_token_within_accepted_drafts() -> None:
     with speculating(ToyModel(eos_every=6), blocks=96) as rig:
         for prompt in prompts(8, 8):
             plain = rig.submit(prompt, 24, temperature=0.0, min_tokens=9, max_drafts=0).wait()
@@ -122,7 +120,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_way_of_drawing_draws_the_same_with_drafts_as_without(options: dict[str, Any]) -> None:
+def test_drafts_change_no_result_of_any_sampling_option(options: dict[str, Any]) -> None:
     def told(reply: Reply) -> Any:
         reply.wait()
         return (
@@ -138,7 +136,7 @@ def test_every_way_of_drawing_draws_the_same_with_drafts_as_without(options: dic
             assert told(pair[0]) == told(pair[1])
 
 
-def test_preempted_requests_come_back_with_equal_tokens_and_accept_lengths() -> None:
+def test_preemption_changes_no_token_or_accept_length() -> None:
     asked = prompts(21, 10, longest=20)
     with speculating(blocks=18, slots=64) as rig:
         seen = accept_lengths(rig)
@@ -151,7 +149,7 @@ def test_preempted_requests_come_back_with_equal_tokens_and_accept_lengths() -> 
             assert set(seen[number]) <= {*expected_lengths(rig, prompt, 40)}
 
 
-def test_a_conversation_that_left_the_pool_goes_on_from_the_host_with_drafts() -> None:
+def test_a_conversation_continues_from_the_host_tier_with_drafts() -> None:
     with speculating(blocks=24, slots=64) as rig:
         prompt = prompts(31, 1, longest=20)[0]
         answer = rig.ask(prompt, 30).token_ids()
@@ -161,7 +159,7 @@ def test_a_conversation_that_left_the_pool_goes_on_from_the_host_with_drafts() -
         assert reply.cached.host > 0
 
 
-def test_requests_that_draft_and_requests_that_do_not_share_steps() -> None:
+def test_requests_with_and_without_drafts_share_steps() -> None:
     with speculating(blocks=96) as rig:
         asked = prompts(41, 12)
         replies = [rig.submit(prompt, 25, max_drafts=number % 3) for number, prompt in enumerate(asked)]
@@ -169,7 +167,7 @@ def test_requests_that_draft_and_requests_that_do_not_share_steps() -> None:
             rig.expect(reply, prompt, 25)
 
 
-def test_an_aborted_request_leaves_nothing_and_its_row_serves_the_next() -> None:
+def test_a_row_of_an_aborted_request_serves_the_next_request() -> None:
     with speculating(blocks=96, max_running=2) as rig:
         for prompt in prompts(51, 10):
             reply = rig.submit(prompt, 60).wait_for_tokens(3)
@@ -178,7 +176,7 @@ def test_an_aborted_request_leaves_nothing_and_its_row_serves_the_next() -> None
             rig.ask(prompt[::-1], 12)
 
 
-def test_ngram_drafts_what_came_before() -> None:
+def test_ngram_drafts_repeat_earlier_tokens() -> None:
     model = ToyModel(vocab_size=3, max_model_len=512)
     with serving(model=model, blocks=128, speculative=SpeculativeConfig(max_drafts=4, adaptive=False)) as rig:
         rig.ask([1, 2, 1, 2, 1, 2], 100)
@@ -186,7 +184,7 @@ def test_ngram_drafts_what_came_before() -> None:
         assert rig.counted("steps_total") < 95
 
 
-def test_adapting_changes_no_token() -> None:
+def test_adapting_the_number_of_drafts_changes_no_token() -> None:
     with speculating(blocks=96, speculative=SpeculativeConfig(max_drafts=3)) as rig:
         asked = prompts(61, 8)
         replies = [rig.submit(prompt, 60) for prompt in asked]
@@ -194,7 +192,7 @@ def test_adapting_changes_no_token() -> None:
             rig.expect(reply, prompt, 60)
 
 
-def test_times_of_drafting_and_verifying_are_counted_for_each_step_that_does() -> None:
+def test_draft_and_verify_times_are_counted_for_each_step_with_drafts() -> None:
     with speculating() as rig:
         rig.ask(prompts(1, 1)[0], 30)
         histograms = rig.engine.parts.metrics.snapshot().histograms
@@ -208,7 +206,7 @@ def test_times_of_drafting_and_verifying_are_counted_for_each_step_that_does() -
         assert min(drafted.total, verified.total) > 0
 
 
-def test_what_the_host_does_for_drafts_counts_for_the_step_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_spent_on_drafts_counts_for_their_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's launch lies between the commits of two others, and so does what is done with what came of it."""
     with speculating(speculative=SpeculativeConfig(max_drafts=3)) as rig:
         engine, took = rig.engine, list[tuple[int, float]]()
@@ -242,7 +240,7 @@ def test_what_the_host_does_for_drafts_counts_for_the_step_that_has_them(monkeyp
     assert median(drafting) - median(others) > 0.015
 
 
-def test_tokens_and_the_waits_for_them_are_counted_one_by_one() -> None:
+def test_tokens_and_inter_token_latencies_are_counted_one_by_one() -> None:
     with speculating(blocks=96) as rig:
         asked = prompts(71, 5)
         for reply in [rig.submit(prompt, 12) for prompt in asked]:
@@ -256,7 +254,7 @@ def test_tokens_and_the_waits_for_them_are_counted_one_by_one() -> None:
         assert lengths.total - lengths.count == rig.counted("accepted_tokens_total", "toy") > 0
 
 
-def test_steps_without_drafts_are_counted_by_reason_and_logged_now_and_then(
+def test_steps_without_drafts_are_counted_and_logged_by_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stats, "_DRAFT_LOG_PERIOD_S", 0.0)
@@ -284,7 +282,7 @@ def test_steps_without_drafts_are_counted_by_reason_and_logged_now_and_then(
             assert ("because too few drafts would have been accepted" in caplog.text) == dear
 
 
-def test_what_cannot_be_is_refused_with_the_bound() -> None:
+def test_invalid_speculative_options_are_refused_with_the_bound() -> None:
     with pytest.raises(ConfigError, match="max_drafts is 17: at most 16"):
         SpeculativeConfig(max_drafts=17)
     with pytest.raises(ConfigError, match="max_drafts is 0: it must be a whole number of 1 or more"):

@@ -8,7 +8,7 @@ from sidestream.engine.stats import step_seconds
 from sidestream.types import Delta, StepPlan
 
 
-def test_step_time_is_the_devices_or_the_hosts_or_unknown() -> None:
+def test_step_time_is_the_larger_one_of_device_and_host_or_unknown() -> None:
     assert step_seconds(2.0, 1.0, before=True, awaited=True) == 2.0
     assert step_seconds(2.0, 1.0, before=False, awaited=True) is None  # it began nobody knows when
     assert step_seconds(2.0, 1.9, before=False, awaited=False) == 1.9
@@ -18,7 +18,7 @@ def test_step_time_is_the_devices_or_the_hosts_or_unknown() -> None:
     )  # by something else that the host does all the time
 
 
-def test_the_measured_prefill_rate_bounds_a_step_beside_a_request_that_decodes() -> None:
+def test_the_measured_prefill_rate_bounds_chunks_beside_a_decoding_request() -> None:
     burst = [[first, *(1 + at % 90 for at in range(399))] for first in (91, 92, 93)]
     with serving(blocks=1000, chunk_tokens=2048, token_budget=2100, target_gap_ms=50) as rig:
         times, scheduler = rig.engine.loop.times, rig.engine.parts.scheduler

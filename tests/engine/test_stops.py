@@ -14,7 +14,7 @@ from sidestream.types import Delta
 PROMPT = prompts(1, 1, longest=12)[0]
 
 
-def test_engine_makes_no_text_and_looks_for_no_stop_string() -> None:
+def test_the_engine_returns_no_text_and_ignores_stop_strings() -> None:
     with serving() as rig:
         expected = rig.model.expected(PROMPT, 8)
         reply = Reply()
@@ -36,7 +36,7 @@ def test_a_stop_string_ends_its_own_sample_only() -> None:
         assert rig.counted("output_tokens_total") < 20
 
 
-def test_one_of_several_samples_is_ended_and_the_others_go_on() -> None:
+def test_ending_one_sample_does_not_end_the_others() -> None:
     with serving() as rig:
         reply = Reply(2)
         reply.handle = rig.engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=60, n=2), reply)
@@ -46,7 +46,7 @@ def test_one_of_several_samples_is_ended_and_the_others_go_on() -> None:
         assert reply.token_ids(0) == rig.model.expected(PROMPT, 60)
 
 
-def test_end_that_crosses_the_engines_own_is_harmless_and_counts_once() -> None:
+def test_an_abort_that_meets_the_engines_own_end_is_counted_once() -> None:
     with serving() as rig:
         text = rig.tokenizer.decode(rig.model.expected(PROMPT, 8))
         reply = rig.submit(PROMPT, 8, stop=(text[6:],)).wait()  # the last token completes it
@@ -56,7 +56,7 @@ def test_end_that_crosses_the_engines_own_is_harmless_and_counts_once() -> None:
         assert rig.counted("requests_total", "length") + rig.counted("requests_total", "stop") == 1
 
 
-def test_text_is_the_same_whether_the_front_end_reads_at_once_or_later() -> None:
+def test_text_is_the_same_if_the_front_end_reads_late() -> None:
     with serving(model=ToyModel(eos_every=9)) as rig:
         for number, prompt in enumerate(prompts(3, 12)):
             text = rig.tokenizer.decode(rig.model.expected(prompt, 12))

@@ -1,4 +1,4 @@
-"""An engine thread that hangs is noticed by every other thread that asks, and one that goes on is, too."""
+"""A hanging engine thread is noticed by every thread that asks for health, and so is its recovery."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from engine_rig import serving
 
 
-def test_engine_is_stalled_while_a_step_hangs_and_never_while_it_is_idle(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_is_stalled_during_a_hanging_step_but_not_while_idle(caplog: pytest.LogCaptureFixture) -> None:
     with serving(watchdog_timeout_s=0.05) as rig:
         with rig.hold("compute"):
             reply = rig.submit([1, 2, 3])

@@ -32,7 +32,7 @@ def answers(model: Retrained, prompt: Sequence[int], trained: int, count: int = 
     return other.expected(list(prompt), count)
 
 
-def test_what_was_computed_with_the_old_weights_is_found_nowhere(tmp_path: Path) -> None:
+def test_blocks_of_old_weights_are_reused_from_no_tier(tmp_path: Path) -> None:
     model = Retrained()
     with serving(model=model, blocks=24, slots=24, disk=tmp_path) as rig:
         rig.ask(PROMPT)
@@ -46,7 +46,7 @@ def test_what_was_computed_with_the_old_weights_is_found_nowhere(tmp_path: Path)
         assert rig.ask(PROMPT).cached.host > 0, "what is computed with the new weights is found"
 
 
-def test_running_requests_end_on_the_old_weights_and_waiting_ones_begin_on_the_new() -> None:
+def test_running_requests_finish_on_old_weights_and_waiting_ones_use_new_weights() -> None:
     model = Retrained()
     with serving(model=model, max_running=2) as rig:
         with rig.hold("compute"):
@@ -60,7 +60,7 @@ def test_running_requests_end_on_the_old_weights_and_waiting_ones_begin_on_the_n
         assert waiting.cached.total == 0
 
 
-def test_a_store_on_its_way_when_the_weights_change_publishes_nothing() -> None:
+def test_a_store_running_during_a_weight_change_publishes_no_block() -> None:
     model = Retrained()
     with serving(model=model, blocks=24, slots=24) as rig:
         with rig.hold("store"):
@@ -71,7 +71,7 @@ def test_a_store_on_its_way_when_the_weights_change_publishes_nothing() -> None:
         assert rig.engine.parts.tiers.host.pool.num_keys == 0
 
 
-def test_keys_that_were_made_before_the_change_are_made_anew() -> None:
+def test_keys_computed_before_a_weight_change_are_recomputed() -> None:
     model = Retrained()
     with serving(model=model) as rig:
         old = rig.engine.parts.scheduler.keys_of(PROMPT)

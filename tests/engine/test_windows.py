@@ -1,4 +1,4 @@
-"""Layers with a sliding window: a load leaves out what no window reaches, and no request attends to what is missing."""
+"""Layers with a sliding window: a load omits KV before the window, and no request attends to missing KV."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def bring_back(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("one_layer_a_group", [True, False])
-def test_a_load_leaves_out_layers_to_whose_blocks_nobody_attends(
+def test_a_load_omits_layers_of_blocks_before_their_window(
     one_layer_a_group: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if one_layer_a_group:
@@ -58,7 +58,7 @@ def test_a_load_leaves_out_layers_to_whose_blocks_nobody_attends(
         assert loaded_bytes(rig) == 5 * LAYER_BYTES + 2 * BLOCK_BYTES
 
 
-def test_a_longer_prompt_uses_blocks_that_lack_layers() -> None:
+def test_a_longer_prompt_reuses_blocks_loaded_without_all_layers() -> None:
     with windowed() as rig:
         bring_back(rig)
         before = loaded_bytes(rig)
@@ -82,7 +82,7 @@ def test_a_shorter_prompt_loads_the_blocks_in_its_window_again() -> None:
         assert (cached.device, cached.host) == (4, 8)
 
 
-def test_a_shorter_prompt_is_computed_where_no_tier_has_its_window() -> None:
+def test_a_shorter_prompt_is_computed_if_no_tier_has_the_blocks_of_its_window() -> None:
     with windowed() as rig:
         bring_back(rig)
         rig.forget_host()
@@ -92,7 +92,7 @@ def test_a_shorter_prompt_is_computed_where_no_tier_has_its_window() -> None:
         assert rig.ask([*PROMPT[:16], 7]).cached.host == 16  # what was computed is whole, and was stored
 
 
-def test_a_block_that_lacks_layers_is_never_stored() -> None:
+def test_a_block_loaded_without_all_layers_is_never_stored() -> None:
     with windowed() as rig:
         bring_back(rig)
         keys = rig.engine.parts.scheduler._prefix_cache.keys_of(PROMPT)
@@ -104,7 +104,7 @@ def test_a_block_that_lacks_layers_is_never_stored() -> None:
         lease.release()
 
 
-def test_checkpoints_and_windows_together() -> None:
+def test_checkpoints_of_states_work_with_windows() -> None:
     model = StatefulToyModel(window=WINDOW_OF_TOY)
     assert model.state_layout is not None
     with serving(model=model, blocks=96, slots=96) as rig:
@@ -123,7 +123,7 @@ def test_checkpoints_and_windows_together() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_real_models_never_read_what_a_load_left_out(family: str, tmp_path: Path) -> None:
+def test_real_models_never_read_layers_that_a_load_omitted(family: str, tmp_path: Path) -> None:
     """What is not loaded is NaN here, so an answer that depends on it would be an error."""
     directory = tiny_model_dir(family, tmp_path, 0)
     offload = OffloadConfig(host="16MiB")

@@ -1,4 +1,4 @@
-"""Streams whose work is done when the test says so."""
+"""Streams whose work ends when the test says so."""
 
 from __future__ import annotations
 

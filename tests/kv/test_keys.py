@@ -1,4 +1,4 @@
-"""A key names a block by everything its KV depends on, in every process alike (H14)."""
+"""A key identifies a block by everything its KV depends on, equally in every process (H14)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def keys_of(tokens: list[int], *, fingerprint: str = "model", layout: KVLayout =
     return keys
 
 
-def test_keys_are_what_they_always_were() -> None:
+def test_keys_equal_those_of_earlier_versions() -> None:
     assert [key.hex() for key in keys_of(TOKENS)] == GOLDEN
 
 
-def test_keys_do_not_depend_on_the_process() -> None:
+def test_keys_are_equal_in_every_process() -> None:
     program = (
         "from sidestream_kv.kv.keys import BlockKeys\n"
         "from sidestream_kv.kv.layout import KVLayout\n"
@@ -62,7 +62,7 @@ def test_only_complete_blocks_have_keys() -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(tokens=st.lists(st.integers(0, 5), max_size=30), cut=st.integers(0, 30))
-def test_keys_made_bit_by_bit_equal_keys_made_at_once(tokens: list[int], cut: int) -> None:
+def test_keys_extended_in_two_calls_equal_keys_made_in_one(tokens: list[int], cut: int) -> None:
     maker, keys = BlockKeys(fingerprint="model", layout=LAYOUT), []
     maker.extend(keys, tokens[:cut])
     maker.extend(keys, tokens)
@@ -71,7 +71,7 @@ def test_keys_made_bit_by_bit_equal_keys_made_at_once(tokens: list[int], cut: in
 
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(one=st.lists(st.integers(0, 1), max_size=20), two=st.lists(st.integers(0, 1), max_size=20))
-def test_equal_keys_mean_equal_prefixes_and_the_other_way_round(one: list[int], two: list[int]) -> None:
+def test_keys_are_equal_exactly_if_prefixes_are_equal(one: list[int], two: list[int]) -> None:
     for index, (left, right) in enumerate(zip(keys_of(one), keys_of(two), strict=False)):
         stop = (index + 1) * LAYOUT.block_tokens
         assert (left == right) == (one[:stop] == two[:stop])
@@ -81,7 +81,7 @@ LONG = [7 * number % 151 for number in range(5000)]
 
 
 def one_by_one(tokens: list[int], layout: KVLayout) -> list[Key]:
-    """What is asked for a block at a time is never remembered."""
+    """Keys made one block at a time, which are never cached."""
     maker, keys = BlockKeys(fingerprint="model", layout=layout), list[Key]()
     for stop in range(layout.block_tokens, len(tokens) + 1, layout.block_tokens):
         maker.extend(keys, tokens[:stop])
@@ -89,7 +89,7 @@ def one_by_one(tokens: list[int], layout: KVLayout) -> list[Key]:
 
 
 @pytest.mark.parametrize("block_tokens", [1, 3, 4, 48, 512, 1024])
-def test_keys_that_are_remembered_are_those_that_would_be_made(block_tokens: int) -> None:
+def test_cached_keys_equal_computed_keys(block_tokens: int) -> None:
     for length in [511, 512, 515, 1024, 5000]:
         for first in [0, 1, 128, 129]:
             layout = dataclasses.replace(LAYOUT, block_tokens=block_tokens)
@@ -104,7 +104,7 @@ def test_keys_that_are_remembered_are_those_that_would_be_made(block_tokens: int
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What is hashed from now on."""
+    """All data hashed from now on."""
     hashed, blake2b = list[bytes](), hashlib.blake2b
 
     def noted(data: bytes, **how: Any) -> Any:
@@ -116,7 +116,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return hashed
 
 
-def test_a_prompt_that_comes_back_is_hashed_from_where_it_is_new(hashed: list[bytes]) -> None:
+def test_a_repeated_prompt_is_hashed_only_from_its_first_new_token(hashed: list[bytes]) -> None:
     maker = BlockKeys(fingerprint="model", layout=LAYOUT)
     for tokens, blocks in (
         (LONG, 1250),
@@ -129,7 +129,7 @@ def test_a_prompt_that_comes_back_is_hashed_from_where_it_is_new(hashed: list[by
         assert len(hashed) == blocks
 
 
-def test_what_is_remembered_has_a_bound_and_what_was_asked_for_longest_ago_goes(
+def test_the_cache_of_keys_is_bounded_and_evicts_least_recently_used_first(
     hashed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys_module, "_CACHE_BYTES", 3 * 15_000)  # a piece has 4,096 bytes of tokens and 128 keys
@@ -156,12 +156,12 @@ def test_another_token_in_the_first_block_changes_all_keys() -> None:
         assert not set(keys_of(other)) & set(keys_of(TOKENS))
 
 
-def test_another_token_in_a_later_block_changes_the_keys_from_there_on() -> None:
+def test_another_token_changes_the_keys_of_its_block_and_later_blocks() -> None:
     other = [*TOKENS[:5], 7, *TOKENS[6:]]
     assert [one == two for one, two in zip(keys_of(other), keys_of(TOKENS), strict=True)] == [True, False, False]
 
 
-def test_the_same_block_behind_another_has_another_key() -> None:
+def test_equal_blocks_after_different_prefixes_have_different_keys() -> None:
     first, second = keys_of([1, 2, 3, 4, 1, 2, 3, 4])
     assert first != second
 
@@ -176,11 +176,11 @@ OTHER_LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
-def test_another_layout_shares_no_key(layout: KVLayout) -> None:
+def test_layouts_share_no_keys(layout: KVLayout) -> None:
     assert not set(keys_of(TOKENS, layout=layout)) & set(keys_of(TOKENS))
 
 
-def test_another_block_size_shares_no_key_even_where_blocks_end_together() -> None:
+def test_block_sizes_share_no_keys_even_if_blocks_end_at_the_same_token() -> None:
     wide = keys_of(TOKENS, layout=dataclasses.replace(LAYOUT, block_tokens=12))
     assert len(wide) == 1
     assert not set(wide) & set(keys_of(TOKENS))
@@ -194,21 +194,21 @@ def salted(salt: str, tokens: list[int] = TOKENS, *, maker: BlockKeys | None = N
     return keys
 
 
-def test_another_cache_salt_shares_no_key_and_the_same_one_all() -> None:
+def test_keys_are_shared_within_a_cache_salt_and_never_between_salts() -> None:
     variants = [salted(""), salted("a"), salted("b"), salted("ab"), salted("\ud800"), keys_of(TOKENS, salt="a")]
     assert len({key for keys in variants for key in keys}) == 3 * len(variants)
     assert salted("") == keys_of(TOKENS)
     assert salted("a", split=5) == salted("a")
 
 
-def test_keys_that_are_remembered_for_one_cache_salt_are_not_given_to_another() -> None:
+def test_cached_keys_of_one_cache_salt_are_not_used_for_another() -> None:
     maker = BlockKeys(fingerprint="model", layout=LAYOUT)
     variants = [salted(salt, LONG, maker=maker) for salt in ("", "a", "b", "", "a", "b")]
     assert variants[:3] == variants[3:]
     assert len({key for keys in variants for key in keys}) == 3 * (len(LONG) // LAYOUT.block_tokens)
 
 
-def test_another_model_or_salt_shares_no_key() -> None:
+def test_models_and_salts_share_no_keys() -> None:
     variants = [
         keys_of(TOKENS),
         keys_of(TOKENS, fingerprint="other"),

@@ -14,21 +14,21 @@ LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_tokens=4, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_the_sizes_agree_with_the_shape(dtype: str) -> None:
+def test_sizes_in_bytes_agree_with_the_shape(dtype: str) -> None:
     layout = dataclasses.replace(LAYOUT, dtype=dtype)
     assert layout.shape(7) == (7, 3, 2, 4, 2, 8)
     assert layout.block_bytes == math.prod(layout.shape(1)) * DTYPE_BYTES[dtype]
     assert layout.block_bytes == layout.token_bytes * layout.block_tokens == layout.layer_bytes * layout.num_layers
 
 
-def test_spans_of_blocks_tile_the_pool() -> None:
+def test_block_spans_cover_the_pool_without_gaps() -> None:
     spans = [LAYOUT.span(index) for index in range(5)]
     assert spans[0][0] == 0
     assert all(stop - start == LAYOUT.block_bytes for start, stop in spans)
     assert all(one[1] == two[0] for one, two in pairwise(spans))
 
 
-def test_spans_of_layers_tile_their_block_in_order() -> None:
+def test_layer_spans_cover_their_block_in_order_without_gaps() -> None:
     layers = [LAYOUT.layer_span(2, layer, layer + 1) for layer in range(LAYOUT.num_layers)]
     assert (layers[0][0], layers[-1][1]) == LAYOUT.span(2) == LAYOUT.layer_span(2, 0, LAYOUT.num_layers)
     assert all(one[1] == two[0] for one, two in pairwise(layers))
@@ -36,7 +36,7 @@ def test_spans_of_layers_tile_their_block_in_order() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_blocks_for_tokens_are_rounded_up(tokens: int, blocks: int) -> None:
+def test_a_partly_filled_block_counts_as_a_block(tokens: int, blocks: int) -> None:
     assert LAYOUT.num_blocks_for(tokens) == blocks
 
 
@@ -58,12 +58,12 @@ def test_a_token_attends_to_no_block_before_its_window() -> None:
             assert blocks == sum((block + 1) * 4 <= position - window + 1 for block in range(position // 4 + 1))
 
 
-def test_layers_after_the_last_window_have_none() -> None:
+def test_layers_beyond_the_list_of_windows_have_no_window() -> None:
     layout = dataclasses.replace(LAYOUT, windows=(0, 7))
     assert ([*layout.layers_without_window], layout.window) == ([0, 2], 7)
     assert ([*LAYOUT.layers_without_window], LAYOUT.window) == ([0, 1, 2], 0)
 
 
-def test_describe_names_every_field() -> None:
+def test_describe_has_every_field_except_the_windows() -> None:
     """Except the windows: they are no property of a block's bytes, and a model's fingerprint depends on them."""
     assert LAYOUT.describe() == {name: size for name, size in dataclasses.asdict(LAYOUT).items() if name != "windows"}

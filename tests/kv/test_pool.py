@@ -1,4 +1,4 @@
-"""The ledger: fences travel with ids, nothing is in two places, the least recently used goes first."""
+"""The block pool: fences stay with ids, no id is in two places, least recently used blocks are evicted first."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def cached(pool: FencedPool, *numbers: int) -> list[int]:
 # ---------------------------------------------------------------------- the law: fences travel with ids
 
 
-def test_the_next_owner_waits_for_the_last_use(pool: FencedPool) -> None:
+def test_the_next_owner_of_a_block_waits_for_its_last_use(pool: FencedPool) -> None:
     """H2, H3, H16: a release never waits, so the fence goes along."""
     fence = FakeStream("compute").record()
     pool.take(4).release(after=(fence,))
     assert pool.take(4).after == (fence,)
 
 
-def test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream(pool: FencedPool) -> None:
+def test_the_next_owner_of_a_block_waits_for_its_last_use_on_each_stream(pool: FencedPool) -> None:
     compute, store = FakeStream("compute"), FakeStream("store")
     writer = pool.take(1)
     pool.publish(writer.ids[0], key(1))
@@ -51,14 +51,14 @@ def test_the_next_owner_of_an_id_waits_for_its_last_use_on_each_stream(pool: Fen
     assert set(pool.take(4).after) == {late, stored}
 
 
-def test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before(pool: FencedPool) -> None:
+def test_a_release_without_a_fence_keeps_the_fence_of_the_use_before(pool: FencedPool) -> None:
     fence = FakeStream("store").record()
     pool.take(4).release(after=(fence,))
     pool.take(4).release()  # taken and given back by a request that was aborted before it was launched
     assert pool.take(4).after == (fence,)
 
 
-def test_an_id_is_in_use_until_a_use_that_only_the_host_sees_is_done(pool: FencedPool) -> None:
+def test_a_block_released_until_a_host_fence_stays_in_use_until_it_is_done(pool: FencedPool) -> None:
     """H2, H10: no stream can wait for it, so the id stays in use."""
     worker = FakeStream("worker")
     pool.take(3).release(until=worker.record())
@@ -72,7 +72,7 @@ def test_an_id_is_in_use_until_a_use_that_only_the_host_sees_is_done(pool: Fence
     assert (pool.num_used, pool.is_settling) == (0, False)
 
 
-def test_an_id_that_comes_back_late_brings_its_fences(pool: FencedPool) -> None:
+def test_a_block_released_late_keeps_its_fences(pool: FencedPool) -> None:
     """H3: the transfer has ended, and the last step still uses the block."""
     worker, fence = FakeStream("worker"), FakeStream("compute").record()
     pool.take(4).release(after=(fence,), until=worker.record())
@@ -81,7 +81,7 @@ def test_an_id_that_comes_back_late_brings_its_fences(pool: FencedPool) -> None:
     assert pool.take(4).after == (fence,)
 
 
-def test_a_use_that_is_done_keeps_nothing_back(pool: FencedPool) -> None:
+def test_a_release_until_a_finished_fence_frees_blocks_at_once(pool: FencedPool) -> None:
     worker = FakeStream("worker")
     done = worker.record()
     worker.finish()
@@ -89,7 +89,7 @@ def test_a_use_that_is_done_keeps_nothing_back(pool: FencedPool) -> None:
     assert (pool.num_free, pool.is_settling) == (4, False)
 
 
-def test_ids_come_back_in_the_order_in_which_their_uses_end(pool: FencedPool) -> None:
+def test_blocks_are_freed_in_the_order_in_which_their_uses_end(pool: FencedPool) -> None:
     worker = FakeStream("worker")
     leases = [pool.take(2), pool.take(1), pool.take(1)]
     for lease in leases:
@@ -100,7 +100,7 @@ def test_ids_come_back_in_the_order_in_which_their_uses_end(pool: FencedPool) ->
         assert pool.num_free == free
 
 
-def test_publishing_many_at_once_is_publishing_each(pool: FencedPool) -> None:
+def test_publishing_many_blocks_at_once_equals_publishing_each(pool: FencedPool) -> None:
     lease = pool.take(4)
     pool.publish(lease.ids[1], key(9))
     pool.publish(lease.ids[3], key(2))
@@ -112,7 +112,7 @@ def test_publishing_many_at_once_is_publishing_each(pool: FencedPool) -> None:
     pool.check()
 
 
-def test_a_finished_use_is_nothing_to_wait_for(pool: FencedPool) -> None:
+def test_the_next_owner_does_not_wait_for_a_finished_use(pool: FencedPool) -> None:
     compute, store = FakeStream("compute"), FakeStream("store")
     done, pending = compute.record(), store.record()
     pool.take(4).release(after=(done, pending))
@@ -120,7 +120,7 @@ def test_a_finished_use_is_nothing_to_wait_for(pool: FencedPool) -> None:
     assert pool.take(4).after == (pending,)
 
 
-def test_only_the_ids_that_were_taken_bring_their_fences(pool: FencedPool) -> None:
+def test_a_lease_has_the_fences_of_its_own_blocks_only(pool: FencedPool) -> None:
     one, two = FakeStream("compute").record(), FakeStream("store").record()
     left, right = pool.take(2), pool.take(2)
     left.release(after=(one,))
@@ -129,7 +129,7 @@ def test_only_the_ids_that_were_taken_bring_their_fences(pool: FencedPool) -> No
     assert pool.take(2).after == (two,)
 
 
-def test_an_evicted_id_brings_its_fences_too(pool: FencedPool) -> None:
+def test_an_evicted_block_keeps_its_fences(pool: FencedPool) -> None:
     fence = FakeStream("compute").record()
     lease = pool.take(4)
     pool.publish(lease.ids[0], key(1))
@@ -138,7 +138,7 @@ def test_an_evicted_id_brings_its_fences_too(pool: FencedPool) -> None:
     assert pool.take(1).after == (fence,)
 
 
-def test_a_joined_lease_waits_for_what_both_waited_for(pool: FencedPool) -> None:
+def test_a_joined_lease_has_the_fences_of_both_leases(pool: FencedPool) -> None:
     one, two = FakeStream("compute").record(), FakeStream("store").record()
     left, right = pool.take(2), pool.take(2)
     left.release(after=(one,))
@@ -149,7 +149,7 @@ def test_a_joined_lease_waits_for_what_both_waited_for(pool: FencedPool) -> None
     assert (len(lease.ids), lease.open, more.open) == (4, True, False)
 
 
-def test_merged_fences_are_the_unfinished_ones_the_last_of_each_stream() -> None:
+def test_merging_keeps_the_last_unfinished_fence_of_each_stream() -> None:
     compute, store, load = FakeStream("compute"), FakeStream("store"), FakeStream("load")
     fences = [compute.record(), compute.record(), store.record(), load.record(), load.record()]
     load.finish(up_to=1)
@@ -181,7 +181,7 @@ def end_by_joining(lease: Lease, pool: FencedPool) -> None:
 
 
 @pytest.mark.parametrize("end", [end_by_release, end_by_joining])
-def test_an_ended_lease_cannot_be_used_in_any_way(end: object, pool: FencedPool) -> None:
+def test_a_released_or_joined_lease_cannot_be_used(end: object, pool: FencedPool) -> None:
     owner = pool.take(2)
     pool.publish(owner.ids[0], key(1))
     ended = pool.share(owner.ids)
@@ -198,14 +198,14 @@ def test_leases_of_two_pools_cannot_be_joined(pool: FencedPool) -> None:
         pool.take(1).extend(FencedPool("rows", 1).take(1))
 
 
-def test_taking_is_all_or_nothing(pool: FencedPool) -> None:
+def test_taking_more_blocks_than_available_takes_none(pool: FencedPool) -> None:
     pool.take(2)
     with pytest.raises(PoolExhausted, match="blocks: 3 asked for, 2 of 4 available"):
         pool.take(3)
     assert (pool.num_free, pool.num_used) == (2, 2)
 
 
-def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool) -> None:
+def test_a_free_block_cannot_be_shared_or_published(pool: FencedPool) -> None:
     used = pool.take(1)
     with pytest.raises(InvariantError, match="blocks 3 is free"):
         pool.share([*used.ids, 3])
@@ -216,7 +216,7 @@ def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool
 
 
 @pytest.mark.parametrize("asked", [("cached", "free"), ("free", "cached"), ("free",), ("cached", "cached", "free")])
-def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(asked: tuple[str, ...], pool: FencedPool) -> None:
+def test_sharing_a_cached_block_and_a_free_one_shares_neither(asked: tuple[str, ...], pool: FencedPool) -> None:
     [block_id] = cached(pool, 1)
     ids = {"cached": block_id, "free": (block_id + 1) % pool.size}
     with pytest.raises(InvariantError, match=f"blocks {ids['free']} is free: it cannot be shared"):
@@ -225,7 +225,7 @@ def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(asked: tuple[str,
     assert pool.num_cached == 1
 
 
-def test_a_shared_id_is_used_until_its_last_user_is_gone(pool: FencedPool) -> None:
+def test_a_shared_block_is_in_use_until_its_last_lease_is_released(pool: FencedPool) -> None:
     [block_id] = cached(pool, 1)
     one, two = pool.share([block_id]), pool.share([block_id])
     assert (pool.num_used, pool.num_cached, pool.num_available) == (1, 0, 3)
@@ -238,7 +238,7 @@ def test_a_shared_id_is_used_until_its_last_user_is_gone(pool: FencedPool) -> No
 # ---------------------------------------------------------------------- keys
 
 
-def test_a_published_id_is_findable_in_use_and_after(pool: FencedPool) -> None:
+def test_a_published_block_is_found_while_in_use_and_after_release(pool: FencedPool) -> None:
     lease = pool.take(1)
     assert pool.get(key(1)) is None
     assert pool.publish(lease.ids[0], key(1))
@@ -248,7 +248,7 @@ def test_a_published_id_is_findable_in_use_and_after(pool: FencedPool) -> None:
     assert pool.is_cached(lease.ids[0])
 
 
-def test_a_key_stays_with_the_id_that_had_it_first_and_an_id_with_its_first_key(pool: FencedPool) -> None:
+def test_a_key_keeps_its_first_block_and_a_block_its_first_key(pool: FencedPool) -> None:
     one, two = pool.take(1), pool.take(1)
     assert pool.publish(one.ids[0], key(1))
     assert not pool.publish(two.ids[0], key(1))
@@ -265,14 +265,14 @@ def test_a_match_is_the_longest_run_of_leading_keys(pool: FencedPool) -> None:
     assert pool.num_cached == 3  # looking takes nothing
 
 
-def test_an_evicted_id_is_no_longer_found(pool: FencedPool) -> None:
+def test_an_evicted_block_is_no_longer_found(pool: FencedPool) -> None:
     ids = cached(pool, 1, 2, 3, 4)
     taken = pool.take(1)
     assert taken.ids == [ids[3]]
     assert [pool.get(key(number)) for number in (1, 2, 3, 4)] == [*ids[:3], None]
 
 
-def test_free_ids_go_before_cached_ones(pool: FencedPool) -> None:
+def test_free_blocks_are_taken_before_cached_ones(pool: FencedPool) -> None:
     ids = cached(pool, 1, 2)
     assert not set(pool.take(2).ids) & set(ids)
     assert pool.num_keys == 2
@@ -284,13 +284,13 @@ def test_the_least_recently_used_sequence_is_evicted_from_its_end(pool: FencedPo
     assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]
 
 
-def test_a_touched_sequence_is_evicted_last_and_its_start_after_its_end(pool: FencedPool) -> None:
+def test_a_touched_sequence_is_evicted_last_from_its_end(pool: FencedPool) -> None:
     old, recent = cached(pool, 1, 2), cached(pool, 3, 4)
     pool.touch([key(1), key(2), key(9)])  # an absent key is skipped
     assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]
 
 
-def test_touching_a_used_block_does_not_make_it_idle(pool: FencedPool) -> None:
+def test_touching_a_block_in_use_does_not_make_it_evictable(pool: FencedPool) -> None:
     [block_id] = cached(pool, 1)
     pool.share([block_id])
     pool.touch([key(1)])
@@ -304,7 +304,7 @@ def test_demoted_blocks_are_evicted_first(pool: FencedPool) -> None:
     assert [pool.take(1).ids[0] for _ in range(4)] == [recent[0], old[1], old[0], recent[1]]
 
 
-def test_a_demoted_block_that_is_in_use_is_evicted_first_once_it_is_released(pool: FencedPool) -> None:
+def test_a_block_demoted_while_in_use_is_evicted_first_after_release(pool: FencedPool) -> None:
     cached(pool, 1, 2)
     [demoted] = cached(pool, 3)
     reader, other = pool.share([demoted]), pool.share([demoted])
@@ -328,7 +328,7 @@ def test_a_demoted_block_that_is_shared_again_is_evicted_last(pool: FencedPool) 
     assert [pool.take(1).ids[0] for _ in range(3)] == [second, first, demoted]
 
 
-def test_a_demoted_block_that_was_forgotten_is_free_and_its_next_use_is_not_demoted(pool: FencedPool) -> None:
+def test_forgetting_a_demoted_block_ends_its_demotion(pool: FencedPool) -> None:
     [demoted] = cached(pool, 1)
     reader = pool.share([demoted])
     pool.demote([key(1)])
@@ -339,7 +339,7 @@ def test_a_demoted_block_that_was_forgotten_is_free_and_its_next_use_is_not_demo
     assert [pool.take(1).ids[0] for _ in range(4)] == others[::-1]
 
 
-def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
+def test_a_block_in_use_is_never_evicted(pool: FencedPool) -> None:
     ids = cached(pool, 1, 2)
     reader = pool.share(ids[:1])
     assert set(pool.take(3).ids).isdisjoint(reader.ids)
@@ -347,7 +347,7 @@ def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
         pool.take(1)
 
 
-def test_some_are_forgotten_and_others_are_not(pool: FencedPool) -> None:
+def test_forget_removes_only_the_keys_of_the_given_blocks(pool: FencedPool) -> None:
     idle, used, kept = cached(pool, 1, 2, 3)
     reader = pool.share([used])
     [unnamed] = pool.take(1).ids
@@ -360,7 +360,7 @@ def test_some_are_forgotten_and_others_are_not(pool: FencedPool) -> None:
     pool.check()
 
 
-def test_forget_all_makes_everything_unreachable_while_uses_go_on(pool: FencedPool) -> None:
+def test_forget_all_removes_all_keys_and_keeps_blocks_in_use(pool: FencedPool) -> None:
     """H8: reset or new weights. What was in use is free afterwards, not cached, and still brings its fence."""
     fence = FakeStream("compute").record()
     _, used = cached(pool, 1, 2)
@@ -379,7 +379,7 @@ def test_forget_all_makes_everything_unreachable_while_uses_go_on(pool: FencedPo
 @pytest.mark.parametrize(
     "damage", ["freed twice", "free and used", "nowhere", "free and findable", "cached and not findable"]
 )
-def test_the_check_sees(damage: str, pool: FencedPool) -> None:
+def test_check_finds_a_damaged_ledger(damage: str, pool: FencedPool) -> None:
     [block_id] = cached(pool, 1)
     pool.check()
     match damage:
@@ -401,7 +401,7 @@ def test_the_check_sees(damage: str, pool: FencedPool) -> None:
 # ---------------------------------------------------------------------- the parts of a pool
 
 
-def test_lru_gives_the_least_recently_touched_first() -> None:
+def test_lru_pops_the_least_recently_touched_first() -> None:
     lru = Lru()
     for block_id in (1, 2, 3, 1):
         lru.touch(block_id)
@@ -418,7 +418,7 @@ def test_lru_gives_the_least_recently_touched_first() -> None:
     assert lru.pop_oldest(3) == [4, 7, 6]
 
 
-def test_the_index_maps_keys_and_ids_one_to_one() -> None:
+def test_the_index_maps_keys_and_blocks_one_to_one() -> None:
     index = PrefixIndex()
     assert index.add(key(1), 5)
     assert not index.add(key(1), 6)

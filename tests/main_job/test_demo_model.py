@@ -42,7 +42,9 @@ def pool_of_400_tokens(model: str, tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_tokens_are_those_of_generate_with_near_logprobs(model: str, ids: list[int], pool_of_400_tokens: LLM) -> None:
+def test_tokens_equal_transformers_generate_and_logprobs_are_near(
+    model: str, ids: list[int], pool_of_400_tokens: LLM
+) -> None:
     prompts = [ids[:100], ids[200:233], ids[300:301]]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -65,7 +67,9 @@ def test_tokens_are_those_of_generate_with_near_logprobs(model: str, ids: list[i
             assert found.logprob == pytest.approx(expected, abs=1e-3)
 
 
-def test_conversation_that_left_the_pool_comes_back_with_equal_tokens(ids: list[int], pool_of_400_tokens: LLM) -> None:
+def test_a_conversation_evicted_from_the_pool_continues_with_equal_tokens(
+    ids: list[int], pool_of_400_tokens: LLM
+) -> None:
     llm = pool_of_400_tokens
     cold = llm.generate([ids[:200]], GREEDY)[0]
     assert llm.flush()

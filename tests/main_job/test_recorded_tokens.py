@@ -67,7 +67,7 @@ def tokens_of(model: str, disk: Path, *, max_drafts: int | None) -> dict[str, li
 
 
 @pytest.mark.parametrize("max_drafts", [None, 3])
-def test_tokens_are_those_that_were_recorded(tmp_path: Path, max_drafts: int | None) -> None:
+def test_tokens_equal_the_recorded_ones(tmp_path: Path, max_drafts: int | None) -> None:
     model = prepared(MODEL)
     if model is None:
         pytest.skip(f"the demo model is not in the cache: `sidestream models prepare {MODEL}` fetches it")

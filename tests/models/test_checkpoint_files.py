@@ -49,19 +49,19 @@ def test_a_wrong_field_is_refused_with_file_and_bound(
         assert "correct the file" in said
 
 
-def test_the_tokenizer_reads_end_of_sequence_ids_with_the_same_check(llama: Path) -> None:
+def test_the_tokenizer_checks_eos_token_ids_too(llama: Path) -> None:
     edit_json(llama / "generation_config.json", eos_token_id="257")
     assert "generation_config.json: eos_token_id is '257'" in refused(lambda: Tokenizer.load(str(llama)))
 
 
-def test_a_config_that_transformers_refuses_is_named_as_the_file(llama: Path) -> None:
+def test_an_error_of_transformers_about_a_config_names_its_file(llama: Path) -> None:
     edit_json(llama / "config.json", attention_dropout="x")
     said = refused(lambda: LLM(llama, block_tokens=16))
     assert "config.json: transformers cannot read it" in said
     assert "attention_dropout" in said
 
 
-def test_more_layers_than_tensors_are_refused_before_layers_are_made(llama: Path) -> None:
+def test_more_layers_than_tensors_are_refused_before_layers_are_created(llama: Path) -> None:
     edit_json(llama / "config.json", num_hidden_layers=4000)
     assert "gives num_hidden_layers as 4000, but the weight files hold only" in refusal(llama)
 
@@ -70,13 +70,13 @@ def test_more_layers_than_tensors_are_refused_before_layers_are_made(llama: Path
     "name",
     ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"],
 )
-def test_a_pipe_in_place_of_a_file_is_refused_instead_of_waited_for(llama: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused(llama: Path, name: str) -> None:
     (llama / name).unlink(missing_ok=True)
     os.mkfifo(llama / name)
     assert f"{name} is a pipe (FIFO), not a regular file" in refused(lambda: resolve(str(llama)))
 
 
-def test_an_index_that_names_a_file_elsewhere_is_refused(llama: Path) -> None:
+def test_an_index_that_names_a_file_in_another_directory_is_refused(llama: Path) -> None:
     weights = load_file(llama / "model.safetensors")
     (llama / "model.safetensors").rename(llama.parent / "outside.safetensors")
     index = llama / "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(llama: Path) -> None:
         assert "a .safetensors file in the same directory, without a path" in said
 
 
-def test_deep_brackets_and_a_header_without_end_are_refused(llama: Path) -> None:
+def test_deeply_nested_json_and_an_endless_header_are_refused(llama: Path) -> None:
     (llama / "generation_config.json").write_text('{"a": ' + "[" * 200_000)
     assert "generation_config.json cannot be read as JSON" in refused(lambda: resolve(str(llama)))
     (llama / "generation_config.json").unlink()
@@ -101,7 +101,7 @@ def change_weight(directory: Path, name: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_named(llama: Path, name: str, value: float) -> None:
+def test_an_error_about_a_non_finite_weight_names_it(llama: Path, name: str, value: float) -> None:
     change_weight(llama, name, value)
     said = refusal(llama)
     assert f"its weight {name} holds 1 values of NaN or infinity" in said
@@ -109,7 +109,7 @@ def test_a_weight_that_is_not_finite_is_named(llama: Path, name: str, value: flo
     assert "kind of model" not in said
 
 
-def test_a_weight_that_float16_cannot_hold_asks_for_another_dtype(llama: Path) -> None:
+def test_a_weight_beyond_the_range_of_float16_is_refused_with_a_remedy(llama: Path) -> None:
     change_weight(llama, "model.norm.weight", 1e5)
     said = refusal(llama, dtype="float16")
     assert "its weight model.norm.weight holds 1 values" in said

@@ -24,7 +24,9 @@ MATRIX = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("dtype", "stored_as"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")]
 )
-def test_weights_of_eight_bits_without_a_scheme_are_refused(llama: Path, dtype: torch.dtype, stored_as: str) -> None:
+def test_eight_bit_weights_without_a_quantization_config_are_refused(
+    llama: Path, dtype: torch.dtype, stored_as: str
+) -> None:
     """As ModelOpt stores them: scales beside the weights, and nothing in config.json."""
 
     def quantise(weights: Tensors) -> None:
@@ -37,7 +39,7 @@ def test_weights_of_eight_bits_without_a_scheme_are_refused(llama: Path, dtype: 
     assert f"({MATRIX} in model.safetensors is {stored_as})" in said
 
 
-def test_scales_beside_weights_of_full_width_are_refused(llama: Path) -> None:
+def test_quantization_scales_beside_unquantized_weights_are_refused(llama: Path) -> None:
     edit_weights(llama, lambda weights: weights.update({f"{MATRIX}_scale": torch.ones(1)}))
     assert f"1 tensors that a model of this config.json does not use, such as {MATRIX}_scale" in refusal(llama)
 
@@ -45,7 +47,7 @@ def test_scales_beside_weights_of_full_width_are_refused(llama: Path) -> None:
 # --- more than the config says
 
 
-def test_a_bias_that_the_config_denies_is_refused(llama: Path) -> None:
+def test_a_bias_that_the_config_excludes_is_refused(llama: Path) -> None:
     edit_weights(llama, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
     assert "such as model.layers.0.self_attn.q_proj.bias" in refusal(llama)
 
@@ -61,13 +63,13 @@ def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
     assert "wrong shape" in refusal(directory)
 
 
-def test_a_tensor_under_two_names_is_refused_for_only_one_would_be_used(llama: Path) -> None:
+def test_a_tensor_under_two_names_is_refused(llama: Path) -> None:
     edit_weights(llama, lambda weights: weights.update({"norm.weight": torch.ones(64) * 2}))
     assert "such as model.norm.weight" in refusal(llama)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_output_matrix_that_differs_from_the_embedding_it_is_tied_to_is_refused(llama: Path, tied: bool) -> None:
+def test_a_tied_output_matrix_that_differs_from_the_embedding_is_refused(llama: Path, tied: bool) -> None:
     edit_weights(llama, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] * 2}))
     edit_json(llama / "config.json", tie_word_embeddings=tied)
     if tied:
@@ -76,7 +78,7 @@ def test_an_output_matrix_that_differs_from_the_embedding_it_is_tied_to_is_refus
         load_model(str(llama), block_tokens=4)
 
 
-def test_a_head_is_not_taught_by_a_model_of_surplus_tensors_either(llama: Path) -> None:
+def test_training_a_head_refuses_a_model_with_surplus_tensors(llama: Path) -> None:
     edit_weights(llama, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
     with pytest.raises(ModelError, match=r"such as model\.layers\.0\.self_attn\.q_proj\.bias"):
         load_teacher(str(llama), device=torch.device("cpu"))
@@ -85,7 +87,7 @@ def test_a_head_is_not_taught_by_a_model_of_surplus_tensors_either(llama: Path) 
 # --- known to be unused
 
 
-def test_tensors_that_are_known_to_be_unused_change_nothing(llama: Path) -> None:
+def test_tensors_known_to_be_unused_do_not_change_the_fingerprint(llama: Path) -> None:
     first = load_model(str(llama), block_tokens=4).fingerprint
 
     def add(weights: Tensors) -> None:
@@ -102,7 +104,7 @@ def test_tensors_that_are_known_to_be_unused_change_nothing(llama: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe"])
-def test_a_head_that_is_one_more_layer_is_not_surplus(tmp_path: Path, family: str) -> None:
+def test_an_mtp_head_stored_as_one_more_layer_is_no_surplus(tmp_path: Path, family: str) -> None:
     directory = tiny_model_dir(family, tmp_path / family, 0)
     head = save_head(directory, tmp_path / "head.safetensors", seed=1)
     carry_head(directory, head, names="deepseek")
@@ -115,12 +117,12 @@ def test_a_head_that_is_one_more_layer_is_not_surplus(tmp_path: Path, family: st
 # --- damaged or mixed files
 
 
-def test_a_matrix_of_zeros_is_refused_and_named(llama: Path) -> None:
+def test_an_all_zero_matrix_is_refused_by_name(llama: Path) -> None:
     edit_weights(llama, lambda weights: weights[MATRIX].zero_())
     assert f"{MATRIX} in {llama / 'model.safetensors'} is all zeros" in refusal(llama)
 
 
-def test_a_shard_with_a_whole_header_and_zeroed_data_is_refused(llama: Path) -> None:
+def test_a_shard_with_zeroed_data_is_refused(llama: Path) -> None:
     shard(llama)
     path = llama / "model-00002-of-00002.safetensors"
     content = path.read_bytes()
@@ -129,7 +131,7 @@ def test_a_shard_with_a_whole_header_and_zeroed_data_is_refused(llama: Path) -> 
     assert "model-00002-of-00002.safetensors is all zeros: the file was not written completely" in refusal(llama)
 
 
-def test_zeros_that_a_model_may_have_are_no_damage(llama: Path) -> None:
+def test_padding_rows_and_vectors_may_be_zero(llama: Path) -> None:
     """Rows of padding, however many before the first token, and vectors."""
 
     def clear(weights: Tensors) -> None:
@@ -152,7 +154,7 @@ def test_a_shard_that_the_index_does_not_list_is_refused(llama: Path) -> None:
     assert "does not list model-00002-of-00002.safetensors" in refusal(llama)
 
 
-def test_an_index_that_lacks_a_tensor_of_a_listed_shard_is_harmless(llama: Path) -> None:
+def test_an_index_may_omit_a_tensor_of_a_listed_shard(llama: Path) -> None:
     first = load_model(str(llama), block_tokens=4).fingerprint
     shard(llama)
     edit_index(llama, lambda name, file: name != MATRIX)

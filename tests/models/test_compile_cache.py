@@ -1,4 +1,4 @@
-"""What one start compiled, the next one finds."""
+"""A start reuses what an earlier start compiled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "ours" / "compiled"
 
 
-def test_layers_and_kernels_are_kept_together_from_the_first_kernel_on(ours: Path, tmp_path: Path) -> None:
+def test_compiled_layers_and_kernels_are_cached_in_one_directory(ours: Path, tmp_path: Path) -> None:
     use_compile_cache()
     assert (ours / "triton").is_dir()
     assert (cache_dir(), triton_cache_dir(0)) == (str(ours), str(ours / "triton"))
@@ -41,20 +41,20 @@ def test_layers_and_kernels_are_kept_together_from_the_first_kernel_on(ours: Pat
     assert not (tmp_path / "other").exists()
 
 
-def test_a_directory_that_torch_chose_itself_is_not_the_users_choice(ours: Path) -> None:
+def test_torchs_default_cache_directory_does_not_count_as_chosen(ours: Path) -> None:
     assert cache_dir() == os.environ[LAYERS] == default_cache_dir()
     os.environ[KERNELS] = triton_cache_dir(0)  # as torch does once it has compiled a kernel
     use_compile_cache()
     assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(ours), str(ours / "triton"))
 
 
-def test_nothing_is_no_choice(ours: Path) -> None:
+def test_empty_cache_variables_do_not_count_as_chosen(ours: Path) -> None:
     os.environ[LAYERS] = os.environ[KERNELS] = os.environ[HOME] = ""
     use_compile_cache()
     assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(ours), str(ours / "triton"))
 
 
-def test_a_place_that_somebody_chose_stays(ours: Path, tmp_path: Path) -> None:
+def test_a_chosen_cache_directory_is_kept(ours: Path, tmp_path: Path) -> None:
     os.environ[LAYERS] = str(tmp_path / "layers")
     use_compile_cache()
     assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(tmp_path / "layers"), str(tmp_path / "layers" / "triton"))
@@ -64,14 +64,14 @@ def test_a_place_that_somebody_chose_stays(ours: Path, tmp_path: Path) -> None:
     assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(ours), str(tmp_path / "kernels"))
 
 
-def test_tritons_home_is_a_choice_that_the_compiler_does_not_undo(ours: Path, tmp_path: Path) -> None:
+def test_a_chosen_triton_home_is_kept(ours: Path, tmp_path: Path) -> None:
     os.environ[HOME] = str(tmp_path)
     use_compile_cache()
     assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(ours), str(tmp_path / ".triton" / "cache"))
 
 
 @pytest.mark.parametrize("name", [LAYERS, CACHE])
-def test_places_hold_whatever_directory_the_process_goes_to(name: str, tmp_path: Path) -> None:
+def test_relative_cache_directories_survive_a_change_of_directory(name: str, tmp_path: Path) -> None:
     os.environ[name] = "here"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_places_hold_whatever_directory_the_process_goes_to(name: str, tmp_path:
     assert os.environ[LAYERS] == ("here" if name == LAYERS else str(tmp_path / "here" / "compiled"))
 
 
-def test_without_a_writable_cache_all_places_stay(ours: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_cache_leaves_the_variables_unset(ours: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours.parent.touch()
     caplog.set_level("INFO", logger="sidestream.models.compile_cache")
     use_compile_cache()
@@ -90,7 +90,7 @@ def test_without_a_writable_cache_all_places_stay(ours: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_without_a_home_layers_stay_where_they_were_and_kernels_go_with_them(
+def test_without_a_home_kernels_are_cached_beside_compiled_layers(
     chosen: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def homeless() -> Path:
@@ -110,7 +110,7 @@ def test_without_a_home_layers_stay_where_they_were_and_kernels_go_with_them(
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_a_place_that_can_only_be_read_is_not_written_to(
+def test_a_read_only_cache_directory_is_not_used(
     chosen: bool, ours: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="sidestream.models.compile_cache")

@@ -81,7 +81,7 @@ def counting(graphs: list[int]) -> Callable[..., Any]:
 
 # stablelm: its layers keep their arguments from their attention, so they are compiled with the batch.
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "stablelm"])
-def test_compiled_layers_give_the_same_and_multiply_once_for_each_input(family: str, tmp_path: Path) -> None:
+def test_compiled_layers_give_equal_results_with_one_product_per_input(family: str, tmp_path: Path) -> None:
     model = loaded(tmp_path, family)
     expected = logits(model)
     graphs: list[int] = []
@@ -105,7 +105,7 @@ def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: P
     assert len(graphs) <= _MOST
 
 
-def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:
+def test_a_length_equal_to_another_size_causes_no_compilation_p3(tmp_path: Path) -> None:
     """The compiler takes sizes that are equal for one size: 128 rows on heads of 128 were compiled for alone."""
     graphs: list[int] = []
     model = loaded(tmp_path)
@@ -117,7 +117,7 @@ def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_
     assert len(graphs) <= _MOST
 
 
-def test_the_width_of_rotary_embeddings_is_no_dynamic_size() -> None:
+def test_the_width_of_rotary_embeddings_is_compiled_as_static() -> None:
     """A layer that rotates a part of a head slices it, and torch 2.11 cannot halve a slice of dynamic size."""
     model = random_model("tiny-hybrid", device=torch.device("cpu"))
     width = int(model.config.head_dim * model.config.rope_parameters["partial_rotary_factor"])
@@ -151,7 +151,7 @@ def test_the_width_of_rotary_embeddings_is_no_dynamic_size() -> None:
     assert [found for found in widths if isinstance(found, int)].count(width) == 2  # cosines and sines
 
 
-def test_batches_of_another_kind_are_no_reason_to_compile_again_p3(tmp_path: Path) -> None:
+def test_batches_of_another_kind_cause_no_compilation_p3(tmp_path: Path) -> None:
     """Rows of other numbers, other waits, and a head that only keeps up: all that steps differ in besides how many
     tokens they have.
     """
@@ -181,7 +181,7 @@ def test_batches_of_another_kind_are_no_reason_to_compile_again_p3(tmp_path: Pat
     assert len(graphs) == 7
 
 
-def test_a_compiled_head_that_leaves_its_layer_early_keeps_no_argument(tmp_path: Path) -> None:
+def test_a_compiled_head_that_exits_its_layer_early_holds_no_argument(tmp_path: Path) -> None:
     """It keeps up in every step, by an exception: what that held would rest on the device until the garbage collector
     comes.
     """
@@ -261,7 +261,7 @@ NO_KERNEL = "injected: no such kernel\nand much more"
         ("qwen3", "class", "Qwen3DecoderLayer full_attention"),
     ],
 )
-def test_only_layers_that_cannot_be_compiled_run_uncompiled(
+def test_only_layers_that_fail_to_compile_run_uncompiled(
     family: str, apart: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded(tmp_path, family, num_hidden_layers=4)
@@ -285,7 +285,7 @@ def test_only_layers_that_cannot_be_compiled_run_uncompiled(
     assert as_written(model) == [True] * 4
 
 
-def test_a_head_that_cannot_be_compiled_predicts_uncompiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_fails_to_compile_runs_uncompiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, head = with_head(tmp_path)
     tokens, before = torch.arange(5), torch.ones(5, head.hidden_size)
 
@@ -308,7 +308,7 @@ def test_a_head_that_cannot_be_compiled_predicts_uncompiled(tmp_path: Path, capl
     ]
 
 
-def test_an_engine_compiles_and_captures_beside_layers_that_cannot_be_compiled(
+def test_an_engine_captures_graphs_with_some_uncompiled_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts, params = [[3, 5, 8, 13] * 5, [7, 9, 2]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -353,7 +353,7 @@ def test_an_engine_compiles_and_captures_beside_layers_that_cannot_be_compiled(
 
 
 @pytest.mark.parametrize("family", ["gemma2", "glm4_moe", "phi3"])
-def test_a_first_call_with_one_token_is_compiled_for_any_number(family: str, tmp_path: Path) -> None:
+def test_a_first_call_with_one_token_is_compiled_for_any_number_of_tokens(family: str, tmp_path: Path) -> None:
     graphs: list[int] = []
     model = loaded(tmp_path, family)
     lengths = [1, 5, 2, 40]
@@ -364,7 +364,7 @@ def test_a_first_call_with_one_token_is_compiled_for_any_number(family: str, tmp
     assert len(graphs) <= _MOST + 2  # glm4_moe's first layer has no experts
 
 
-def test_one_model_after_another_is_compiled_in_a_process(tmp_path: Path) -> None:
+def test_several_models_are_compiled_in_one_process(tmp_path: Path) -> None:
     """The compiler gives up on code that it compiled often, eight times unless told otherwise, and all models of a
     class run the same.
     """
@@ -377,7 +377,7 @@ def test_one_model_after_another_is_compiled_in_a_process(tmp_path: Path) -> Non
         assert len(graphs) >= 3  # what is alike in all of them was compiled before
 
 
-def test_settings_of_the_compiler_elsewhere_in_the_process_stay(tmp_path: Path) -> None:
+def test_compiler_settings_of_the_process_are_not_changed(tmp_path: Path) -> None:
     """That no size is broadcast is true of tokens here, and not of what others compile."""
     model = loaded(tmp_path)
     compile_layers(model, backend=counting([]))

@@ -1,4 +1,4 @@
-"""A directory without a servable model is refused with cause and remedy before tokenizer and weights are read."""
+"""A directory without a supported model is refused with cause and remedy before tokenizer and weights are read."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def refusals(directory: Path) -> list[str]:
         ),
     ],
 )
-def test_a_directory_of_something_else_is_refused(
-    tmp_path: Path, files: dict[str, str], cause: str, remedy: str
-) -> None:
+def test_a_directory_without_a_model_is_refused(tmp_path: Path, files: dict[str, str], cause: str, remedy: str) -> None:
     directory = tmp_path / "given"
     directory.mkdir()
     for name, content in files.items():
@@ -58,7 +56,7 @@ def test_a_directory_of_something_else_is_refused(
         assert remedy in said
 
 
-def test_weights_in_another_format_beside_a_config_are_named(llama: Path) -> None:
+def test_an_error_names_weights_in_another_format(llama: Path) -> None:
     (llama / "model.safetensors").rename(llama / "tiny.gguf")
     for said in refusals(llama):
         assert "has no model.safetensors" in said
@@ -66,21 +64,21 @@ def test_weights_in_another_format_beside_a_config_are_named(llama: Path) -> Non
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_beside_the_weights_is_refused_for_it_would_not_be_applied(llama: Path, file: str) -> None:
+def test_a_lora_adapter_beside_the_weights_is_refused(llama: Path, file: str) -> None:
     (llama / file).write_text('{"base_model_name_or_path": "someone/base"}')
     for said in refusals(llama):
         assert f"a LoRA adapter ({file}) beside the model" in said
         assert "move the adapter's files away" in said
 
 
-def test_a_config_that_names_other_weights_is_refused(llama: Path) -> None:
+def test_a_config_that_names_another_weight_file_is_refused(llama: Path) -> None:
     """transformers would read that file, and even a pickle if its name is adapter_model.bin."""
     edit_json(llama / "config.json", transformers_weights="other.safetensors")
     for said in refusals(llama):
         assert "names other weights, 'other.safetensors'" in said
 
 
-def test_the_old_name_of_longrope_is_refused_and_the_remedy_helps(tmp_path: Path) -> None:
+def test_the_old_name_of_longrope_is_refused_with_a_working_remedy(tmp_path: Path) -> None:
     directory = tiny_model_dir("phi3", tmp_path / "phi3", 0)
     config = json.loads((directory / "config.json").read_text())
     del config["rope_parameters"]
@@ -112,7 +110,7 @@ def test_a_chat_template_in_a_json_file_is_read(llama: Path) -> None:
     assert Tokenizer.load(str(llama)).chat(MESSAGES) == expected
 
 
-def test_a_template_of_the_tokenizer_comes_before_that_of_the_json_file(llama: Path) -> None:
+def test_a_template_of_the_tokenizer_overrides_that_of_the_json_file(llama: Path) -> None:
     expected = Tokenizer.load(str(llama)).chat(MESSAGES)
     (llama / "chat_template.json").write_text(json.dumps({"chat_template": "nothing"}))
     assert Tokenizer.load(str(llama)).chat(MESSAGES) == expected
@@ -139,7 +137,9 @@ def use_sentencepiece(directory: Path, model: bytes, **config: Any) -> Path:
     return directory
 
 
-def test_a_sentencepiece_tokenizer_asks_for_the_packages_it_needs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_packages_that_a_sentencepiece_tokenizer_needs(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_sentencepiece(llama, b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
     said = refused(lambda: Tokenizer.load(str(llama)))
@@ -179,7 +179,7 @@ def test_a_sentencepiece_tokenizer_gives_the_ids_of_sentencepiece(llama: Path, p
         assert tokenizer.decode(ids).lstrip() == text
 
 
-def test_a_sentencepiece_tokenizer_that_is_converted_to_other_ids_is_refused(llama: Path, piece_model: bytes) -> None:
+def test_a_sentencepiece_tokenizer_converted_to_wrong_ids_is_refused(llama: Path, piece_model: bytes) -> None:
     """Without the class's name transformers drops the space that SentencePiece puts before a text."""
     use_sentencepiece(llama, piece_model)
     edit_json(llama / "config.json", model_type="qwen3")

@@ -1,4 +1,4 @@
-"""A head that is taught drafts better than one that is not, the same way each time, also after an interruption."""
+"""Training improves a head's drafts, and gives the same head each time, also after an interruption."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def accepted(model: Path, head: Path) -> float:
         return llm.metrics.value("accepted_tokens_total", "mtp") / llm.metrics.value("draft_tokens_total", "mtp")
 
 
-def test_a_head_learns_to_draft(model: Path, tokens: Tensor, tmp_path: Path) -> None:
+def test_a_trained_head_gets_more_drafts_accepted(model: Path, tokens: Tensor, tmp_path: Path) -> None:
     whole, head = school(model, tokens)
     losses = [whole.step() for _ in range(LESSON.steps)]
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
@@ -65,7 +65,7 @@ def test_a_head_learns_to_draft(model: Path, tokens: Tensor, tmp_path: Path) -> 
     assert taught > accepted(model, save_head(model, tmp_path / "random.safetensors", seed=0)) + 0.1
 
 
-def test_the_divergence_and_its_gradient_are_those_of_the_formula() -> None:
+def test_the_divergence_and_its_gradient_equal_the_formula() -> None:
     torch.manual_seed(0)
     matrix = torch.nn.Linear(8, 50, bias=False)
     predicts, hidden = torch.randn(5000, 8, requires_grad=True), torch.randn(5000, 8)
@@ -81,7 +81,7 @@ def test_the_divergence_and_its_gradient_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 @torch.no_grad()
-def test_a_head_is_taught_on_the_states_of_later_drafts(family: str, tmp_path: Path) -> None:
+def test_a_head_is_trained_on_its_own_states_for_later_drafts(family: str, tmp_path: Path) -> None:
     """Each prediction is that of a head that was given the model's hidden states up to a position, and fed itself from
     there.
     """
@@ -117,7 +117,7 @@ def test_a_teacher_caps_its_scores_as_the_served_model_does(tmp_path: Path) -> N
     torch.testing.assert_close(teacher(tokens[None], use_cache=False).logits[0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_interruption_changes_nothing(model: Path, tokens: Tensor, tmp_path: Path) -> None:
+def test_an_interrupted_training_gives_the_same_head(model: Path, tokens: Tensor, tmp_path: Path) -> None:
     short = Lesson(9, batch=4, drafts=2, seed=1)
     whole, head = school(model, tokens, short)
     first, _ = school(model, tokens, short)
@@ -133,7 +133,7 @@ def test_an_interruption_changes_nothing(model: Path, tokens: Tensor, tmp_path: 
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
 
 
-def test_too_little_to_learn_from_is_refused(model: Path, tokens: Tensor) -> None:
+def test_too_little_training_data_is_refused(model: Path, tokens: Tensor) -> None:
     with pytest.raises(ConfigError, match="there are 3 sequences, but a step needs 4"):
         school(model, tokens[:3])
     with pytest.raises(ConfigError, match="steps is 0"):

@@ -123,7 +123,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3)
 
 
-def test_mixed_steps_give_the_tokens_and_logits_of_generate(directory: Path) -> None:
+def test_mixed_steps_give_transformers_tokens_and_logits(directory: Path) -> None:
     model = load_model(str(directory), block_tokens=BLOCK_TOKENS)
     sequences = mixed_sequences(model.vocab_size)
     run(model, sequences)
@@ -136,7 +136,7 @@ def test_mixed_steps_give_the_tokens_and_logits_of_generate(directory: Path) -> 
         torch.testing.assert_close(torch.stack(sequence.logits), logits, atol=2e-4, rtol=0)
 
 
-def test_bfloat16_stays_near_the_float32_logits(directory: Path) -> None:
+def test_bfloat16_logits_are_near_the_float32_logits(directory: Path) -> None:
     """Weights that were reordered for bfloat16 are still the same weights."""
     model = load_model(str(directory), dtype="bfloat16", block_tokens=BLOCK_TOKENS)
     assert model.layout.dtype == "bfloat16"
@@ -149,7 +149,7 @@ def test_bfloat16_stays_near_the_float32_logits(directory: Path) -> None:
     assert (drawn - expected[0]).square().mean().sqrt() < 0.15 * expected[0].std()
 
 
-def test_forward_runs_on_another_thread_than_the_one_that_loaded(tmp_path: Path) -> None:
+def test_the_forward_pass_may_run_on_another_thread_than_loading(tmp_path: Path) -> None:
     model = load_model(str(tiny_model_dir("llama", tmp_path, 3)), block_tokens=BLOCK_TOKENS)
     here, there = mixed_sequences(model.vocab_size), mixed_sequences(model.vocab_size)
     run(model, here)

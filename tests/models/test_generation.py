@@ -20,7 +20,7 @@ def checkpoint(directory: Path, fields: Any) -> Path:
     return directory
 
 
-def test_all_five_fields_are_read_and_others_are_left_alone(tmp_path: Path) -> None:
+def test_sampling_defaults_have_all_five_fields_and_no_others(tmp_path: Path) -> None:
     others = {"do_sample": False, "eos_token_id": [1, 2], "num_beams": 4, "transformers_version": "4.51.0"}
     assert sampling_defaults(checkpoint(tmp_path, {**FIELDS, **others})) == SamplingDefaults(FIELDS)
 
@@ -28,7 +28,9 @@ def test_all_five_fields_are_read_and_others_are_left_alone(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "fields", [None, {}, dict.fromkeys(FIELDS), {"top_k": -1}], ids=["no file", "empty", "null", "top_k -1"]
 )
-def test_fields_that_the_file_lacks_are_neutral(tmp_path: Path, fields: dict[str, Any] | None) -> None:
+def test_fields_missing_in_generation_config_have_neutral_defaults(
+    tmp_path: Path, fields: dict[str, Any] | None
+) -> None:
     defaults = sampling_defaults(tmp_path if fields is None else checkpoint(tmp_path, fields))
     assert defaults == NEUTRAL
     assert {name: defaults[name] for name in FIELDS} == {
@@ -64,7 +66,7 @@ def test_a_file_that_holds_no_json_object_is_refused(tmp_path: Path, text: str) 
         sampling_defaults(tmp_path)
 
 
-def test_a_request_overrides_each_default_with_a_neutral_value_too() -> None:
+def test_a_request_may_override_each_default_even_by_a_neutral_value() -> None:
     defaults = SamplingDefaults(FIELDS)
     assert set(FIELDS) == set(MODEL_OPTIONS)
     untouched = SamplingParams().spec(seed=1, eos_ids=(), defaults=defaults)
@@ -74,11 +76,11 @@ def test_a_request_overrides_each_default_with_a_neutral_value_too() -> None:
         assert {other: given.options[other] for other in FIELDS} == {**FIELDS, name: NEUTRAL[name]}
 
 
-def test_an_unknown_default_names_the_nearest_option() -> None:
+def test_an_error_about_an_unknown_default_names_the_nearest_option() -> None:
     with pytest.raises(RequestRejected, match=r"no option top_n; did you mean top_[kp]"):
         SamplingDefaults({"top_n": 1})
 
 
-def test_defaults_say_which_of_them_are_not_neutral() -> None:
+def test_str_of_sampling_defaults_shows_non_neutral_values() -> None:
     assert str(SamplingDefaults({"temperature": 0.6, "top_k": 20})) == "temperature 0.6, top_k 20"
     assert str(SamplingDefaults()) == "temperature 1, no filters, no penalties"

@@ -1,4 +1,4 @@
-"""Packages with GPU kernels beside transformers: their kernels get no tensor that is not on a GPU."""
+"""Packages with GPU kernels that transformers uses: their kernels get only tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("family", "package"), _FAMILIES.items())
-def test_kernels_of_other_packages_get_no_cpu_tensors(
+def test_gpu_kernels_of_other_packages_get_no_cpu_tensors(
     family: str, package: str, packages: Path, tmp_path: Path
 ) -> None:
     model = tiny_model_dir(family, tmp_path, 1)
@@ -80,7 +80,7 @@ def test_kernels_of_other_packages_get_no_cpu_tensors(
     assert "not installed" not in without.stderr  # the kernels would not be used on this device
 
 
-def test_functions_that_the_package_kernels_made_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_wrapped_as_modules_by_package_kernels_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """That package turns a function into a module whose `forward` calls it."""
     called: list[str] = []
 

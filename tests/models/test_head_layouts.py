@@ -180,7 +180,7 @@ def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     ("kind", "again"),
     [*((kind, False) for kind in CONFIGS), *((kind, True) for kind in CONFIGS if not kind.startswith("qwen"))],
 )
-def test_a_head_is_read_as_its_makers_publish_it(kind: str, again: bool, tmp_path: Path) -> None:
+def test_a_published_head_is_read_with_the_names_of_its_family(kind: str, again: bool, tmp_path: Path) -> None:
     published = publish(kind, tmp_path, again=again)
     model = loaded(tmp_path)
     last = model.base_model.layers[-1].state_dict()  # as transformers joins its experts
@@ -198,7 +198,7 @@ def test_a_head_is_read_as_its_makers_publish_it(kind: str, again: bool, tmp_pat
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.no_grad()
-def test_a_head_of_qwen_feeds_itself_its_normed_state_others_the_state_before(kind: str, tmp_path: Path) -> None:
+def test_qwen_heads_feed_back_the_normed_state_and_others_the_unnormed_one(kind: str, tmp_path: Path) -> None:
     publish(kind, tmp_path)
     head = load_head(loaded(tmp_path), tmp_path)
     left: list[Tensor] = []
@@ -214,7 +214,7 @@ def test_a_head_of_qwen_feeds_itself_its_normed_state_others_the_state_before(ki
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
-def test_a_head_keeps_in_float32_all_that_its_model_keeps_so(kind: str, tmp_path: Path) -> None:
+def test_a_head_keeps_the_same_weights_in_float32_as_its_model(kind: str, tmp_path: Path) -> None:
     """Rounded to bfloat16, experts' corrections would choose others."""
     published = publish(kind, tmp_path)
     model = loaded(tmp_path, torch.bfloat16)
@@ -228,7 +228,7 @@ def test_a_head_keeps_in_float32_all_that_its_model_keeps_so(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("part", _PROJECTIONS)
-def test_a_head_with_half_an_expert_is_refused_and_the_other_half_is_named(part: str, tmp_path: Path) -> None:
+def test_an_error_about_an_incomplete_expert_names_the_missing_tensor(part: str, tmp_path: Path) -> None:
     publish("glm4_moe", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights[f"model.layers.{LAYERS}.mlp.experts.10.{part}.weight"]
@@ -237,7 +237,7 @@ def test_a_head_with_half_an_expert_is_refused_and_the_other_half_is_named(part:
         load_head(loaded(tmp_path), tmp_path)
 
 
-def test_a_checkpoint_of_more_than_text_is_judged_by_its_config_for_text(tmp_path: Path) -> None:
+def test_the_text_config_of_a_multimodal_checkpoint_is_checked(tmp_path: Path) -> None:
     publish("qwen3_5", tmp_path)
     model = loaded(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_more_than_text_is_judged_by_its_config_for_text(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_next"])
-def test_a_model_is_served_with_the_head_that_its_checkpoint_carries(kind: str, tmp_path: Path) -> None:
+def test_a_model_is_served_with_the_head_in_its_checkpoint(kind: str, tmp_path: Path) -> None:
     publish(kind, tmp_path, again=kind == "glm4_moe")
     prompts = [
         [10 + position * step % 89 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))

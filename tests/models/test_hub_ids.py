@@ -76,12 +76,12 @@ def test_an_uncached_model_needs_no_client(cache: Path, monkeypatch: Patch, chan
 
 
 @pytest.mark.parametrize("change", ASKED.values(), ids=ASKED)
-def test_the_client_decides_uncertain_cases(cache: Path, monkeypatch: Patch, change: Change) -> None:
+def test_uncertain_cases_are_left_to_the_hub_client(cache: Path, monkeypatch: Patch, change: Change) -> None:
     change(cache, monkeypatch)
     assert local_directory("no/such-model") == Path("from the client")
 
 
-def test_a_text_that_the_hub_takes_for_no_id_is_refused_as_such() -> None:
+def test_a_string_that_is_no_hub_id_is_refused() -> None:
     import huggingface_hub.utils  # noqa: F401 - so that the client is asked
 
     with pytest.raises(ModelError, match=r"it is not a hub id .*no/such--model"):

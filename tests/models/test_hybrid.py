@@ -69,7 +69,7 @@ def follow_ups(prompts: list[list[int]], answers: list[RequestOutput]) -> list[l
 
 
 @pytest.mark.parametrize("hybrid", KINDS, indirect=True)
-def test_answers_are_those_of_transformers(hybrid: Path) -> None:
+def test_hybrid_models_give_transformers_answers(hybrid: Path) -> None:
     module = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32).eval()
     unbind_time_steps(module)
     prompts = some_prompts(1, 4)
@@ -86,12 +86,12 @@ def test_answers_are_those_of_transformers(hybrid: Path) -> None:
         torch.testing.assert_close(drawn, expected, atol=2e-3, rtol=0)
 
 
-def test_log_probabilities_are_as_exact_as_those_of_transformers(hybrid: Path) -> None:
+def test_logprobs_are_as_exact_as_those_of_transformers(hybrid: Path) -> None:
     drawn, own, exact = (torch.tensor(values, dtype=torch.float64) for values in logprobs(hybrid, some_prompts(1, 12)))
     assert (drawn - exact).square().mean() <= 2 * (own - exact).square().mean()
 
 
-def test_a_token_changes_the_state_alike_in_a_prompt_and_alone(tmp_path: Path) -> None:
+def test_a_token_changes_the_state_equally_in_prefill_and_decode(tmp_path: Path) -> None:
     """transformers bounds the time steps of Nemotron-H in prompts only."""
     module = AutoModelForCausalLM.from_pretrained(tiny_model_dir("nemotron_h", tmp_path, 3), dtype=torch.float32).eval()
 
@@ -112,13 +112,13 @@ def test_a_token_changes_the_state_alike_in_a_prompt_and_alone(tmp_path: Path) -
     assert not unbind_time_steps(module)
 
 
-def test_a_model_with_bounds_of_time_steps_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_a_time_step_limit_is_refused(tmp_path: Path) -> None:
     directory = tiny_model_dir("granite4", tmp_path, 3, time_step_limit=(0.01, 0.1))
     with pytest.raises(ModelError, match=r"time_step_limit \[0\.01, 0\.1\]\), but transformers does so in prompts"):
         load_model(str(directory), dtype="float32", block_tokens=16)
 
 
-def test_every_family_passes_the_check_of_a_load_and_answers(hybrid: Path) -> None:
+def test_every_hybrid_family_passes_the_self_check_and_answers(hybrid: Path) -> None:
     with LLM(hybrid, kv_memory="8MiB", **OPTIONS) as llm:
         (first, again) = [llm.generate([list(range(40))], PARAMS)[0] for _ in range(2)]
     assert again.cached.device == 32
@@ -126,7 +126,7 @@ def test_every_family_passes_the_check_of_a_load_and_answers(hybrid: Path) -> No
 
 
 @pytest.mark.parametrize("hybrid", KINDS, indirect=True)
-def test_tokens_are_equal_cold_found_on_the_device_in_memory_and_on_disk(hybrid: Path, tmp_path: Path) -> None:
+def test_tokens_are_equal_uncached_and_from_device_host_and_disk(hybrid: Path, tmp_path: Path) -> None:
     prompts = some_prompts(2, 4)
     with LLM(hybrid, kv_memory="16MiB", prefix_cache=False, **OPTIONS) as llm:
         cold = llm.generate(prompts, PARAMS)
@@ -167,7 +167,7 @@ def repeating(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
-def test_a_model_may_draft_for_one_with_recurrent_state_but_has_none_itself(tmp_path: Path) -> None:
+def test_a_draft_model_needs_attention_but_its_target_may_have_recurrent_state(tmp_path: Path) -> None:
     target, small = tiny_model_dir("qwen3_5", tmp_path / "target", 3), tiny_model_dir("qwen3", tmp_path / "small", 3)
     prompts = some_prompts(7, 3)
     with LLM(target, kv_memory="8MiB", **OPTIONS) as llm:
@@ -181,7 +181,7 @@ def test_a_model_may_draft_for_one_with_recurrent_state_but_has_none_itself(tmp_
 
 
 @pytest.mark.parametrize("hybrid", ["qwen3_next", "lfm2"], indirect=True)
-def test_tokens_are_equal_with_drafts_and_a_turn_continues_from_its_last_border(hybrid: Path, tmp_path: Path) -> None:
+def test_with_drafts_tokens_are_equal_and_a_turn_continues_at_its_last_block(hybrid: Path, tmp_path: Path) -> None:
     long, prompts = replace(PARAMS, max_tokens=40), repeating(6, 5)
     with LLM(hybrid, kv_memory="16MiB", prefix_cache=False, **OPTIONS) as llm:
         cold = llm.generate(prompts, long)
@@ -218,7 +218,7 @@ def test_tokens_are_equal_after_preemption(tmp_path: Path) -> None:
         llm.engine.call(held[0].release)
 
 
-def test_states_and_blocks_take_the_memory_that_was_asked_for(tmp_path: Path) -> None:
+def test_states_and_blocks_together_use_the_configured_memory(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen3_next", tmp_path, 3)
     with LLM(directory, kv_memory=4 << 20, **OPTIONS) as llm:
         parts = llm.engine.parts
@@ -238,7 +238,9 @@ def test_states_and_blocks_take_the_memory_that_was_asked_for(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("speculative", [None, SpeculativeConfig(proposer="ngram", max_drafts=2)])
-def test_metrics_show_every_byte_of_the_cache_by_part(tmp_path: Path, speculative: SpeculativeConfig | None) -> None:
+def test_metrics_show_the_bytes_of_each_part_of_the_cache(
+    tmp_path: Path, speculative: SpeculativeConfig | None
+) -> None:
     directory = tiny_model_dir("qwen3_next", tmp_path, 3)
     with LLM(directory, kv_memory=(4 << 20) + 12345, speculative=speculative, **OPTIONS) as llm:
         parts, executor = llm.engine.parts, llm.engine.parts.executor
@@ -257,7 +259,7 @@ def test_metrics_show_every_byte_of_the_cache_by_part(tmp_path: Path, speculativ
             assert llm.metrics.value("kv_memory_bytes", "draft_inputs") == inputs
 
 
-def test_shapes_are_those_that_transformers_keeps() -> None:
+def test_state_shapes_equal_those_of_transformers() -> None:
     config = tiny_config("qwen3_next")
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -269,7 +271,7 @@ def test_shapes_are_those_that_transformers_keeps() -> None:
     assert layout.layers == [0, 1, 2]
 
 
-def test_a_state_that_covers_other_tokens_is_not_used(tmp_path: Path) -> None:
+def test_a_state_that_covers_other_tokens_gives_nan_logits(tmp_path: Path) -> None:
     model = load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
     assert model.state_layout is not None
     layout, zero, none = model.state_layout, torch.tensor([0]), torch.tensor([-1])
@@ -311,7 +313,7 @@ def test_a_state_that_covers_other_tokens_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_results_of_a_wrong_state_are_wrong(tmp_path: Path, drafts: int) -> None:
+def test_logits_computed_from_a_wrong_state_are_nan(tmp_path: Path, drafts: int) -> None:
     model = load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
     assert model.state_layout is not None
     kept = DraftInputs(model.state_layout, 2, drafts, torch.device("cpu")) if drafts else None
@@ -358,7 +360,7 @@ def test_the_self_check_refuses_states_that_cover_other_tokens(tmp_path: Path, m
         load_model(str(tiny_model_dir("lfm2", tmp_path, 3)), block_tokens=16)
 
 
-def test_a_layer_that_forgets_the_tokens_before_its_chunk_is_refused(
+def test_the_self_check_refuses_a_layer_that_ignores_earlier_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tiny_model_dir("lfm2", tmp_path, 3)
@@ -394,14 +396,14 @@ REFUSED: list[tuple[PreTrainedConfig, str]] = [
 
 
 @pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda each: getattr(each, "model_type", ""))
-def test_a_model_that_cannot_be_served_is_refused(config: PreTrainedConfig, reason: str, tmp_path: Path) -> None:
+def test_an_unsupported_hybrid_model_is_refused(config: PreTrainedConfig, reason: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=reason):
         load_model(str(tmp_path), block_tokens=16)
 
 
-def test_options_that_do_not_fit_are_refused_before_anything_is_taken(tmp_path: Path) -> None:
+def test_too_small_state_memory_options_are_refused_at_start(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen3_5", tmp_path, 3)
     for options, reason in (
         (

@@ -36,7 +36,7 @@ from sidestream.models.weights import fingerprint_of, pack_linears
 # --- files
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_error_about_a_missing_directory_names_it(tmp_path: Path) -> None:
     assert f"there is no directory {tmp_path / 'gone'}" in refusal(tmp_path / "gone")
 
 
@@ -52,7 +52,7 @@ def test_unreadable_json_is_refused_and_named(llama: Path, name: str, content: b
     assert name in refusal(llama)
 
 
-def test_a_config_of_no_known_kind_is_refused(llama: Path) -> None:
+def test_a_config_without_a_known_model_type_is_refused(llama: Path) -> None:
     (llama / "config.json").write_text("{}")
     assert "no model_type" in refusal(llama)
 
@@ -74,18 +74,18 @@ def test_half_downloaded_weights_are_refused_and_named(llama: Path) -> None:
         assert "fetch it again" in refusal(llama)
 
 
-def test_a_weight_file_that_is_something_else_is_refused(llama: Path) -> None:
+def test_a_weight_file_in_another_format_is_refused(llama: Path) -> None:
     (llama / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert "no readable safetensors file" in refusal(llama)
 
 
-def test_a_missing_shard_is_named(llama: Path) -> None:
+def test_an_error_about_a_missing_shard_names_it(llama: Path) -> None:
     shard(llama, 3)
     (llama / "model-00002-of-00003.safetensors").unlink()
     assert "has no model-00002-of-00003.safetensors" in refusal(llama)
 
 
-def test_a_missing_tensor_is_refused_for_transformers_would_draw_it_at_random(llama: Path) -> None:
+def test_a_missing_tensor_is_refused(llama: Path) -> None:
     edit_weights(llama, lambda weights: weights.__delitem__("model.layers.1.self_attn.k_proj.weight"))
     assert "lack 1 of the model's tensors, such as model.layers.1.self_attn.k_proj.weight" in refusal(llama)
 
@@ -96,7 +96,7 @@ def test_a_tensor_of_another_shape_is_refused(llama: Path) -> None:
     assert "model.norm.weight" in refusal(llama)
 
 
-def test_an_unknown_dtype_names_the_nearest(llama: Path) -> None:
+def test_an_error_about_an_unknown_dtype_names_the_nearest_one(llama: Path) -> None:
     assert "did you mean float16?" in refusal(llama, dtype="flaot16")
 
 
@@ -156,7 +156,7 @@ def test_a_config_out_of_bounds_is_refused(llama: Path, change: dict[str, Any], 
 
 @pytest.mark.slow  # imports the definitions of a few hundred families
 @pytest.mark.filterwarnings("ignore")  # transformers' own, of the definitions that this imports
-def test_every_family_that_its_config_refuses_is_named_in_the_reason() -> None:
+def test_reasons_of_refusals_name_the_model_family() -> None:
     unclear = {}
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
@@ -204,7 +204,9 @@ def test_the_self_check_refuses_paged_attention_that_differs(llama: Path, monkey
     assert "in layer 0, paged attention and transformers' own give different values" in refusal(llama)
 
 
-def test_the_self_check_sees_a_window_longer_than_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_a_wrong_window_longer_than_its_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tiny_model_dir("mistral", tmp_path, 0, sliding_window=512)
     model = load_model(str(directory), block_tokens=4)
     assert model.config.sliding_window == 512
@@ -275,13 +277,13 @@ def test_unreadable_weights_are_not_called_damaged(
     assert "fetch it again" not in message
 
 
-def test_a_directory_in_place_of_weights_is_said_to_be_one(llama: Path) -> None:
+def test_a_directory_in_place_of_weights_is_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     (llama / "model.safetensors").mkdir()
     assert "model.safetensors is a directory, not a regular file" in refusal(llama)
 
 
-def test_loading_prints_nothing_and_leaves_the_verbosity_alone(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_prints_no_line_and_keeps_the_verbosity(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled())
     transformers_logging.set_verbosity(logging.INFO)
     transformers_logging.enable_progress_bar()
@@ -302,7 +304,7 @@ def test_loading_prints_nothing_and_leaves_the_verbosity_alone(llama: Path, capf
 # --- identity (H14)
 
 
-def test_the_fingerprint_is_of_the_content_not_of_names_dates_or_files(llama: Path) -> None:
+def test_the_fingerprint_depends_on_content_not_on_names_dates_or_files(llama: Path) -> None:
     first = load_model(str(llama), block_tokens=4).fingerprint
     assert len(bytes.fromhex(first)) >= 16
 
@@ -313,7 +315,7 @@ def test_the_fingerprint_is_of_the_content_not_of_names_dates_or_files(llama: Pa
     assert load_model(str(other), block_tokens=16).fingerprint == first
 
 
-def test_the_digest_of_stored_weights_is_theirs_alone(llama: Path) -> None:
+def test_the_weights_digest_depends_on_weights_only(llama: Path) -> None:
     first = weights_digest(str(llama))
     assert len(bytes.fromhex(first)) == 16
     edit_json(llama / "config.json", rms_norm_eps=1e-3)
@@ -337,7 +339,7 @@ def fingerprints(directory: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow  # the other process imports torch and transformers
-def test_the_fingerprint_is_the_same_in_another_process(llama: Path) -> None:
+def test_the_fingerprint_is_equal_in_another_process(llama: Path) -> None:
     """Even where a config holds a set, whose order differs from process to process."""
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -348,7 +350,7 @@ def test_the_fingerprint_is_the_same_in_another_process(llama: Path) -> None:
     assert tuple(there.stdout.split()) == fingerprints(str(llama))
 
 
-def test_a_fingerprint_is_of_weights_dtype_config_and_transformers(
+def test_the_fingerprint_depends_on_weights_dtype_config_and_transformers(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = {
@@ -370,7 +372,7 @@ def test_a_fingerprint_is_of_weights_dtype_config_and_transformers(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_linear_multiplies_as_before(bias: bool) -> None:
+def test_packing_a_linear_layer_changes_no_result(bias: bool) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16))
     packed = nn.Sequential(nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Forward passes are padded to few lengths, and nothing of the padding is to be seen."""
+"""Forward passes are padded to few lengths, and padding changes no result."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_padding_adds_a_quarter_at_most_or_up_to_a_multiple_of_16() -> None:
         assert padded_length(padded_length(count)) == padded_length(count)
 
 
-def test_whole_chunks_and_single_tokens_are_computed_as_they_are() -> None:
+def test_whole_chunks_and_single_tokens_are_not_padded() -> None:
     assert [padded_length(count) for count in (0, 1, 256, 512, 768, 4096)] == [0, 1, 256, 512, 768, 4096]
 
 
-def test_rows_that_decode_beside_whole_chunks_add_16_tokens() -> None:
+def test_decode_rows_beside_whole_chunks_add_16_tokens() -> None:
     assert {padded_length(256 + rows) for rows in range(1, 17)} == {272}
     assert {padded_length(768 + rows) for rows in range(1, 17)} == {784}
 

@@ -36,7 +36,7 @@ def computes(monkeypatch: pytest.MonkeyPatch, *, over_float32: float, memory: in
     monkeypatch.setattr(precision, "memory_bytes", lambda: (memory, memory // 2))
 
 
-def test_a_model_is_loaded_as_stored_where_the_cpu_is_fast_in_that(
+def test_a_model_is_loaded_in_its_stored_dtype_if_the_cpu_is_fast_in_it(
     directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -46,7 +46,7 @@ def test_a_model_is_loaded_as_stored_where_the_cpu_is_fast_in_that(
     assert f"model llama: {stored}, as stored: this CPU multiplies {stored} 2.0 times as fast as float32" in caplog.text
 
 
-def test_a_model_is_loaded_in_float32_where_the_cpu_is_faster_in_that(
+def test_a_model_is_loaded_in_float32_if_the_cpu_is_faster_in_it(
     directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -61,13 +61,13 @@ def test_a_model_is_loaded_in_float32_where_the_cpu_is_faster_in_that(
     assert precision_of(str(directory)).dtype == "float32"
 
 
-def test_an_exact_dtype_is_kept_however_slow(directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_dtype_is_used_even_if_slow(directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computes(monkeypatch, over_float32=4.0)
     assert load_model(str(directory), dtype=stored, block_tokens=4).layout.dtype == stored
     assert kv_token_bytes(str(directory), dtype=stored) * 2 == kv_token_bytes(str(directory))
 
 
-def test_a_config_without_dtype_has_that_of_the_weights(
+def test_a_config_without_dtype_uses_the_dtype_of_the_weights(
     directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = directory / "config.json"
@@ -76,13 +76,13 @@ def test_a_config_without_dtype_has_that_of_the_weights(
     assert precision_of(str(directory)).dtype == load_model(str(directory), block_tokens=4).layout.dtype == stored
 
 
-def test_nothing_is_measured_for_a_gpu_or_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_speed_is_measured_for_a_gpu_or_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     computes(monkeypatch, over_float32=4.0)
     assert str(choose_precision("auto", "bfloat16", weights_bytes=GIB, on_cpu=False)) == "bfloat16, as stored"
     assert str(choose_precision("auto", "float32", weights_bytes=GIB, on_cpu=True)) == "float32, as stored"
 
 
-def test_weights_of_more_than_half_of_the_memory_stay_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_is_not_chosen_if_weights_would_use_over_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     computes(monkeypatch, over_float32=4.0, memory=8 * GIB)
     assert choose_precision("auto", "bfloat16", weights_bytes=2 * GIB, on_cpu=True).dtype == "float32"
     kept = choose_precision("auto", "bfloat16", weights_bytes=3 * GIB, on_cpu=True)
@@ -90,7 +90,7 @@ def test_weights_of_more_than_half_of_the_memory_stay_as_stored(monkeypatch: pyt
     assert "in float32 the weights take 6.0 GiB, more than half of the 8.0 GiB of memory" in kept.reason
 
 
-def test_the_measurement_leaves_the_number_of_threads_as_it_was() -> None:
+def test_the_measurement_does_not_change_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     time_over_float32.cache_clear()
     assert time_over_float32("bfloat16") > 0
@@ -103,7 +103,7 @@ print(choose_precision("auto", "bfloat16", weights_bytes=0, on_cpu=True).dtype)
 """
 
 
-def test_float32_is_chosen_where_onednn_may_not_use_more_than_avx2() -> None:
+def test_float32_is_chosen_if_onednn_is_limited_to_avx2() -> None:
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("oneDNN's limit is for x86")
     limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Scaled rotary positions are served as far as the config scales them, and give transformers' own logits there."""
+"""Scaled rotary positions are served up to the length that the config allows, with transformers' logits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def assert_served(model: PagedModel, directory: Path, length: int) -> None:
     )
 
 
-def test_yarn_is_served_up_to_the_positions_before_scaling_times_the_factor(tmp_path: Path) -> None:
+def test_yarn_serves_the_original_positions_times_the_factor(tmp_path: Path) -> None:
     """Qwen3 is published with max_position_embeddings of 40,960, which its YaRN of 4 times 32,768 exceeds."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": BEFORE, "rope_theta": 1e4}
     directory = tiny_model_dir("qwen3", tmp_path, 3, max_position_embeddings=80, rope_parameters=rope)
@@ -96,13 +96,13 @@ def test_yarn_in_its_older_notation_scales_max_position_embeddings(tmp_path: Pat
     assert_served(model, directory, 3 * BEFORE)
 
 
-def test_a_config_that_says_more_than_its_yarn_is_used() -> None:
+def test_a_config_with_more_positions_than_its_yarn_gives_is_used() -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     assert max_positions(tiny_config("qwen3", max_position_embeddings=1024, rope_parameters=rope)) == 1024
     assert max_positions(tiny_config("qwen3")) == 1024
 
 
-def test_longrope_is_served_as_far_as_it_extends_with_the_long_factors(tmp_path: Path) -> None:
+def test_longrope_serves_its_extended_length_with_the_long_factors(tmp_path: Path) -> None:
     directory = longrope(tmp_path)
 
     model = load_model(str(directory), block_tokens=BLOCK_TOKENS)
@@ -122,7 +122,7 @@ def test_longrope_keeps_short_factors_for_requests_within_the_old_length(max_mod
     assert_served(model, directory, BEFORE)
 
 
-def test_kv_of_long_factors_is_independent_of_a_texts_length(tmp_path: Path) -> None:
+def test_with_long_factors_kv_is_independent_of_the_length_of_the_text(tmp_path: Path) -> None:
     """Transformers would take the short ones for the first chunks, and then others."""
     model = load_model(str(longrope(tmp_path)), block_tokens=BLOCK_TOKENS)
     whole = paged_logits(model, text(100), chunk=100)
@@ -130,7 +130,7 @@ def test_kv_of_long_factors_is_independent_of_a_texts_length(tmp_path: Path) -> 
     torch.testing.assert_close(paged_logits(model, text(30)), whole[:30], atol=1e-4, rtol=0)
 
 
-def test_models_with_short_and_with_long_factors_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_models_with_short_and_long_factors_have_different_fingerprints(tmp_path: Path) -> None:
     directory = str(longrope(tmp_path))
     fingerprints = [
         load_model(directory, block_tokens=4, max_model_len=length).fingerprint for length in (None, 65, 64, 10)
@@ -153,14 +153,14 @@ def test_an_engine_chooses_factors_by_its_max_model_len(tmp_path: Path) -> None:
         LLM(directory, max_model_len=257, **options)
 
 
-def test_dynamic_scaling_is_served_up_to_where_it_begins() -> None:
+def test_dynamic_scaling_serves_the_positions_before_scaling_begins() -> None:
     """Its frequencies are others for each length: one long row would change those of every row in its batch."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     assert max_positions(tiny_config("llama", rope_parameters=rope)) == 1024
     assert max_positions(tiny_config("llama", rope_parameters={**rope, "original_max_position_embeddings": 256})) == 256
 
 
-def test_longrope_whose_scale_alone_would_switch_stays_with_its_short_factors() -> None:
+def test_longrope_with_one_set_of_factors_is_served_up_to_the_old_length() -> None:
     """PhiMoE's definition keeps the short factors at any length, and chooses a scale by the longest row of a batch."""
     factors = [1.0] * 8
     rope = {

@@ -64,14 +64,16 @@ ERRORS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("error", ERRORS)
-def test_wrong_attention_is_refused(error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_refuses_wrong_attention(
+    error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(paged, "paged_attention", ERRORS[error])
     with pytest.raises(ModelError, match="paged attention and transformers' own give different values"):
         loaded("gemma2", tmp_path, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_that_restart_in_chunks_are_refused(
+def test_the_self_check_refuses_positions_that_restart_in_chunks(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = PagedModel.forward
@@ -85,7 +87,9 @@ def test_positions_that_restart_in_chunks_are_refused(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_refuses_state_outside_of_attention(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A last norm that mixes in the token before, which a decode does not see."""
     own = LlamaModel.forward
 
@@ -101,7 +105,7 @@ def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "jetmoe"])
-def test_experts_that_rounding_chooses_otherwise_are_accepted(family: str, dtype: str, tmp_path: Path) -> None:
+def test_the_self_check_accepts_experts_changed_by_rounding(family: str, dtype: str, tmp_path: Path) -> None:
     """Compared as a whole, logits of some seeds differ by 0.3 of their spread: one token of the first layer
     suffices.
     """
@@ -109,7 +113,7 @@ def test_experts_that_rounding_chooses_otherwise_are_accepted(family: str, dtype
         assert loaded(family, tmp_path / str(seed), dtype, seed, num_hidden_layers=6).layout.dtype == dtype
 
 
-def test_windows_are_those_that_layers_pass_to_their_attention(tmp_path: Path) -> None:
+def test_windows_equal_those_that_layers_pass_to_attention(tmp_path: Path) -> None:
     assert loaded("gemma3", tmp_path / "some", "float32").layout.windows == (12, 12, 12, 12, 12, 0)
     assert loaded("mistral", tmp_path / "all", "float32").layout.windows == (12,) * 3
     assert (
@@ -118,7 +122,7 @@ def test_windows_are_those_that_layers_pass_to_their_attention(tmp_path: Path) -
     assert loaded("llama", tmp_path / "none", "float32").layout.windows == ()
 
 
-def test_a_layer_that_attends_further_than_it_did_when_it_was_checked_is_refused(tmp_path: Path) -> None:
+def test_a_layer_that_later_attends_beyond_its_checked_window_raises(tmp_path: Path) -> None:
     """Loads leave out KV before a layer's window, so it must not be read."""
     model = loaded("gemma3", tmp_path, "float32")
     expected = reference(model)
@@ -128,7 +132,7 @@ def test_a_layer_that_attends_further_than_it_did_when_it_was_checked_is_refused
             check_paged(model, expected)
 
 
-def test_a_window_that_attention_does_not_know_is_refused_if_texts_reach_it(tmp_path: Path) -> None:
+def test_a_window_not_passed_to_attention_is_refused_if_contexts_exceed_it(tmp_path: Path) -> None:
     """PhiMoE masks by its window and does not pass it to attention; published models have one as long as their
     context.
     """

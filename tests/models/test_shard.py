@@ -63,7 +63,7 @@ def assert_same(ranks: list[Computed], whole: Computed) -> None:
 
 
 @pytest.mark.parametrize("family", DIVIDED)
-def test_ranks_divide_the_heads_and_compute_the_same(family: str, tmp_path: Path) -> None:
+def test_ranks_with_divided_heads_compute_the_same(family: str, tmp_path: Path) -> None:
     directory = tiny_model_dir(family, tmp_path / family, 0, **FOUR_WAYS)
     whole = computed(load(directory))
 
@@ -75,7 +75,7 @@ def test_ranks_divide_the_heads_and_compute_the_same(family: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", GATHERED)
-def test_ranks_that_gather_queries_and_keys_have_all_heads(family: str, tmp_path: Path) -> None:
+def test_ranks_that_gather_queries_and_keys_hold_all_heads(family: str, tmp_path: Path) -> None:
     directory = tiny_model_dir(family, tmp_path / family, 0, **FOUR_WAYS)
     whole = computed(load(directory))
 
@@ -130,7 +130,7 @@ def test_a_vocabulary_that_cannot_be_divided_leaves_the_output_matrix_whole(tmp_
     assert all(rank.model.module.lm_head.out_features == 259 for rank in ranks)
 
 
-def test_fingerprints_tell_ranks_apart_and_weights_alike(tmp_path: Path) -> None:
+def test_fingerprints_differ_by_rank_and_are_equal_for_equal_weights(tmp_path: Path) -> None:
     directory = tiny_model_dir("llama", tmp_path / "llama", 0, **FOUR_WAYS)
     whole = load(directory)
 
@@ -180,7 +180,7 @@ def test_a_hybrid_model_is_refused(tmp_path: Path) -> None:
         on_ranks(directory, 2)
 
 
-def test_a_style_that_is_not_supported_is_refused_by_name() -> None:
+def test_an_error_names_an_unsupported_tensor_parallel_style() -> None:
     config = tiny_config("llama")
     config.base_model_tp_plan = {**config.base_model_tp_plan, "layers.*.input_layernorm": "sequence_parallel"}
 
@@ -188,7 +188,9 @@ def test_a_style_that_is_not_supported_is_refused_by_name() -> None:
         share_of(config, size=2)
 
 
-def test_a_plan_that_changes_results_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_parallel_plan_that_changes_results_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a plan would that divides the input of a norm without weights: every shape fits, every value is wrong."""
     directory = tiny_model_dir("qwen3", tmp_path / "qwen3", 0, **FOUR_WAYS)
     monkeypatch.setattr(ThreadGroup, "all_reduce", lambda self, values: values.mul_(self.size))
@@ -197,7 +199,7 @@ def test_a_plan_that_changes_results_is_refused(tmp_path: Path, monkeypatch: pyt
         on_ranks(directory, 2)
 
 
-def test_a_rank_that_ends_while_it_loads_ends_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_ends_during_loading_ends_the_others(tmp_path: Path) -> None:
     directory = tiny_model_dir("llama", tmp_path / "llama", 0)
 
     def work(group: ThreadGroup) -> object:

@@ -1,4 +1,4 @@
-"""Checksums of blocks in host memory: a block that has changed there is not loaded, and everything else is."""
+"""Checksums of blocks in host memory: a block that changed there is not loaded; all others are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compared(rig: Rig) -> tuple[int, int]:
     return int(match), int(mismatch)
 
 
-def test_blocks_that_did_not_change_are_loaded(rig: Rig) -> None:
+def test_unchanged_blocks_are_loaded(rig: Rig) -> None:
     rig.stored(keys("a", "b"))
     lease = rig.blocks.take(2)
     rig.load(keys("a", "b"), lease.ids)
@@ -49,7 +49,7 @@ def test_blocks_that_did_not_change_are_loaded(rig: Rig) -> None:
     rig.let_go(lease)
 
 
-def test_a_flipped_byte_is_a_miss_and_is_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_with_a_flipped_bit_fails_its_load_and_is_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.stored(keys("a", "b", "c"))
     flip(rig, key("b"))
     lease = rig.blocks.take(3)
@@ -69,7 +69,7 @@ def test_a_flipped_byte_is_a_miss_and_is_counted(rig: Rig, caplog: pytest.LogCap
     assert rig.blocks.num_used == 0
 
 
-def test_a_flipped_byte_in_a_later_piece_fails_the_load(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_in_a_later_piece_fails_the_load(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOAD_PIECE_BYTES", "LAST_PIECE_BYTES"):
         monkeypatch.setattr(pacing, name, 0)
     monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 1)
@@ -87,7 +87,7 @@ def test_a_flipped_byte_in_a_later_piece_fails_the_load(rig: Rig, monkeypatch: p
     rig.let_go(lease)
 
 
-def test_a_slot_without_a_checksum_is_not_judged_by_the_one_of_its_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checksum_of_a_slots_previous_block_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_slots=1, self_check=0.5)
     chances = iter((0.0, 0.9))
     monkeypatch.setattr(rig.transfers._worker._stores._context.checksums._random, "random", lambda: next(chances))
@@ -115,7 +115,7 @@ def test_a_block_that_was_read_from_disk_has_a_checksum(rig: Rig) -> None:
     rig.let_go(lease)
 
 
-def test_without_the_check_no_checksum_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checksum_is_computed_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zlib, "crc32", lambda *_: pytest.fail("a checksum"))
     rig = Rig()
     rig.stored(keys("a"))

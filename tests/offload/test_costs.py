@@ -22,13 +22,13 @@ def measured(*, host: float, disk: float, prefill: float) -> CostModel:
     return costs
 
 
-def test_loading_is_always_worth_it_until_a_prefill_was_measured() -> None:
+def test_every_load_is_accepted_until_a_prefill_was_measured() -> None:
     costs = CostModel(LAYOUT)
     assert costs.compute_seconds(1) == float("inf")
     assert costs.load_seconds({"host": 1, "disk": 1}, num_loaded=2) < 1
 
 
-def test_time_to_load_counts_disk_queue_and_the_way_through_the_host() -> None:
+def test_load_time_includes_the_disk_queue_and_the_copy_from_the_host() -> None:
     costs = measured(host=4 * BLOCK, disk=2 * BLOCK, prefill=8)
     assert costs.load_seconds({"host": 4}, num_loaded=4) == pytest.approx(1.0, rel=1e-6)
     assert costs.load_seconds({"disk": 4}, num_loaded=4) == pytest.approx(2.0 + 1.0, rel=1e-6)
@@ -61,7 +61,7 @@ def seconds_for_a_block(costs: CostModel, tier: str) -> float:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_that_once_stalled_is_tried_again_after_a_while_without_a_transfer(tier: str) -> None:
+def test_an_old_stall_of_a_tier_is_forgotten(tier: str) -> None:
     costs, clock = after_a_stall(tier)
     clock.now_s += STALE_S - 1
     assert seconds_for_a_block(costs, tier) == pytest.approx(STALL_S, rel=1e-3)
@@ -71,7 +71,7 @@ def test_a_tier_that_once_stalled_is_tried_again_after_a_while_without_a_transfe
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("num_bytes", [BLOCK, LARGE])
-def test_one_trial_after_a_stall_decides_whether_it_counts_again(tier: str, num_bytes: int) -> None:
+def test_one_transfer_after_an_old_stall_decides_whether_it_counts_again(tier: str, num_bytes: int) -> None:
     for trial_s in (STALL_S, 1e-9):
         clock = Clock()
         costs = CostModel(LAYOUT, clock=clock)
@@ -85,14 +85,14 @@ def test_one_trial_after_a_stall_decides_whether_it_counts_again(tier: str, num_
 
 
 @pytest.mark.parametrize(("stalled", "other"), [("host", "disk"), ("disk", "host")])
-def test_a_transfer_of_one_tier_says_nothing_new_about_the_other(stalled: str, other: str) -> None:
+def test_a_transfer_of_one_tier_does_not_change_the_estimate_of_the_other(stalled: str, other: str) -> None:
     costs, clock = after_a_stall(stalled)
     clock.now_s += STALE_S + 1
     costs.saw_transfer(other, 10**12, 1.0)
     assert seconds_for_a_block(costs, stalled) < 1e-6
 
 
-def test_a_tier_that_is_faster_than_hoped_is_used_after_any_time() -> None:
+def test_a_fast_measurement_of_a_tier_never_expires() -> None:
     clock = Clock()
     costs = CostModel(LAYOUT, clock=clock)
     for _ in range(100):
@@ -102,7 +102,7 @@ def test_a_tier_that_is_faster_than_hoped_is_used_after_any_time() -> None:
     assert seconds_for_a_block(costs, "host") == before == pytest.approx(BLOCK / 1e12, rel=1e-3)
 
 
-def test_host_memory_that_was_never_measured_is_tried_however_fast_prefill_is() -> None:
+def test_unmeasured_host_memory_is_loaded_from_even_if_prefill_is_fast() -> None:
     """A GPU that computes 37,000 tokens a second would find 2 GB/s too slow: it loaded nothing, so it measured nothing,
     for 30 s.
     """
@@ -124,7 +124,7 @@ def from_host(costs: CostModel, num_blocks: int) -> float:
 
 
 @pytest.mark.parametrize("small_loads", [1, 2, 10])
-def test_small_slow_loads_do_not_decline_longer_ones(small_loads: int) -> None:
+def test_slow_loads_of_one_block_do_not_prevent_long_loads(small_loads: int) -> None:
     """Their time is latency. As a rate, it would be 24 MB/s, and 2 GB would take 100 s."""
     costs = CostModel(QWEN3_8B, clock=Clock())
     costs.saw_prefill(8192, 0.22)
@@ -133,7 +133,7 @@ def test_small_slow_loads_do_not_decline_longer_ones(small_loads: int) -> None:
     assert from_host(costs, 800) < 0.2 < costs.compute_seconds(800)
 
 
-def test_latency_and_bandwidth_are_told_apart() -> None:
+def test_latency_and_bandwidth_are_estimated_separately() -> None:
     costs = CostModel(QWEN3_8B, clock=Clock())
     for num_blocks in (1, 100, 2, 400, 1, 200, 3, 1000, 2, 50):
         loaded(costs, num_blocks, latency_s=1e-3, bytes_per_s=2e10)
@@ -142,7 +142,7 @@ def test_latency_and_bandwidth_are_told_apart() -> None:
         assert from_host(costs, num_blocks) == pytest.approx(expected, rel=0.1)
 
 
-def test_one_outlier_changes_little() -> None:
+def test_one_slow_load_changes_the_estimate_by_less_than_three_times() -> None:
     for num_before in [0, 1, 2, 3, 10]:
         for num_blocks in [1, 500]:
             costs = CostModel(QWEN3_8B, clock=Clock())
@@ -153,28 +153,28 @@ def test_one_outlier_changes_little() -> None:
             assert from_host(costs, 100) < 3 * before
 
 
-def test_a_tier_that_became_slow_is_believed_within_three_measurements() -> None:
+def test_three_slow_loads_change_the_estimate_of_a_tier() -> None:
     costs = CostModel(QWEN3_8B, clock=Clock())
     for bytes_per_s in (2e10,) * 10 + (1e9,) * 3:
         loaded(costs, 500, latency_s=0.0, bytes_per_s=bytes_per_s)
     assert from_host(costs, 500) == pytest.approx(500 * QWEN3_8B.block_bytes / 1e9, rel=1e-3)
 
 
-def test_each_block_of_a_disk_pays_its_own_latency() -> None:
+def test_disk_latency_is_counted_for_each_block() -> None:
     costs = CostModel(LAYOUT, clock=Clock())
     for _ in range(5):
         costs.saw_transfer("disk", BLOCK, 0.25)
     assert costs.load_seconds({"disk": 8}, num_loaded=0) == pytest.approx(2.0, rel=1e-3)
 
 
-def test_disk_faster_than_assumed_is_believed() -> None:
+def test_a_measured_disk_rate_replaces_the_assumed_one() -> None:
     costs = CostModel(QWEN3_8B, clock=Clock())
     for _ in range(3):
         costs.saw_transfer("disk", QWEN3_8B.block_bytes, QWEN3_8B.block_bytes / 8e9)
     assert costs.load_seconds({"disk": 8}, num_loaded=0) == pytest.approx(8 * QWEN3_8B.block_bytes / 8e9, rel=1e-3)
 
 
-def test_decision_goes_either_way_by_what_was_measured(disk_rig: Rig) -> None:
+def test_measured_rates_decide_whether_to_load(disk_rig: Rig) -> None:
     disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=100 * LAYOUT.block_tokens)
     assert disk_rig.transfers.worth_loading(["host", "host"])
     assert not disk_rig.transfers.worth_loading(["host", "disk"])
@@ -182,13 +182,13 @@ def test_decision_goes_either_way_by_what_was_measured(disk_rig: Rig) -> None:
     assert disk_rig.transfers.worth_loading(["host", "disk"])
 
 
-def test_load_that_would_miss_the_deadline_is_not_begun(disk_rig: Rig) -> None:
+def test_a_load_that_would_miss_the_deadline_is_declined(disk_rig: Rig) -> None:
     disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=BLOCK, prefill=0.01)
     assert disk_rig.transfers.worth_loading(["disk"] * int(DEADLINE_S - 1))
     assert not disk_rig.transfers.worth_loading(["disk"] * int(DEADLINE_S + 1))
 
 
-def test_reads_that_queue_at_the_disk_already_count(disk_rig: Rig) -> None:
+def test_queued_disk_reads_add_to_the_load_time(disk_rig: Rig) -> None:
     disk_rig.transfers._costs = measured(host=1e6 * BLOCK, disk=BLOCK, prefill=LAYOUT.block_tokens / 2)
     disk_rig.on_disk_only(keys("a", "b"))
     assert disk_rig.transfers.worth_loading(["disk"])
@@ -198,7 +198,7 @@ def test_reads_that_queue_at_the_disk_already_count(disk_rig: Rig) -> None:
     disk_rig.finish("disk-read-0", "disk-read-1")
 
 
-def test_slow_load_of_one_block_does_not_decline_a_longer_one(disk_rig: Rig) -> None:
+def test_a_slow_load_of_one_block_does_not_prevent_a_long_load(disk_rig: Rig) -> None:
     costs, names = disk_rig.transfers._costs, [str(number) for number in range(8)]
     disk_rig.stored(keys(*names))
     costs.saw_prefill(LAYOUT.block_tokens, 0.5)
@@ -212,7 +212,7 @@ def test_slow_load_of_one_block_does_not_decline_a_longer_one(disk_rig: Rig) -> 
     assert disk_rig.transfers.worth_loading(["host"] * len(names))
 
 
-def test_transfers_teach_the_model_what_they_cost(disk_rig: Rig) -> None:
+def test_transfers_update_the_cost_model(disk_rig: Rig) -> None:
     costs = disk_rig.transfers._costs
     before = (
         costs.load_seconds({"host": 1}, num_loaded=1),

@@ -1,4 +1,4 @@
-"""The disk tier on a real file system: what it keeps, over a restart too, and what happens when operations meet."""
+"""The disk tier on a real file system: stored entries, restarts, eviction and concurrent operations."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_a_stored_block_is_read_back(tmp_path: Path) -> None:
     assert out == block(key(1)).tobytes()
 
 
-def test_a_block_takes_whole_pages_on_disk() -> None:
+def test_an_entry_on_disk_has_a_whole_number_of_pages() -> None:
     assert ENTRY_BYTES == HEADER_BYTES + LAYOUT.block_bytes == 8192
     assert entry_bytes(replace(LAYOUT, block_tokens=2)) == 8192
     assert entry_bytes(replace(LAYOUT, block_tokens=17)) == 12288
 
 
-def test_the_files_are_not_readable_by_other_users(tmp_path: Path) -> None:
+def test_files_of_the_tier_are_not_readable_by_other_users(tmp_path: Path) -> None:
     store(open_tier(tmp_path / "tier"), key(1))
     assert (tmp_path / "tier").stat().st_mode & 0o077 == 0
     assert file_of(tmp_path / "tier", key(1)).stat().st_mode & 0o077 == 0
 
 
-def test_a_block_or_key_of_the_wrong_length_is_a_bug(tmp_path: Path) -> None:
+def test_writing_a_block_or_key_of_the_wrong_length_raises(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     grant = tier.index.reserve(key(1))
     assert grant is not None
@@ -80,7 +80,7 @@ def test_a_restart_serves_every_block(tmp_path: Path) -> None:
     assert again.index.stats.corrupt == 0
 
 
-def test_a_block_renamed_but_not_published_before_the_crash_is_served(tmp_path: Path) -> None:
+def test_a_block_written_but_not_published_before_a_crash_is_served(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     grant = tier.index.reserve(key(1))
     assert grant is not None
@@ -100,7 +100,7 @@ def test_the_temporary_file_of_a_killed_process_is_removed(tmp_path: Path) -> No
     assert entry_files(tmp_path) == []
 
 
-def test_recency_survives_a_restart(tmp_path: Path) -> None:
+def test_the_eviction_order_survives_a_restart(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2, 3))
     load(tier, key(1))
@@ -120,7 +120,7 @@ def test_a_lowered_capacity_evicts_the_oldest_at_open(tmp_path: Path) -> None:
     assert again.index.stats.evictions == 2
 
 
-def test_of_two_files_of_one_key_the_later_one_is_served(tmp_path: Path) -> None:
+def test_the_later_of_two_files_with_one_key_is_served(tmp_path: Path) -> None:
     """Several keys, so that the directory lists some earlier files first and some later ones."""
     tier, wanted = open_tier(tmp_path), keys(*range(12))
     store(tier, *wanted)
@@ -136,7 +136,7 @@ def test_of_two_files_of_one_key_the_later_one_is_served(tmp_path: Path) -> None
     assert entry_files(tmp_path) == later
 
 
-def test_serials_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_serial_numbers_continue_after_a_restart(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     before = entry_of(tier, key(2)).serial
@@ -146,7 +146,7 @@ def test_serials_go_on_after_a_restart(tmp_path: Path) -> None:
     assert entry_of(again, key(3)).serial > before
 
 
-def test_files_with_other_names_are_let_be(tmp_path: Path) -> None:
+def test_files_with_other_names_are_left_alone(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, key(1))
     strangers = [file_of(tmp_path, key(1)).with_name("notes.txt"), tmp_path / "README"]
@@ -158,7 +158,7 @@ def test_files_with_other_names_are_let_be(tmp_path: Path) -> None:
     assert again.index.stats.corrupt == 0
 
 
-def test_a_file_of_the_wrong_size_or_place_is_removed_and_counted_at_open(tmp_path: Path) -> None:
+def test_opening_removes_and_counts_files_of_wrong_size_or_place(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2, 3, 4))
     tier.close()
@@ -174,7 +174,7 @@ def test_a_file_of_the_wrong_size_or_place_is_removed_and_counted_at_open(tmp_pa
     assert again.index.stats.corrupt == 3
 
 
-def test_directories_of_entries_are_made_when_the_first_entry_needs_them(tmp_path: Path) -> None:
+def test_subdirectories_are_created_when_an_entry_needs_them(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
     store(tier, key(1))
@@ -187,7 +187,7 @@ def test_directories_of_entries_are_made_when_the_first_entry_needs_them(tmp_pat
     assert holds(tier, key(1))
 
 
-def test_a_tier_killed_while_it_was_being_made_is_made_again(tmp_path: Path) -> None:
+def test_a_tier_killed_during_its_creation_is_created_again(tmp_path: Path) -> None:
     (tmp_path / "sidestream-tier.lock").write_text("4711")
     (tmp_path / "sidestream-tier.json.tmp").write_text('{"form')
     tier = open_tier(tmp_path)
@@ -196,7 +196,7 @@ def test_a_tier_killed_while_it_was_being_made_is_made_again(tmp_path: Path) -> 
     assert not (tmp_path / "sidestream-tier.json.tmp").exists()
 
 
-def test_an_evicted_file_is_deleted_by_the_write_that_took_its_place(tmp_path: Path) -> None:
+def test_an_evicted_file_is_deleted_by_the_write_that_replaces_it(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, max_entries=2)
     store(tier, *keys(1, 2))
     grant = tier.index.reserve(key(3))
@@ -222,7 +222,7 @@ def test_a_late_deletion_does_not_remove_a_newer_write_of_the_same_key(tmp_path:
     assert len(entry_files(tmp_path)) == 2
 
 
-def test_a_read_of_a_pinned_entry_survives_eviction_pressure_and_a_rewrite(tmp_path: Path) -> None:
+def test_a_pinned_entry_can_be_read_despite_evictions_and_a_rewrite(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, max_entries=2)
     store(tier, key(1))
     lease = tier.index.pin([key(1)])
@@ -237,7 +237,7 @@ def test_a_read_of_a_pinned_entry_survives_eviction_pressure_and_a_rewrite(tmp_p
     assert sorted(path.name[:32] for path in entry_files(tmp_path)) == sorted(one.hex() for one in keys(5, 6))
 
 
-def test_close_deletes_what_is_doomed(tmp_path: Path) -> None:
+def test_close_deletes_the_files_of_forgotten_entries(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     tier.index.clear()
@@ -245,7 +245,7 @@ def test_close_deletes_what_is_doomed(tmp_path: Path) -> None:
     assert entry_files(tmp_path) == []
 
 
-def test_reads_and_writes_on_many_threads_keep_every_block_whole(tmp_path: Path) -> None:
+def test_concurrent_reads_and_writes_keep_every_block_complete(tmp_path: Path) -> None:
     """The engine thread reserves, pins and publishes while four threads do the I/O, on few keys and less room."""
     tier = open_tier(tmp_path, max_entries=8)
     rng = np.random.default_rng(7)

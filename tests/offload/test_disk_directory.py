@@ -1,4 +1,4 @@
-"""The directory of the disk tier: whom it trusts, and its loss while an engine uses it."""
+"""The directory of the disk tier: owners, permissions and links, and its loss while an engine uses it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["sidestream-tier.json", "sidestream-tier.lock"])
-def test_own_file_that_is_a_link_is_refused_and_its_target_stays(made: Path, tmp_path: Path, name: str) -> None:
+def test_a_tier_whose_own_file_is_a_link_is_refused_and_keeps_its_target(made: Path, tmp_path: Path, name: str) -> None:
     target = tmp_path / "target"
     (made / name).rename(target)
     content = target.read_bytes()
@@ -53,7 +53,7 @@ def test_own_file_that_is_a_link_is_refused_and_its_target_stays(made: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["sidestream-tier.json.tmp", "sidestream-tier.lock.tmp"])
-def test_link_under_a_temporary_name_is_replaced_and_its_target_stays(tmp_path: Path, name: str) -> None:
+def test_a_link_under_a_temporary_name_is_replaced_and_keeps_its_target(tmp_path: Path, name: str) -> None:
     (tmp_path / "target").write_text("mine")
     (tmp_path / "tier").mkdir()
     (tmp_path / "tier" / name).symlink_to(tmp_path / "target")
@@ -81,7 +81,7 @@ def test_entry_that_is_a_link_to_a_valid_entry_is_not_followed(made: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_subdirectory_that_is_none_is_named_and_refused(made: Path, tmp_path: Path, kind: str) -> None:
+def test_a_link_or_file_in_place_of_a_subdirectory_is_refused_by_name(made: Path, tmp_path: Path, kind: str) -> None:
     folder = file_of(made, key(1)).parent
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved") if kind == "link" else folder.write_text("mine")
@@ -109,7 +109,7 @@ def test_subdirectory_that_becomes_a_link_is_not_followed(made: Path, tmp_path: 
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
-def test_directory_that_other_users_may_write_is_refused(made: Path, inner: bool, mode: int) -> None:
+def test_a_directory_that_other_users_may_write_is_refused(made: Path, inner: bool, mode: int) -> None:
     directory = file_of(made, key(1)).parent if inner else made
     directory.chmod(mode)
     before = snapshot(made)
@@ -128,7 +128,7 @@ def test_directory_of_another_user_is_refused(made: Path, monkeypatch: pytest.Mo
     assert snapshot(made) == before
 
 
-def test_link_to_the_directory_may_be_its_path(made: Path, tmp_path: Path) -> None:
+def test_the_path_may_be_a_link_to_the_directory(made: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(made)
     tier = open_tier(tmp_path / "link")
     assert holds(tier, key(1))
@@ -136,7 +136,7 @@ def test_link_to_the_directory_may_be_its_path(made: Path, tmp_path: Path) -> No
         open_tier(made)
 
 
-def test_deleted_lock_file_lets_no_second_engine_in(made: Path) -> None:
+def test_a_second_engine_is_refused_even_if_the_lock_file_was_deleted(made: Path) -> None:
     first = open_tier(made)
     (made / "sidestream-tier.lock").unlink()
     with pytest.raises(ConfigError, match="is in use by another process"):
@@ -145,7 +145,7 @@ def test_deleted_lock_file_lets_no_second_engine_in(made: Path) -> None:
     assert holds(first, key(4))
 
 
-def test_file_with_the_largest_serial_is_no_entry_and_later_entries_are_found(made: Path) -> None:
+def test_a_file_with_the_largest_serial_number_is_ignored(made: Path) -> None:
     path = file_of(made, key(1))
     path.rename(path.with_name(f"{key(1).hex()}-{'f' * 16}"))
     tier = open_tier(made)
@@ -190,7 +190,7 @@ def fails_to_write(tier: DiskTier, number: int) -> str:
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-def test_lost_directory_is_noticed_by_a_write_and_made_anew_under_the_lock(
+def test_a_write_notices_a_lost_directory_and_creates_it_again_locked(
     made: Path, lose: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = open_tier(made, max_entries=4)
@@ -210,7 +210,7 @@ def test_lost_directory_is_noticed_by_a_write_and_made_anew_under_the_lock(
 
 
 @pytest.mark.parametrize("lose", [removed, emptied])
-def test_lost_directory_is_noticed_by_a_read(made: Path, lose: Callable[[Path], None]) -> None:
+def test_a_read_notices_a_lost_directory(made: Path, lose: Callable[[Path], None]) -> None:
     tier = open_tier(made)
     lose(made)
     with pytest.raises(TierLost, match="was removed or replaced while in use"):
@@ -237,7 +237,7 @@ def test_engine_of_a_lost_directory_shares_nothing_with_the_new_owner_of_the_pat
     assert holds(open_tier(made), key(1))
 
 
-def test_two_engines_that_make_a_lost_directory_anew_do_not_share_it(made: Path) -> None:
+def test_two_engines_never_share_a_directory_created_again(made: Path) -> None:
     first = open_tier(made)
     removed(made)
     second = open_tier(made)
@@ -252,9 +252,7 @@ def test_two_engines_that_make_a_lost_directory_anew_do_not_share_it(made: Path)
     assert holds(first, key(4))
 
 
-def test_directory_that_cannot_be_looked_up_is_an_error_and_no_loss(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_read_is_an_error_and_not_lost(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier(made)
     stat = os.stat
 
@@ -273,7 +271,9 @@ def test_directory_that_cannot_be_looked_up_is_an_error_and_no_loss(
     assert holds(tier, key(1))
 
 
-def test_close_after_a_loss_reports_no_block(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_after_losing_the_directory_reports_that_no_block_is_left(
+    made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tier = open_tier(made)
     removed(made)
     with caplog.at_level(logging.INFO):
@@ -284,7 +284,7 @@ def test_close_after_a_loss_reports_no_block(made: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("by", ["write", "read"])
-def test_loss_forgets_the_entries_is_reported_and_ends_with_the_next_write(
+def test_a_lost_directory_drops_all_entries_until_the_next_write(
     disk_rig: transfer_rig.Rig, tmp_path: Path, by: str
 ) -> None:
     rig = disk_rig

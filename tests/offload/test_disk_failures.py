@@ -92,7 +92,7 @@ def bounded() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_a_miss_is_deleted_and_counted(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_a_miss_and_is_deleted_and_counted(tmp_path: Path, damage: str) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     path = file_of(tmp_path, key(1))
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_a_miss_is_deleted_and_counted(tmp_path: Path, damage:
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_what_is_no_regular_file_is_a_miss_and_deleted(tmp_path: Path, bounded: None, kind: str) -> None:
+def test_an_entry_that_is_no_regular_file_is_a_miss_and_is_deleted(tmp_path: Path, bounded: None, kind: str) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     entry, path = entry_of(tier, key(1)), file_of(tmp_path, key(1))
@@ -126,7 +126,7 @@ def test_what_is_no_regular_file_is_a_miss_and_deleted(tmp_path: Path, bounded: 
 
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_what_is_no_regular_file_is_removed_and_counted_at_open(tmp_path: Path, bounded: None, kind: str) -> None:
+def test_opening_removes_and_counts_entries_that_are_no_regular_files(tmp_path: Path, bounded: None, kind: str) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     path = file_of(tmp_path, key(1))
@@ -139,7 +139,7 @@ def test_what_is_no_regular_file_is_removed_and_counted_at_open(tmp_path: Path, 
     assert again.index.stats.corrupt == 1
 
 
-def test_a_directory_in_place_of_an_entry_is_a_miss_stays_and_stops_no_write(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_an_entry_is_a_miss_and_is_kept(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, max_entries=2)
     store(tier, *keys(1, 2))
     entry, path = entry_of(tier, key(1)), file_of(tmp_path, key(1))
@@ -159,7 +159,7 @@ def test_a_directory_in_place_of_an_entry_is_a_miss_stays_and_stops_no_write(tmp
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 @pytest.mark.parametrize("name", ["sidestream-tier.json", "sidestream-tier.lock"])
-def test_a_tier_whose_own_files_are_no_regular_files_is_refused(
+def test_a_tier_whose_lock_or_description_is_no_regular_file_is_refused(
     tmp_path: Path, bounded: None, name: str, kind: str
 ) -> None:
     open_tier(tmp_path).close()
@@ -169,7 +169,7 @@ def test_a_tier_whose_own_files_are_no_regular_files_is_refused(
         open_tier(tmp_path)
 
 
-def test_what_is_in_the_way_of_a_tier_that_is_being_made_is_replaced(tmp_path: Path, bounded: None) -> None:
+def test_creating_a_tier_replaces_an_old_temporary_file(tmp_path: Path, bounded: None) -> None:
     os.mkfifo(tmp_path / "sidestream-tier.json.tmp")
     tier = open_tier(tmp_path)
     store(tier, key(1))
@@ -184,7 +184,7 @@ def test_a_truncated_file_is_a_miss_even_when_the_buffer_holds_the_missing_bytes
         tier.read(entry_of(tier, key(1)), block(key(1)))
 
 
-def test_the_entry_of_another_key_under_this_name_is_a_miss(tmp_path: Path) -> None:
+def test_a_file_with_the_entry_of_another_key_is_a_miss(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     shutil.copyfile(file_of(tmp_path, key(2)), file_of(tmp_path, key(1)))
@@ -192,7 +192,7 @@ def test_the_entry_of_another_key_under_this_name_is_a_miss(tmp_path: Path) -> N
         load(tier, key(1))
 
 
-def test_the_same_key_written_by_another_model_is_a_miss_H14(tmp_path: Path) -> None:
+def test_an_entry_written_by_another_model_is_a_miss_H14(tmp_path: Path) -> None:
     ours, theirs = open_tier(tmp_path / "a"), open_tier(tmp_path / "b", fingerprint="model-b")
     store(ours, key(1))
     store(theirs, key(1))
@@ -201,7 +201,7 @@ def test_the_same_key_written_by_another_model_is_a_miss_H14(tmp_path: Path) -> 
         load(ours, key(1))
 
 
-def test_an_unreadable_entry_is_a_tier_error_and_deleted_after_it_was_forgotten(
+def test_an_unreadable_entry_raises_tier_error_and_is_deleted_once_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path)
@@ -218,7 +218,7 @@ def test_an_unreadable_entry_is_a_tier_error_and_deleted_after_it_was_forgotten(
     assert not path.exists()
 
 
-def test_a_write_that_outgrows_a_limit_is_tier_full_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_beyond_the_file_size_limit_raises_tier_full(tmp_path: Path) -> None:
     """A real partial write: the file size limit lets the header through and stops the payload half-way."""
     tier = open_tier(tmp_path)
     grant = tier.index.reserve(key(1))
@@ -269,7 +269,7 @@ def test_a_failed_write_leaves_no_entry_and_no_file_H9(
     assert len(entry_files(tmp_path)) == 1
 
 
-def test_a_file_has_its_entry_name_only_once_it_is_complete_H7(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_its_final_name_only_once_complete_H7(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, seen = os.writev, list[str]()
 
     def write_slowly(fd: int, buffers: list[memoryview]) -> int:
@@ -306,7 +306,7 @@ def test_a_closed_tier_does_no_io(tmp_path: Path) -> None:
     assert holds(open_tier(tmp_path), key(1))
 
 
-def test_a_write_that_failed_after_its_victim_was_deleted_gives_the_room_back(
+def test_a_write_that_fails_after_deleting_its_victim_frees_the_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_tier(tmp_path, max_entries=1)

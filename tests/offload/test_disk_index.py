@@ -1,4 +1,4 @@
-"""The ledger alone: recency, pins, grants, and the promise that the medium never holds more than max_entries."""
+"""The index of a tier alone: recency, pins and grants; the medium never holds more than max_entries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_lookup_counts_the_leading_keys_without_a_gap() -> None:
     assert index.lookup(keys(4, 2, 1)) == 3
 
 
-def test_lookup_is_read_only() -> None:
+def test_lookup_does_not_change_the_eviction_order() -> None:
     index = index_of(1, 2, 3)
     index.lookup(keys(1))
     assert victim_key(reserve(index, 4)) == key(1)
@@ -59,7 +59,7 @@ def test_a_key_is_visible_only_after_publish_H7() -> None:
     assert key(1) in index
 
 
-def test_publish_before_the_write_succeeded_is_a_bug_H7() -> None:
+def test_publish_before_a_successful_write_raises_H7() -> None:
     index = index_of()
     grant = reserve(index, 1)
     with pytest.raises(InvariantError, match="before its write succeeded"):
@@ -67,7 +67,7 @@ def test_publish_before_the_write_succeeded_is_a_bug_H7() -> None:
     index.abandon(grant)
 
 
-def test_a_grant_ends_once() -> None:
+def test_a_grant_cannot_be_ended_twice() -> None:
     index = index_of()
     grant = reserve(index, 1)
     index.abandon(grant)
@@ -75,14 +75,14 @@ def test_a_grant_ends_once() -> None:
         index.abandon(grant)
 
 
-def test_a_key_that_is_there_or_being_written_is_not_granted() -> None:
+def test_a_key_that_exists_or_is_being_written_gets_no_grant() -> None:
     index = index_of(1)
     assert index.reserve(key(1)) is None
     reserve(index, 2)
     assert index.reserve(key(2)) is None
 
 
-def test_the_least_recently_used_entry_goes_first() -> None:
+def test_the_least_recently_used_entry_is_evicted_first() -> None:
     index = index_of(1, 2, 3)
     index.pin(keys(1)).release()
     assert [victim_key(put_and_keep_victim(index, number)) for number in (4, 5, 6)] == keys(2, 3, 1)
@@ -133,28 +133,28 @@ def test_entries_being_written_are_not_evicted() -> None:
     assert index.stats.evictions == 0
 
 
-def test_a_lease_is_released_once() -> None:
+def test_a_lease_cannot_be_released_twice() -> None:
     lease = index_of(1).pin(keys(1))
     lease.release()
     with pytest.raises(InvariantError, match="released twice"):
         lease.release()
 
 
-def test_pinning_an_absent_key_pins_nothing() -> None:
+def test_pinning_keys_of_which_one_is_absent_pins_none() -> None:
     index = index_of(1, max_entries=1)
     with pytest.raises(InvariantError, match="look up first"):
         index.pin(keys(1, 2))
     assert victim_key(reserve(index, 3)) == key(1)
 
 
-def test_an_abandoned_grant_leaves_no_entry_and_gives_its_room_back_H9() -> None:
+def test_an_abandoned_grant_leaves_no_entry_and_frees_its_capacity_H9() -> None:
     index = index_of(max_entries=1)
     index.abandon(reserve(index, 1))
     assert key(1) not in index
     assert reserve(index, 2).victim is None
 
 
-def test_the_victim_of_an_abandoned_grant_passes_to_the_next_one() -> None:
+def test_the_next_grant_deletes_the_victim_of_an_abandoned_grant() -> None:
     index = index_of(1, max_entries=1)
     grant = reserve(index, 2)
     victim = grant.victim
@@ -163,7 +163,7 @@ def test_the_victim_of_an_abandoned_grant_passes_to_the_next_one() -> None:
     assert index.stats.evictions == 1
 
 
-def test_the_written_entry_of_an_abandoned_grant_is_deleted_by_the_next_one() -> None:
+def test_the_next_grant_deletes_the_written_entry_of_an_abandoned_grant() -> None:
     index = index_of()
     grant = reserve(index, 1)
     wrote(grant)
@@ -171,7 +171,7 @@ def test_the_written_entry_of_an_abandoned_grant_is_deleted_by_the_next_one() ->
     assert reserve(index, 1).victim == grant.entry
 
 
-def test_each_write_of_a_key_is_another_entry() -> None:
+def test_each_write_of_a_key_gets_a_new_entry() -> None:
     index = index_of(1, max_entries=1)
     evicted = reserve(index, 2)
     old = evicted.victim
@@ -200,7 +200,7 @@ def test_a_late_forget_does_not_drop_a_newer_write_of_the_key() -> None:
     assert key(1) in index
 
 
-def test_a_pinned_entry_that_was_forgotten_is_deleted_after_its_release() -> None:
+def test_a_forgotten_pinned_entry_is_deleted_after_its_release() -> None:
     index = index_of(1, max_entries=2)
     lease = index.pin(keys(1))
     index.forget(lease.entries[0])
@@ -211,7 +211,7 @@ def test_a_pinned_entry_that_was_forgotten_is_deleted_after_its_release() -> Non
     assert reserve(index, 3).victim == lease.entries[0]
 
 
-def test_clear_makes_every_key_unreachable_even_those_being_written_H8() -> None:
+def test_clear_removes_all_keys_even_those_being_written_H8() -> None:
     index = index_of(1)
     lease, grant = index.pin(keys(1)), reserve(index, 2)
     index.clear()
@@ -238,7 +238,7 @@ def test_stats_count_published_entries() -> None:
     assert sorted(index) == sorted(keys(1, 2))
 
 
-def test_entries_of_an_earlier_run_are_served_oldest_first_out() -> None:
+def test_entries_of_an_earlier_run_are_evicted_oldest_first() -> None:
     index = TierIndex([Entry(key(1), 4), Entry(key(2), 9)], name="disk", max_entries=2, entry_bytes=10, next_serial=10)
     grant = reserve(index, 3)
     assert grant.victim == Entry(key(1), 4)

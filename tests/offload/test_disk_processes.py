@@ -112,7 +112,7 @@ def test_kill_9_at_any_moment_loses_no_published_block_and_shows_no_partial_one(
         tier.close()
 
 
-def test_kill_9_while_evicting_leaves_at_most_the_capacity_all_of_it_whole(tmp_path: Path, writers: Writers) -> None:
+def test_kill_9_while_evicting_leaves_complete_entries_within_the_capacity(tmp_path: Path, writers: Writers) -> None:
     rng, first = random.Random(4), 0
     for _ in range(4):
         writer = writers.start(first, max_entries=9)
@@ -127,7 +127,7 @@ def test_kill_9_while_evicting_leaves_at_most_the_capacity_all_of_it_whole(tmp_p
         tier.close()
 
 
-def test_a_directory_held_by_another_process_is_refused_until_that_is_killed(tmp_path: Path, writers: Writers) -> None:
+def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path: Path, writers: Writers) -> None:
     writer = writers.start(0, max_entries=10_000)
     with pytest.raises(ConfigError, match=f"is in use by process {writer}: stop that process"):
         open_tier(tmp_path, max_entries=1)
@@ -207,7 +207,7 @@ for calls in count(1):
 """
 
 
-def test_kill_9_between_any_two_file_operations_leaves_published_and_whole_blocks(tmp_path: Path) -> None:
+def test_kill_9_between_file_operations_keeps_every_published_block(tmp_path: Path) -> None:
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ended = subprocess.run(
         [sys.executable, "-c", KILLED_AT_EACH_CALL, str(tmp_path / "tier")],

@@ -138,7 +138,7 @@ def test_a_directory_without_write_permission_is_refused_as_root_too(
     assert snapshot(made) == before
 
 
-def test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on(made: Path) -> None:
+def test_a_second_engine_on_a_directory_is_refused(made: Path) -> None:
     first = open_tier(made)
     before = snapshot(made)
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on(made:
     assert holds(open_tier(made), key(1))
 
 
-def test_a_refused_open_lets_go_of_the_directory(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_open_releases_the_lock_on_the_directory(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", failing_with(errno.EIO))
         with pytest.raises(ConfigError, match="cannot be used: Input/output error"):

@@ -1,5 +1,5 @@
-"""Host to disk and back: publish last (H7), failures leave nothing (H9), waits are bounded and late bytes land alone
-(H6, H10).
+"""Host to disk and back: publish last (H7), failures leave no entry (H9), waits are bounded, and late reads write only
+their own slots (H6, H10).
 """
 
 import threading
@@ -29,7 +29,7 @@ def _only_file(directory: Path) -> Path:
 # ------------------------------------------------------------------ write
 
 
-def test_stored_block_is_written_to_disk_and_read_back_byte_for_byte(disk_rig: Rig) -> None:
+def test_stored_blocks_are_written_to_disk_and_read_back_byte_for_byte(disk_rig: Rig) -> None:
     wanted = keys("a", "b", "c")
     disk_rig.on_disk_only(wanted)
     disk_rig.host.memory.data.zero_()
@@ -40,7 +40,7 @@ def test_stored_block_is_written_to_disk_and_read_back_byte_for_byte(disk_rig: R
         assert disk_rig.metrics.value("transfer_bytes_total", kind) == 3 * LAYOUT.block_bytes
 
 
-def test_key_is_not_findable_on_disk_before_its_write_has_ended(disk_rig: Rig) -> None:  # H7
+def test_a_key_is_found_on_disk_only_after_its_write(disk_rig: Rig) -> None:  # H7
     gate = threading.Event()
     assert disk_rig.disk is not None
     disk_rig.disk.on_write = faults.late(gate)  # the file is there, the fence is not
@@ -58,7 +58,7 @@ def test_key_is_not_findable_on_disk_before_its_write_has_ended(disk_rig: Rig) -
     lease.release()
 
 
-def test_slot_of_a_write_in_flight_is_not_given_to_another_store(disk_rig: Rig) -> None:
+def test_a_host_slot_is_not_reused_while_it_is_written_to_disk(disk_rig: Rig) -> None:
     wanted = keys(*range(8))
     with disk_rig.hold("disk-write"):
         lease = disk_rig.blocks.take(8)
@@ -81,7 +81,7 @@ def test_slot_of_a_write_in_flight_is_not_given_to_another_store(disk_rig: Rig) 
     other.release()
 
 
-def test_disk_error_leaves_no_entry_pauses_writing_is_counted_and_passes(disk_rig: Rig) -> None:  # H9
+def test_a_disk_error_leaves_no_entry_pauses_writes_and_is_counted(disk_rig: Rig) -> None:  # H9
     assert disk_rig.disk is not None
     for fault in (faults.full, faults.broken):
         disk_rig.disk.on_write = fault
@@ -116,7 +116,7 @@ def _writes_and_fails(proceed: Callable[[], None], block: Block) -> None:
 
 
 @pytest.mark.parametrize("fault", [_writes_nothing, _writes_and_fails])
-def test_entry_counts_only_if_it_was_written_and_its_write_has_not_failed(disk_rig: Rig, fault: faults.Fault) -> None:
+def test_a_failed_or_missing_write_publishes_no_disk_entry(disk_rig: Rig, fault: faults.Fault) -> None:
     assert disk_rig.disk is not None
     disk_rig.disk.on_write = fault
     disk_rig.stored(keys("a"))
@@ -127,7 +127,7 @@ def test_entry_counts_only_if_it_was_written_and_its_write_has_not_failed(disk_r
     assert key("b") in disk_rig.disk.index
 
 
-def test_disk_that_is_full_of_entries_in_use_is_counted_and_takes_nothing(tmp_path: Path) -> None:
+def test_a_write_to_a_disk_full_of_pinned_entries_is_skipped_and_counted(tmp_path: Path) -> None:
     rig = Rig(tmp_path, disk_blocks=1)
     assert rig.disk is not None
     rig.on_disk_only(keys("a"))
@@ -141,7 +141,7 @@ def test_disk_that_is_full_of_entries_in_use_is_counted_and_takes_nothing(tmp_pa
     rig.check_nothing_is_held()
 
 
-def test_entry_is_not_evicted_from_disk_while_it_is_read(tmp_path: Path) -> None:
+def test_a_disk_entry_is_not_evicted_while_it_is_read(tmp_path: Path) -> None:
     rig = Rig(tmp_path, disk_blocks=2)
     assert rig.disk is not None
     rig.on_disk_only(keys("a", "b"))
@@ -158,7 +158,7 @@ def test_entry_is_not_evicted_from_disk_while_it_is_read(tmp_path: Path) -> None
 # ------------------------------------------------------------------ read
 
 
-def test_key_is_not_findable_in_the_host_tier_before_its_read_has_ended(disk_rig: Rig) -> None:  # H7
+def test_a_key_is_found_in_the_host_tier_only_after_its_disk_read(disk_rig: Rig) -> None:  # H7
     gate = threading.Event()
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a"))
@@ -173,9 +173,7 @@ def test_key_is_not_findable_in_the_host_tier_before_its_read_has_ended(disk_rig
     assert not disk_rig.transfers.has_waiters
 
 
-def test_request_learns_of_its_blocks_only_when_they_are_findable(
-    disk_rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_promotion_is_reported_only_once_its_blocks_are_found(disk_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_rig.on_disk_only(keys("a"))
     hold = disk_rig.hold("disk-read-0")
     disk_rig.promote(keys("a"))
@@ -197,7 +195,7 @@ def test_request_learns_of_its_blocks_only_when_they_are_findable(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_damaged_entry_is_a_miss_and_is_forgotten(disk_rig: Rig, tmp_path: Path, damage: str) -> None:  # H9
+def test_a_damaged_disk_entry_is_a_miss_and_is_dropped(disk_rig: Rig, tmp_path: Path, damage: str) -> None:  # H9
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a"))
     path = _only_file(tmp_path)
@@ -216,9 +214,7 @@ def test_damaged_entry_is_a_miss_and_is_forgotten(disk_rig: Rig, tmp_path: Path,
 
 
 @pytest.mark.parametrize("fault", [faults.broken, faults.torn])
-def test_entry_that_cannot_be_read_is_a_miss_for_all_waiting_requests_and_is_dropped(
-    disk_rig: Rig, fault: faults.Fault
-) -> None:
+def test_an_unreadable_disk_entry_is_a_miss_for_all_waiting_requests(disk_rig: Rig, fault: faults.Fault) -> None:
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a", "b"))
     disk_rig.disk.on_read = faults.flapping(faults.healthy, fault)
@@ -233,7 +229,7 @@ def test_entry_that_cannot_be_read_is_a_miss_for_all_waiting_requests_and_is_dro
     assert disk_rig.host_holds(key("a"))
 
 
-def test_requests_that_want_the_same_blocks_cause_one_read_each_block(disk_rig: Rig) -> None:
+def test_requests_that_share_blocks_read_each_block_from_disk_once(disk_rig: Rig) -> None:
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a", "b", "c"))
     with disk_rig.hold("disk-read-0"), disk_rig.hold("disk-read-1"):
@@ -244,7 +240,7 @@ def test_requests_that_want_the_same_blocks_cause_one_read_each_block(disk_rig: 
     assert sorted(disk_rig.disk.reads) == sorted(keys("a", "b", "c"))
 
 
-def test_promotion_is_cut_where_the_host_tier_has_no_room(disk_rig: Rig) -> None:
+def test_a_promotion_is_cut_if_the_host_tier_is_full(disk_rig: Rig) -> None:
     disk_rig.on_disk_only(keys("a", "b", "c"))
     busy = disk_rig.host.pool.take(6)
     disk_rig.promote(keys("a", "b", "c"))
@@ -253,7 +249,7 @@ def test_promotion_is_cut_where_the_host_tier_has_no_room(disk_rig: Rig) -> None
     busy.release()
 
 
-def test_promotion_does_not_evict_what_its_own_run_has_in_the_host_tier(disk_rig: Rig) -> None:
+def test_a_promotion_does_not_evict_its_own_blocks_from_host_memory(disk_rig: Rig) -> None:
     disk_rig.on_disk_only(keys("b"))
     disk_rig.stored(keys("a"))
     disk_rig.stored(keys(*range(7)))  # the host tier is full, and "a" is the least recently used
@@ -262,7 +258,7 @@ def test_promotion_does_not_evict_what_its_own_run_has_in_the_host_tier(disk_rig
     assert disk_rig.transfers.locate(keys("a", "b")) == ["host", "host"]
 
 
-def test_promotions_of_one_step_do_not_evict_each_others_runs(disk_rig: Rig) -> None:
+def test_promotions_of_one_step_do_not_evict_each_others_blocks(disk_rig: Rig) -> None:
     disk_rig.on_disk_only(keys("b", "d"))
     disk_rig.stored(keys("a", "c", *range(6)))
     for unwanted in keys(*range(6)):  # only "a" and "c" could be evicted
@@ -276,7 +272,7 @@ def test_promotions_of_one_step_do_not_evict_each_others_runs(disk_rig: Rig) -> 
     disk_rig.host.pool._release([disk_rig.host.pool.match([of])[0] for of in keys(*range(6))], ())
 
 
-def test_block_that_was_promoted_early_is_kept_until_its_request_has_all(disk_rig: Rig) -> None:
+def test_a_promoted_block_is_not_evicted_before_the_whole_promotion_ends(disk_rig: Rig) -> None:
     disk_rig.on_disk_only(keys("a", "b"))
     with disk_rig.hold("disk-read-1"):
         disk_rig.promote(keys("a", "b"))
@@ -290,7 +286,7 @@ def test_block_that_was_promoted_early_is_kept_until_its_request_has_all(disk_ri
 # ------------------------------------------------------------------ deadline
 
 
-def test_deadline_is_reported_once_frees_nothing_and_the_late_block_is_published(disk_rig: Rig) -> None:  # H6, H10
+def test_a_late_read_keeps_its_slot_past_the_deadline_and_is_published(disk_rig: Rig) -> None:  # H6, H10
     gate = threading.Event()
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("late"))
@@ -313,7 +309,7 @@ def test_deadline_is_reported_once_frees_nothing_and_the_late_block_is_published
     assert all(disk_rig.host_holds(of) for of in keys(*range(10, 17)))
 
 
-def test_request_that_asks_again_after_its_deadline_joins_the_late_read(disk_rig: Rig) -> None:
+def test_a_promotion_after_a_missed_deadline_joins_the_running_read(disk_rig: Rig) -> None:
     gate = threading.Event()
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a"))
@@ -330,7 +326,7 @@ def test_request_that_asks_again_after_its_deadline_joins_the_late_read(disk_rig
 # ------------------------------------------------------------------ the whole
 
 
-def test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight(disk_rig: Rig) -> None:  # H9
+def test_forget_removes_only_its_keys_in_tiers_and_in_flight(disk_rig: Rig) -> None:  # H9
     assert disk_rig.disk is not None
     bad = keys("on disk", "being read", "in both", "being written", "being stored", "ordered")
     disk_rig.on_disk_only(keys("on disk", "being read", "good, read"))
@@ -361,7 +357,7 @@ def test_invalidated_blocks_and_no_others_are_unreachable_in_tiers_and_in_flight
     lease.release()
 
 
-def test_forget_all_makes_everything_unreachable_and_so_it_stays(disk_rig: Rig) -> None:  # H8
+def test_forget_all_removes_keys_in_tiers_and_in_flight_for_good(disk_rig: Rig) -> None:  # H8
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("on disk", "being read"))
     disk_rig.stored(keys("in both"))
@@ -387,7 +383,7 @@ def test_forget_all_makes_everything_unreachable_and_so_it_stays(disk_rig: Rig) 
     lease.release()
 
 
-def test_nothing_blocks_the_submitting_thread_though_every_stream_is_stuck(disk_rig: Rig) -> None:
+def test_no_call_of_the_engine_thread_blocks_while_all_streams_hang(disk_rig: Rig) -> None:
     disk_rig.on_disk_only(keys("on disk"))
     disk_rig.stored(keys("in host"))
     lease = disk_rig.blocks.take(4)
@@ -423,7 +419,7 @@ def test_nothing_blocks_the_submitting_thread_though_every_stream_is_stuck(disk_
     lease.release()
 
 
-def test_flush_waits_for_writes_and_close_lets_the_next_engine_have_them(tmp_path: Path) -> None:
+def test_blocks_flushed_to_disk_are_served_by_the_next_engine(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     wanted = keys("a", "b")
     lease = rig.blocks.take(2)
@@ -440,7 +436,7 @@ def test_flush_waits_for_writes_and_close_lets_the_next_engine_have_them(tmp_pat
     again.close()
 
 
-def test_close_drops_writes_that_have_not_begun_when_the_time_to_flush_is_over(tmp_path: Path) -> None:
+def test_close_drops_unstarted_writes_after_the_flush_timeout(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     assert rig.disk is not None
     gate, begun = threading.Event(), threading.Event()
@@ -466,7 +462,7 @@ def test_close_drops_writes_that_have_not_begun_when_the_time_to_flush_is_over(t
     with_a.close()
 
 
-def test_entry_whose_read_was_dropped_at_close_stays_on_disk(tmp_path: Path) -> None:
+def test_a_disk_entry_stays_if_close_drops_its_read(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.on_disk_only(keys("a"))
     rig.hold("disk-read-0")
@@ -479,7 +475,7 @@ def test_entry_whose_read_was_dropped_at_close_stays_on_disk(tmp_path: Path) -> 
     assert key("a") in rig.disk.index
 
 
-def test_bytes_of_the_oracle_differ_when_a_tier_lies_about_a_single_bit(disk_rig: Rig) -> None:
+def test_the_content_check_finds_a_single_wrong_bit_of_a_tier(disk_rig: Rig) -> None:
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a"))
     disk_rig.disk.on_read = faults.lying

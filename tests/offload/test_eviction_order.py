@@ -1,4 +1,4 @@
-"""A block is of no use without those before it: in every tier, the end of a sequence goes before its start."""
+"""A block is useless without those before it: every tier evicts the end of a sequence before its start."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -26,20 +26,20 @@ def evicted_by_others(full_tier: Full, watched: Sequence[Key]) -> list[str]:
     return gone
 
 
-def test_end_of_one_store_goes_before_its_start(full_tier: Full) -> None:
+def test_a_store_is_evicted_from_its_end(full_tier: Full) -> None:
     rig, _ = full_tier
     rig.stored(CONVERSATION, prefix=CONVERSATION)
     assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
 
 
-def test_end_that_was_stored_later_goes_before_the_start(full_tier: Full) -> None:
+def test_a_sequence_stored_in_two_parts_is_evicted_from_its_end(full_tier: Full) -> None:
     rig, _ = full_tier
     rig.stored(CONVERSATION[:2], prefix=CONVERSATION[:2])
     rig.stored(CONVERSATION[2:], prefix=CONVERSATION)
     assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
 
 
-def test_conversation_that_goes_on_keeps_its_start_though_others_came_meanwhile(full_tier: Full) -> None:
+def test_storing_a_next_turn_protects_the_conversations_start_from_eviction(full_tier: Full) -> None:
     rig, holds = full_tier
     rig.stored(CONVERSATION[:3], prefix=CONVERSATION[:3])
     others = keys("w", "x", "y", "z")
@@ -50,7 +50,7 @@ def test_conversation_that_goes_on_keeps_its_start_though_others_came_meanwhile(
     assert not any(holds(of) for of in others)
 
 
-def test_sequences_that_were_stored_at_once_go_one_after_the_other_each_from_its_end(full_tier: Full) -> None:
+def test_sequences_stored_together_are_evicted_one_by_one_from_their_ends(full_tier: Full) -> None:
     rig, _ = full_tier
     lease, others = rig.blocks.take(8), keys("w", "x", "y", "z")
     fence = rig.fill(lease.ids, (*CONVERSATION, *others))
@@ -63,7 +63,7 @@ def test_sequences_that_were_stored_at_once_go_one_after_the_other_each_from_its
     assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
 
 
-def test_superseded_blocks_go_before_all_others(full_tier: Full) -> None:
+def test_superseded_blocks_are_evicted_first(full_tier: Full) -> None:
     rig, holds = full_tier
     others = keys("w", "x")
     rig.stored(others)
@@ -74,7 +74,7 @@ def test_superseded_blocks_go_before_all_others(full_tier: Full) -> None:
     assert not any(holds(of) for of in others)
 
 
-def test_store_of_blocks_that_are_there_already_supersedes_too(full_tier: Full) -> None:
+def test_a_store_of_blocks_that_exist_already_also_supersedes(full_tier: Full) -> None:
     rig, _ = full_tier
     rig.stored(keys("w", "x"))
     rig.stored(CONVERSATION)
@@ -84,7 +84,7 @@ def test_store_of_blocks_that_are_there_already_supersedes_too(full_tier: Full) 
 
 @pytest.mark.usefixtures("one_block_a_turn")
 @pytest.mark.parametrize("failing", [0, 1])
-def test_store_that_fails_supersedes_nothing(full_tier: Full, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+def test_a_failed_store_supersedes_no_blocks(full_tier: Full, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     rig, _ = full_tier
     rig.stored(CONVERSATION, prefix=CONVERSATION)
     copy, copies = HostStream.copy, count()

@@ -16,7 +16,7 @@ def again(events: Sequence[TransferEvent]) -> list[Key]:
     return [key for event in events if isinstance(event, StoreAgain) for key in event.keys]
 
 
-def test_tier_grows_while_it_is_in_use() -> None:
+def test_the_host_tier_grows_while_it_is_in_use() -> None:
     """Its memory is pinned in the background (P7)."""
     rig = Rig(ready_slots=2)
     rig.stored(keys("a", "b"))
@@ -35,7 +35,7 @@ def test_tier_grows_while_it_is_in_use() -> None:
     rig.check_nothing_is_held()
 
 
-def test_blocks_without_a_slot_are_asked_for_again_oldest_first_as_memory_gets_ready() -> None:
+def test_deferred_blocks_are_requested_again_oldest_first_as_the_tier_grows() -> None:
     rig = Rig(ready_slots=2)
     rig.stored(keys("a", "b", "c", "d"))
     rig.stored(keys("e"))
@@ -54,7 +54,7 @@ def test_blocks_without_a_slot_are_asked_for_again_oldest_first_as_memory_gets_r
     rig.check_nothing_is_held()
 
 
-def test_a_tier_whose_memory_is_being_pinned_evicts_nothing_for_a_store() -> None:
+def test_a_growing_tier_evicts_no_block_for_a_store() -> None:
     """With a third of its memory, least recently used first would lose each conversation just before it comes back."""
     rig = Rig(ready_slots=2)
     rig.stored(keys("a", "b"))
@@ -63,7 +63,7 @@ def test_a_tier_whose_memory_is_being_pinned_evicts_nothing_for_a_store() -> Non
     rig.close()
 
 
-def test_when_pinning_ends_early_the_tier_evicts_as_usual() -> None:
+def test_a_tier_whose_pinning_ended_early_evicts_as_usual() -> None:
     rig = Rig(ready_slots=2)
     rig.stored(keys("a", "b", "c"))
     rig.pins = False  # the limit of locked memory was reached
@@ -88,7 +88,7 @@ def test_a_reset_forgets_deferred_stores() -> None:
     rig.close()
 
 
-def test_deferred_stores_are_at_most_as_many_as_the_tier_will_have_slots() -> None:
+def test_deferred_blocks_are_bounded_by_the_final_number_of_slots() -> None:
     rig = Rig(ready_slots=1, num_blocks=16)
     rig.stored(keys(*"abcdefghijkl"))
     rig.ready_slots = 8

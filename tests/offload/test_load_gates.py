@@ -12,7 +12,7 @@ from sidestream_kv.offload.tickets import LoadSubmitted, Part
 from sidestream_kv.types import LoadPlan
 
 
-def test_layer_waits_for_the_last_slice_of_all_earlier_pieces_and_of_its_own_group() -> None:  # H5
+def test_a_layer_waits_for_the_last_slice_of_earlier_pieces_and_of_its_group() -> None:  # H5
     fences: Any = [object() for _ in range(8)]
     first, second, of_group_0, of_group_1 = (Part(tuple(fences[at : at + 2]), 64) for at in range(0, 8, 2))
     load = _Load(LoadPlan(1, 0, (), (), ()), LoadSubmitted(1, (first, second), (of_group_0, of_group_1)))
@@ -46,7 +46,7 @@ FAILED, GOOD, LATE = Settled(True, OSError("injected")), Settled(True), Settled(
         ((GOOD, Settled(False, OSError("injected"))), False),  # its bytes may still move
     ],
 )
-def test_a_load_has_failed_if_a_slice_of_it_has_ended_with_an_error(
+def test_a_load_has_failed_if_one_of_its_slices_ended_with_an_error(
     fences: tuple[Settled, Settled], has_failed: bool
 ) -> None:
     load = _Load(LoadPlan(1, 0, (), (), ()))

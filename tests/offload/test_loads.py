@@ -19,7 +19,7 @@ from sidestream_kv.offload.pacing import Copy
 from sidestream_kv.types import LoadPlan
 
 
-def test_load_without_fences_gates_no_step(rig: Rig) -> None:
+def test_a_load_that_is_not_ready_has_no_fences_for_a_step(rig: Rig) -> None:
     """Its request is in no step before it is ready."""
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
@@ -33,7 +33,7 @@ def test_load_without_fences_gates_no_step(rig: Rig) -> None:
     lease.release()
 
 
-def test_a_load_has_arrived_when_all_of_it_is_done(rig: Rig) -> None:
+def test_a_loads_remaining_time_is_zero_once_all_its_copies_are_done(rig: Rig) -> None:
     rig.stored(keys("ab"))
     lease = rig.blocks.take(2)
     with rig.hold("load"):
@@ -72,7 +72,7 @@ def test_a_step_may_begin_before_its_load_ends_if_each_layer_arrives_in_time(
     lease.release()
 
 
-def test_the_rest_of_a_load_counts_by_its_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_of_a_load_follows_its_remaining_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of a whole piece has several times the bytes of one that is a layer of the last piece."""
     monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 1)
     monkeypatch.setattr(pacing, "LOAD_PIECE_BYTES", 2 * LAYOUT.block_bytes)
@@ -102,7 +102,7 @@ def test_the_rest_of_a_load_counts_by_its_bytes(rig: Rig, monkeypatch: pytest.Mo
     lease.release()
 
 
-def test_earlier_loads_of_other_requests_count(rig: Rig) -> None:
+def test_the_remaining_time_of_a_load_includes_earlier_loads(rig: Rig) -> None:
     rig.stored(keys("a", "b", "c"))
     lease = rig.blocks.take(3)
     block_s = LAYOUT.block_bytes / _HEALTHY_HOST
@@ -119,7 +119,7 @@ def test_earlier_loads_of_other_requests_count(rig: Rig) -> None:
     lease.release()
 
 
-def test_a_failed_load_has_no_expected_arrival(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_of_a_failed_load_is_infinite(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
 
@@ -137,7 +137,7 @@ def test_a_failed_load_has_no_expected_arrival(rig: Rig, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("last", "pieces"), [(0, [1, 1, 1]), (2, [1, 2]), (3, [3])])
-def test_the_last_piece_of_a_load_is_a_large_one_and_the_only_one_by_layers(
+def test_only_the_last_piece_of_a_load_is_large_and_copied_by_layers(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, last: int, pieces: list[int]
 ) -> None:
     monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 1)
@@ -184,9 +184,7 @@ def test_failed_load_is_reported_once_by_worker_or_engine(
     lease.release()
 
 
-def test_load_that_settles_during_a_poll_is_kept_until_its_events_were_polled(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_ends_during_a_poll_is_reported_by_the_next_poll(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = rig.blocks.take(1)
     with rig.late():
         rig.load(keys("never stored"), lease.ids)
@@ -207,7 +205,7 @@ def test_load_that_settles_during_a_poll_is_kept_until_its_events_were_polled(
 
 
 @pytest.mark.parametrize("windows", [(), (9, 0, 9), (9, 9, 9)])
-def test_pieces_cover_a_load_in_order_and_no_piece_is_too_large(
+def test_pieces_cover_a_load_in_order_within_the_size_limit(
     windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block has 3 layers of 8 bytes. Only the last piece may be split by layers, so it holds no states."""
@@ -231,7 +229,7 @@ def test_pieces_cover_a_load_in_order_and_no_piece_is_too_large(
             assert stop <= states or start >= states
 
 
-def test_blocks_of_few_layers_are_loaded_in_pieces_of_as_many_bytes() -> None:
+def test_pieces_with_blocks_of_few_layers_have_the_usual_bytes() -> None:
     """One layer in eight has no window: eight times the blocks. A turn of the worker takes as long for each piece."""
     layout = KVLayout(8, 8, 128, 16, "bfloat16", (1024,) * 7)
     count = 8 * pacing.LOAD_PIECE_BYTES // layout.block_bytes
@@ -245,7 +243,7 @@ def test_blocks_of_few_layers_are_loaded_in_pieces_of_as_many_bytes() -> None:
     ("num_layers", "segment_bytes", "expected"),
     [(8, 128 << 10, 2), (8, 512 << 10, 8), (8, 513 << 10, 8), (2, 128 << 10, 2), (36, 128 << 10, 9), (7, 64 << 10, 2)],
 )
-def test_a_group_of_layers_is_no_small_segment_and_there_are_few(
+def test_layer_groups_have_at_least_the_segment_size_and_are_few(
     num_layers: int, segment_bytes: int, expected: int
 ) -> None:
     """A layer of these blocks has 64 KiB."""

@@ -1,4 +1,4 @@
-"""One direction of the link: what goes first, how much of it, on which stream, and what becomes of what fails."""
+"""One direction of the link: order, slices, limits in flight and streams of copies, and failed copies."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def batch(count: int, size: int) -> CopyBatch:
     return CopyBatch(MEMORY, MEMORY, starts, starts, size)
 
 
-def test_what_is_urgent_goes_first_and_equals_in_order() -> None:
+def test_urgent_copies_run_first_and_equally_urgent_ones_in_order() -> None:
     world = World()
     for label, urgency in (
         ("s1", Urgency.STORE),
@@ -110,7 +110,7 @@ def test_what_is_urgent_goes_first_and_equals_in_order() -> None:
     assert world.labels() == ["d1", "d2", "p1", "s1", "s2"]
 
 
-def test_urgent_copy_goes_between_the_slices_of_one_that_has_begun() -> None:
+def test_an_urgent_copy_runs_between_slices_of_a_begun_copy() -> None:
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=8))
     world.copy("store", 4)
     world.lane.fill()
@@ -122,7 +122,7 @@ def test_urgent_copy_goes_between_the_slices_of_one_that_has_begun() -> None:
     assert world.labels() == ["store", "store", "load", "load", "store", "store"]
 
 
-def test_slices_are_cut_by_segments_and_by_bytes_alike_and_hold_one_segment_at_least() -> None:
+def test_slices_have_bounded_segments_and_bytes_and_at_least_one_segment() -> None:
     for size, limit, slices in ((10, 100, [3, 2, 2]), (10, 25, [2, 2, 2, 1]), (10, 5, [1] * 7)):
         world = World(
             Pace(slice_bytes=limit, slice_segments=3, bytes_in_flight=1 << 30, segments_in_flight=100, streams=1)
@@ -135,7 +135,7 @@ def test_slices_are_cut_by_segments_and_by_bytes_alike_and_hold_one_segment_at_l
 @pytest.mark.parametrize(
     ("bytes_in_flight", "segments_in_flight"), [(40, 1000), (59, 1000), (1 << 20, 4), (1 << 20, 5)]
 )
-def test_no_more_is_in_flight_than_the_pace_allows(bytes_in_flight: int, segments_in_flight: int) -> None:
+def test_bytes_and_segments_in_flight_stay_within_the_pace(bytes_in_flight: int, segments_in_flight: int) -> None:
     world = World(
         Pace(
             slice_bytes=20,
@@ -157,7 +157,7 @@ def test_no_more_is_in_flight_than_the_pace_allows(bytes_in_flight: int, segment
     assert world.labels() == ["a", "a", "b"]
 
 
-def test_slices_take_the_streams_in_turn_each_behind_the_one_before_of_any_copy() -> None:  # P5
+def test_slices_alternate_streams_and_wait_for_the_slice_before() -> None:  # P5
     world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=1000, streams=2))
     for label in "ab":
         world.copy(label, 3)
@@ -175,14 +175,14 @@ def test_slices_take_the_streams_in_turn_each_behind_the_one_before_of_any_copy(
     assert b2.done
 
 
-def test_one_stream_is_a_fifo_and_waits_for_nothing() -> None:
+def test_slices_on_a_single_stream_wait_for_no_fence() -> None:
     world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=1000, streams=1))
     world.copy("a", 6)
     world.lane.fill()
     assert (world.labels(), world.streams[0].waits) == (["a"] * 3, [])
 
 
-def test_copy_that_has_to_wait_lets_those_pass_that_need_not() -> None:
+def test_a_ready_copy_overtakes_a_copy_that_waits_for_a_fence() -> None:
     world, step = World(), HandFence()
     world.copy("first")
     world.copy("waits", after=(step,))
@@ -195,7 +195,7 @@ def test_copy_that_has_to_wait_lets_those_pass_that_need_not() -> None:
     assert world.labels() == ["first", "ready", "waits"]
 
 
-def test_copy_is_given_nothing_of_before_all_that_it_has_to_wait_for_was_seen_done() -> None:  # H1, H3
+def test_no_slice_of_a_copy_is_submitted_before_all_its_fences_are_done() -> None:  # H1, H3
     """On the device it would hold up what comes behind it."""
     world, first, second = World(), HandFence(), HandFence()
     world.copy("waits", 6, after=(first, second))
@@ -208,7 +208,7 @@ def test_copy_is_given_nothing_of_before_all_that_it_has_to_wait_for_was_seen_do
     assert world.labels() == ["waits"]
 
 
-def test_copy_that_has_begun_goes_on_before_one_that_became_ready_meanwhile() -> None:
+def test_a_begun_copy_continues_before_an_older_copy_that_became_ready() -> None:
     world, step = World(Pace(1 << 20, 1, 1 << 30, 2, streams=2)), HandFence()
     world.copy("late", 2, after=(step,))
     world.copy("begun", 4)
@@ -222,7 +222,7 @@ def test_copy_that_has_begun_goes_on_before_one_that_became_ready_meanwhile() ->
 
 
 @pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(40, 1000), (1 << 20, 4)])
-def test_link_runs_low_below_half_of_what_may_be_in_flight(bytes_in_flight: int, segments_in_flight: int) -> None:
+def test_a_lane_runs_low_below_half_of_its_limit_in_flight(bytes_in_flight: int, segments_in_flight: int) -> None:
     world = World(
         Pace(
             slice_bytes=10,
@@ -240,7 +240,7 @@ def test_link_runs_low_below_half_of_what_may_be_in_flight(bytes_in_flight: int,
     assert low == [True, True, False]
 
 
-def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -> None:
+def test_the_worker_wakes_when_half_of_the_flight_or_a_copy_is_done() -> None:
     """So it has time, and little to do."""
     world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=40, segments_in_flight=100, streams=2))
     world.copy("a", 3)
@@ -264,7 +264,7 @@ def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -
 
 
 @pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(80, 100), (1000, 8)])
-def test_thread_rests_no_longer_than_until_all_that_is_left_fits(bytes_in_flight: int, segments_in_flight: int) -> None:
+def test_the_worker_wakes_as_soon_as_all_remaining_slices_fit(bytes_in_flight: int, segments_in_flight: int) -> None:
     """Until all of a load was given, no step may be launched behind it."""
     for slices, awaited in [(9, 0), (11, 2), (12, 3), (13, 4), (40, 4)]:
         world = World(Pace(10, 1, bytes_in_flight, segments_in_flight, streams=1))
@@ -278,7 +278,7 @@ def test_thread_rests_no_longer_than_until_all_that_is_left_fits(bytes_in_flight
         assert list(world.lane.awaited()) == [world.streams[0].fences[8 + awaited]]
 
 
-def test_copy_that_waits_for_something_else_than_room_does_not_wake_the_worker_early() -> None:
+def test_a_copy_that_waits_for_a_fence_does_not_wake_the_worker_early() -> None:
     world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=80, segments_in_flight=100, streams=1))
     world.copy("a", 6)
     waiting = HandFence()
@@ -287,7 +287,7 @@ def test_copy_that_waits_for_something_else_than_room_does_not_wake_the_worker_e
     assert list(world.lane.awaited()) == [world.streams[0].fences[3], waiting]
 
 
-def test_copy_is_reported_at_its_last_slice_and_ends_when_all_are_done() -> None:
+def test_a_copy_is_reported_at_its_last_slice_and_ends_after_all_slices() -> None:
     world = World(Pace(slice_bytes=1 << 20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=4, streams=1))
     copy = world.copy("a", 2, 3)
     assert world.lane.fill() == []  # two of three slices
@@ -304,7 +304,7 @@ def test_copy_is_reported_at_its_last_slice_and_ends_when_all_are_done() -> None
     assert (len(world.lane), copy.failure, copy.seconds) == (0, None, 0.0)
 
 
-def test_a_copy_took_as_long_as_the_lane_had_nothing_else_to_do_before_it() -> None:
+def test_time_of_a_copy_excludes_time_spent_on_earlier_copies() -> None:
     world = World()
     first, second = world.copy("a"), world.copy("b")
     world.lane.fill()
@@ -324,7 +324,7 @@ def test_a_copy_took_as_long_as_the_lane_had_nothing_else_to_do_before_it() -> N
     assert third.seconds == 0.5
 
 
-def test_copies_that_are_seen_done_at_once_share_the_time_by_bytes() -> None:
+def test_copies_that_end_together_share_the_time_by_bytes() -> None:
     world = World()
     copies = [world.copy("a", 3), world.copy("b", 1), world.copy("c", 4)]
     world.lane.fill()
@@ -341,7 +341,7 @@ def test_copies_that_are_seen_done_at_once_share_the_time_by_bytes() -> None:
     assert later.seconds == 1.0
 
 
-def test_a_failed_slice_ends_its_copy_once_the_others_are_done() -> None:  # H9, H15
+def test_a_failed_copy_ends_once_its_submitted_slices_are_done() -> None:  # H9, H15
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=2))
     copy, error = world.copy("a", 4), OSError("injected")
     world.lane.fill()
@@ -357,7 +357,7 @@ def test_a_failed_slice_ends_its_copy_once_the_others_are_done() -> None:  # H9,
     assert world.labels() == ["a", "a", "b"]
 
 
-def test_cut_drops_what_has_not_begun_and_lets_the_rest_end_by_its_fences() -> None:
+def test_cancel_drops_queued_copies_and_waits_for_submitted_slices() -> None:
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=3, streams=2))
     whole, begun, queued = world.copy("whole", 1), world.copy("begun", 4), world.copy("queued", 1)
     world.lane.fill()
@@ -374,7 +374,7 @@ def test_cut_drops_what_has_not_begun_and_lets_the_rest_end_by_its_fences() -> N
     assert list(world.lane.awaited()) == [world.streams[1].fences[1]]
 
 
-def test_the_thread_does_not_rest_for_a_fence_that_is_done() -> None:
+def test_the_worker_never_waits_for_a_finished_fence() -> None:
     """A full lane looks at nobody's waits; were it to name them, a thread that rests for them would spin."""
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=1, streams=8))
     step = HandFence()
@@ -387,7 +387,7 @@ def test_the_thread_does_not_rest_for_a_fence_that_is_done() -> None:
     assert [fence.poll() for fence in world.lane.awaited()] == [False]
 
 
-def test_hundred_thousand_queued_copies_are_not_looked_at_one_by_one() -> None:
+def test_a_turn_polls_few_of_100_000_queued_copies() -> None:
     world, step = World(Pace(1 << 20, 1, 1 << 30, 4, 2)), HandFence()
     shared = [batch(1, 10)]
     for _ in range(100_000):
@@ -401,7 +401,7 @@ def test_hundred_thousand_queued_copies_are_not_looked_at_one_by_one() -> None:
     assert step.looks <= 10 * 2 * 16
 
 
-def test_urgent_copy_that_has_begun_goes_before_one_that_began_earlier() -> None:
+def test_a_begun_urgent_copy_runs_before_a_copy_that_began_earlier() -> None:
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=2))
     world.copy("store", 4)
     world.lane.fill()

@@ -23,7 +23,7 @@ def narrow(rig: Rig, *, segments_in_flight: int) -> None:
 
 
 @pytest.mark.usefixtures("one_block_a_turn")
-def test_rests_are_short_while_the_link_is_short_of_submitted_copies(rig: Rig) -> None:
+def test_the_worker_pauses_briefly_while_few_copies_are_submitted(rig: Rig) -> None:
     lease = rig.blocks.take(3)
     rig.fill(lease.ids, keys("a", "b", "c"))
     rig.drain("compute")
@@ -72,7 +72,7 @@ class Blink:
 
 
 @pytest.mark.usefixtures("one_block_a_turn")
-def test_load_is_ready_when_all_its_pieces_were_submitted_in_any_order(rig: Rig) -> None:  # H5
+def test_a_load_is_ready_once_all_pieces_were_submitted_in_any_order(rig: Rig) -> None:  # H5
     rig.stored(keys("a", "b", "other"))
     lease = rig.blocks.take(3)
     narrow(rig, segments_in_flight=2)
@@ -116,7 +116,7 @@ def test_load_with_a_failed_piece_is_never_reported_as_ready(rig: Rig, monkeypat
     lease.release()
 
 
-def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H5
+def test_a_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H5
     monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 2)
     monkeypatch.setattr(pacing, "LOAD_PIECE_BYTES", 0)
     monkeypatch.setattr(pacing, "LAST_PIECE_BYTES", 0)
@@ -135,7 +135,7 @@ def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: py
 
 
 @pytest.mark.usefixtures("one_block_a_turn")
-def test_store_releases_its_blocks_when_its_last_piece_has_ended(rig: Rig) -> None:  # H2
+def test_a_store_releases_its_blocks_after_its_last_piece(rig: Rig) -> None:  # H2
     lease = rig.blocks.take(3)
     step = rig.fill(lease.ids, keys("a", "b", "c"))
     rig.drain("compute")
@@ -170,7 +170,7 @@ def crowded(rig: Rig, monkeypatch: pytest.MonkeyPatch, one_block_a_turn: None) -
 
 
 @pytest.mark.usefixtures("crowded")
-def test_load_whose_begun_pieces_have_ended_keeps_its_slots(rig: Rig) -> None:  # H10
+def test_a_load_with_remaining_pieces_keeps_its_host_slots(rig: Rig) -> None:  # H10
     lease = rig.blocks.take(2)
     rig.load(keys("a", "b"), lease.ids)
     rig.pass_through("load-0")  # the first piece, and the offload worker has not looked
@@ -185,7 +185,7 @@ def test_load_whose_begun_pieces_have_ended_keeps_its_slots(rig: Rig) -> None:  
 
 
 @pytest.mark.usefixtures("crowded")
-def test_load_with_a_failed_piece_begins_no_more_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H10
+def test_a_load_with_a_failed_piece_submits_no_more_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H10
     lease = rig.blocks.take(2)
     copied: list[str] = []
 

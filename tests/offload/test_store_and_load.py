@@ -51,7 +51,7 @@ def failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("one_layer_a_group")
-def test_what_was_stored_is_loaded_byte_for_byte(rig: Rig, from_ids: list[int], to_ids: list[int]) -> None:
+def test_stored_blocks_are_loaded_byte_for_byte(rig: Rig, from_ids: list[int], to_ids: list[int]) -> None:
     wanted = keys(*from_ids)
     source = rig.taken(from_ids)
     rig.store(wanted, from_ids, rig.fill(from_ids, wanted))
@@ -68,7 +68,7 @@ def test_what_was_stored_is_loaded_byte_for_byte(rig: Rig, from_ids: list[int], 
     assert not any(rig.rows()[list(untouched)].flatten().tolist())
 
 
-def test_copies_of_random_ids_and_layers_touch_exactly_their_bytes() -> None:
+def test_copies_of_random_blocks_and_layers_write_exactly_their_bytes() -> None:
     rng, torch_rng = random.Random(1), torch.Generator().manual_seed(1)
     for _ in range(50):
         source, target = (_random_memory(name, torch_rng) for name in ("a", "b"))
@@ -86,7 +86,7 @@ def test_copies_of_random_ids_and_layers_touch_exactly_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("layers", [(0,), (2,), (0, 2), (0, 1, 4, 5), (0, 1, 2, 4), (1, 2, 3, 5), (0, 1, 2, 3, 4, 5)])
-def test_a_copy_of_some_layers_leaves_the_others_alone(layers: tuple[int, ...]) -> None:
+def test_a_copy_of_some_layers_does_not_change_other_layers(layers: tuple[int, ...]) -> None:
     layout, rng = KVLayout(6, 1, 2, 4, "float32"), torch.Generator().manual_seed(2)
     source, target = (
         BlockMemory(
@@ -112,7 +112,7 @@ def _random_memory(name: str, rng: torch.Generator) -> BlockMemory:
 # ------------------------------------------------------------------ store
 
 
-def test_store_behind_a_step_copies_what_the_step_wrote_not_what_was_there(rig: Rig) -> None:  # H1
+def test_a_store_copies_the_bytes_that_its_step_wrote(rig: Rig) -> None:  # H1
     lease = rig.blocks.take(2)
     wanted = keys("a", "b")
     with rig.hold("compute"):
@@ -125,7 +125,7 @@ def test_store_behind_a_step_copies_what_the_step_wrote_not_what_was_there(rig: 
     lease.release()
 
 
-def test_blocks_of_a_store_in_flight_have_no_new_owner_until_it_has_ended(rig: Rig) -> None:  # H2
+def test_blocks_are_not_reused_before_their_store_ends(rig: Rig) -> None:  # H2
     lease = rig.blocks.take(16)
     wanted = keys(*range(3))
     step = rig.fill(lease.ids, (*wanted, *keys(*range(100, 113))))
@@ -143,7 +143,7 @@ def test_blocks_of_a_store_in_flight_have_no_new_owner_until_it_has_ended(rig: R
     again.release()
 
 
-def test_store_waits_for_the_last_use_of_the_slots_it_writes(rig: Rig) -> None:  # H2, in the host tier
+def test_a_store_waits_for_the_last_use_of_its_host_slots(rig: Rig) -> None:  # H2, in the host tier
     lease, wanted = rig.blocks.take(1), keys("a")
     step = rig.fill(lease.ids, wanted)
     slots = rig.host.pool.take(8)
@@ -161,7 +161,7 @@ def test_store_waits_for_the_last_use_of_the_slots_it_writes(rig: Rig) -> None: 
     lease.release()
 
 
-def test_key_is_not_findable_in_the_host_tier_before_the_store_has_ended(rig: Rig) -> None:  # H7
+def test_a_key_is_found_in_the_host_tier_only_after_its_store(rig: Rig) -> None:  # H7
     lease, wanted = rig.blocks.take(2), keys("a", "b")
     step = rig.fill(lease.ids, wanted)
     with rig.hold("store"):
@@ -177,7 +177,7 @@ def test_key_is_not_findable_in_the_host_tier_before_the_store_has_ended(rig: Ri
 
 
 @pytest.mark.usefixtures("failing_copies")
-def test_failed_store_leaves_no_entry_and_gives_its_slots_back(rig: Rig) -> None:  # H9
+def test_a_failed_store_leaves_no_entry_and_frees_its_host_slots(rig: Rig) -> None:  # H9
     lease, wanted = rig.blocks.take(2), keys("a", "b")
     rig.store(wanted, lease.ids, rig.fill(lease.ids, wanted))
     assert rig.finish("compute", "store") == []
@@ -187,7 +187,7 @@ def test_failed_store_leaves_no_entry_and_gives_its_slots_back(rig: Rig) -> None
     lease.release()
 
 
-def test_blocks_that_are_stored_or_being_stored_are_not_copied_again(rig: Rig) -> None:
+def test_blocks_with_a_finished_or_running_store_are_not_copied_again(rig: Rig) -> None:
     lease, wanted = rig.blocks.take(3), keys("a", "b", "c")
     step = rig.fill(lease.ids, wanted)
     rig.store(wanted[:1], lease.ids[:1], step)
@@ -201,7 +201,7 @@ def test_blocks_that_are_stored_or_being_stored_are_not_copied_again(rig: Rig) -
     lease.release()
 
 
-def test_store_evicts_the_least_recently_used_slot_and_takes_what_there_is(rig: Rig) -> None:
+def test_a_store_to_a_full_host_tier_evicts_the_end_of_an_old_sequence(rig: Rig) -> None:
     rig.stored(keys(*range(8)))
     rig.stored(keys(8))
     # a run is evicted from its end: its start is shared by more sequences
@@ -209,7 +209,7 @@ def test_store_evicts_the_least_recently_used_slot_and_takes_what_there_is(rig: 
     assert rig.host_holds(key(8))
 
 
-def test_store_is_cut_and_counted_when_the_host_tier_is_full_of_leases(rig: Rig) -> None:
+def test_a_store_is_cut_and_counted_if_all_host_slots_are_leased(rig: Rig) -> None:
     busy = rig.host.pool.take(6)
     rig.stored(keys(*range(5)))
     assert [rig.host_holds(of) for of in keys(*range(5))] == [True, True, False, False, False]
@@ -224,7 +224,7 @@ def test_store_is_cut_and_counted_when_the_host_tier_is_full_of_leases(rig: Rig)
 # ------------------------------------------------------------------ load
 
 
-def test_load_waits_for_the_last_use_of_the_blocks_it_writes(rig: Rig) -> None:  # H3
+def test_a_load_waits_for_the_last_use_of_its_target_blocks(rig: Rig) -> None:  # H3
     rig.stored(keys("a"))
     old = rig.taken([0])
     with rig.hold("compute"):
@@ -239,7 +239,7 @@ def test_load_waits_for_the_last_use_of_the_blocks_it_writes(rig: Rig) -> None: 
     lease.release()
 
 
-def test_load_in_flight_holds_its_slots_and_blocks_whatever_its_request_does(rig: Rig) -> None:  # H6, H10
+def test_a_running_load_keeps_its_slots_and_blocks_after_an_abort(rig: Rig) -> None:  # H6, H10
     rig.stored(keys("a", "b"))
     lease = rig.taken([4, 5])
     with rig.hold("load"):
@@ -262,7 +262,7 @@ def test_load_in_flight_holds_its_slots_and_blocks_whatever_its_request_does(rig
 
 @pytest.mark.parametrize("failing_layer", [0, 1, 2])
 @pytest.mark.usefixtures("one_layer_a_group")
-def test_failed_load_is_reported_once_and_lets_go_of_everything(
+def test_a_failed_load_is_reported_once_and_releases_slots_and_blocks(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, failing_layer: int
 ) -> None:  # H9
     copy = HostStream.copy
@@ -284,7 +284,7 @@ def test_failed_load_is_reported_once_and_lets_go_of_everything(
     assert (rig.blocks.num_cached, rig.host.pool.num_used) == (0, 0)
 
 
-def test_load_of_blocks_that_are_gone_is_a_failed_load(rig: Rig) -> None:
+def test_a_load_of_evicted_blocks_fails(rig: Rig) -> None:
     rig.stored(keys("a"))
     lease = rig.blocks.take(2)
     rig.load(keys("a", "never stored"), lease.ids, request_id=7, epoch=3)
@@ -295,7 +295,7 @@ def test_load_of_blocks_that_are_gone_is_a_failed_load(rig: Rig) -> None:
     assert rig.host.pool.num_used == 0
 
 
-def test_loads_of_a_step_lease_their_slots_before_its_stores_evict_any(rig: Rig) -> None:
+def test_stores_of_a_step_do_not_evict_blocks_that_its_loads_read(rig: Rig) -> None:
     rig.stored(keys(*range(8)))
     source, target = rig.blocks.take(8), rig.blocks.take(8)
     store = StorePlan(keys(*range(100, 108)), tuple(source.ids), ())
@@ -312,7 +312,7 @@ def test_loads_of_a_step_lease_their_slots_before_its_stores_evict_any(rig: Rig)
 
 
 @pytest.mark.usefixtures("one_layer_a_group")
-def test_step_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only(rig: Rig) -> None:
+def test_each_layer_of_a_step_waits_for_the_loads_of_its_own_requests_only(rig: Rig) -> None:
     rig.stored(keys("a", "b"))
     lease = rig.blocks.take(2)
     with rig.hold("load"):
@@ -338,7 +338,7 @@ def test_step_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only(rig:
 
 
 @pytest.mark.usefixtures("two_layers_a_group")
-def test_layers_share_a_fence_where_single_ones_are_too_small_a_copy(rig: Rig) -> None:
+def test_small_layers_are_copied_together_and_share_a_fence(rig: Rig) -> None:
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
     with rig.hold("load"):
@@ -352,7 +352,7 @@ def test_layers_share_a_fence_where_single_ones_are_too_small_a_copy(rig: Rig) -
 
 
 @pytest.mark.usefixtures("one_layer_a_group")
-def test_layer_reads_loaded_bytes_once_its_gate_is_passed(rig: Rig) -> None:
+def test_a_layer_that_waited_for_its_fences_reads_loaded_bytes(rig: Rig) -> None:
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
     rig.memory.memory.data.zero_()

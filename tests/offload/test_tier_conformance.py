@@ -122,7 +122,7 @@ def test_registered_tier_serves_a_second_engine_and_is_counted(tmp_path: Path) -
     assert stack.names() == ("device", "host", "disk", "sqlite")
 
 
-def test_a_tier_changes_two_files(tmp_path: Path) -> None:
+def test_adding_a_tier_changes_two_files(tmp_path: Path) -> None:
     """The example as a module of a copy of the package, and its row: a process that uses the copy knows the tier."""
     original = Path(sidestream_kv.__file__).parent
     package = tmp_path / "sidestream_kv"
@@ -168,13 +168,13 @@ def test_unknown_tier_is_refused_with_the_nearest_known_name(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("registered")
-def test_name_of_a_tier_is_given_once() -> None:
+def test_a_tier_name_cannot_be_registered_twice() -> None:
     with pytest.raises(ConfigError, match="a tier sqlite is known already"):
         stack.register(own_tier.KIND)
 
 
 @pytest.mark.usefixtures("registered")
-def test_tier_that_cannot_be_opened_leaves_no_other_one_open(tmp_path: Path) -> None:
+def test_a_tier_that_cannot_be_opened_closes_the_tiers_opened_before(tmp_path: Path) -> None:
     (tmp_path / "kv.db").write_text("no database")
     context = TierContext(ToyModel().layout, "toy")
     config = OffloadConfig(disk=tmp_path / "disk", tiers={"sqlite": {"path": tmp_path / "kv.db"}})

@@ -84,7 +84,7 @@ def test_transfers_submitted_before_a_reset_and_begun_after_it_publish_nothing(
     lease.release()
 
 
-def test_worker_that_raises_reports_the_error_and_flush_and_close_return(
+def test_after_a_worker_error_poll_raises_it_and_flush_and_close_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path)
@@ -107,9 +107,7 @@ def test_worker_that_raises_reports_the_error_and_flush_and_close_return(
     reopened.close()
 
 
-def test_close_with_commands_that_were_not_received_loses_cache_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_drops_commands_that_the_worker_has_not_received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path)
     rig.on_disk_only(keys("on disk"))
     rig.stored(keys("in host"))
@@ -133,7 +131,7 @@ def test_close_with_commands_that_were_not_received_loses_cache_and_nothing_else
     again.close()
 
 
-def test_reset_while_the_worker_publishes_a_store_ends_once_that_is_dropped_too(
+def test_a_reset_during_a_publication_drops_the_published_blocks_too(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # H8
     publish = rig.host.pool.publish_all
@@ -206,7 +204,7 @@ def test_close_releases_a_failing_load_only_once(turns: int, monkeypatch: pytest
     closed(rig)
 
 
-def test_close_leaves_a_load_alone_that_failed_and_was_settled(rig: Rig) -> None:
+def test_close_does_not_end_a_failed_load_a_second_time(rig: Rig) -> None:
     """A piece may fail, and the load be settled, while the load waits for its turn to begin the next one."""
     rig.stored(keys("a"))
     loads, failure = rig._thread._turn.__self__._loads, OSError("injected: the copy failed")

@@ -23,6 +23,6 @@ def accepted(drafts: list[int], drawn: list[int], count: int) -> int:
 
 
 @given(rows=st.lists(ROW, min_size=1, max_size=5))
-def test_a_row_goes_on_by_its_right_drafts_and_one_token(rows: list[tuple[list[int], list[int], int]]) -> None:
+def test_a_row_advances_by_its_accepted_drafts_and_one_token(rows: list[tuple[list[int], list[int], int]]) -> None:
     drafts, drawn, counts = (torch.tensor(part) for part in zip(*rows, strict=True))
     assert accept_lengths(drafts, drawn, counts).tolist() == [accepted(*row) for row in rows]

@@ -99,7 +99,7 @@ def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list
 
 
 @pytest.mark.parametrize(("width", "programs", "dtype"), CUTS)
-def test_rows_draw_what_their_rules_say(
+def test_rows_sample_the_tokens_that_their_options_allow(
     width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""A simulated device under the checker, with the leases of a pool done by hand: a test is the program that is judged.
+"""A simulated device under the checker, with leases reported by hand: each test is a program to check.
 
 A program is run under every policy; what the checker says about it must not depend on that.
 """

@@ -94,7 +94,7 @@ def test_a_read_on_another_stream_needs_a_wait(judge: Run, wait: str) -> None:
         "e = torch.cuda.Event(); e.record(main); side.wait_event(e); x.add_(1); e.record(main)",
     ],
 )
-def test_a_wait_orders_only_what_its_event_has_recorded(judge: Run, no_wait: str) -> None:
+def test_a_wait_orders_only_work_before_the_event_was_recorded(judge: Run, no_wait: str) -> None:
     assert "race" in kinds(judge(f"x.fill_(1)\n{no_wait}" + READ_ON_SIDE))
 
 
@@ -119,14 +119,14 @@ def test_a_wait_orders_only_what_its_event_has_recorded(judge: Run, no_wait: str
         "x.copy_(torch.ones(64))",
     ],
 )
-def test_the_host_orders_streams_when_it_waits(judge: Run, wait: str) -> None:
+def test_a_wait_of_the_host_orders_streams(judge: Run, wait: str) -> None:
     assert kinds(judge(f"x.fill_(1)\n{wait}" + READ_ON_SIDE)) == []
 
 
 @pytest.mark.parametrize(
     "no_wait", ["x.sum()", "x.to('cpu', non_blocking=True)", "side.synchronize()", "torch.cuda.Event().synchronize()"]
 )
-def test_the_host_orders_nothing_without_waiting(judge: Run, no_wait: str) -> None:
+def test_the_host_without_a_wait_does_not_order_streams(judge: Run, no_wait: str) -> None:
     assert "race" in kinds(judge(f"x.fill_(1)\n{no_wait}" + READ_ON_SIDE))
 
 
@@ -183,7 +183,7 @@ def test_a_declaration_outside_of_a_recording_does_nothing() -> None:
     touches(reads=[torch.ones(1)])
 
 
-def test_work_of_other_threads_is_judged(judge: Run) -> None:
+def test_work_submitted_by_other_threads_is_checked(judge: Run) -> None:
     program = """
     import threading
     x.fill_(1)
@@ -200,7 +200,7 @@ def test_work_of_other_threads_is_judged(judge: Run) -> None:
     assert kinds(judge(program.format("side.wait_stream(main)"))) == []
 
 
-def test_the_backward_pass_is_judged(judge: Run) -> None:
+def test_the_backward_pass_is_checked(judge: Run) -> None:
     program = "w = torch.ones(4, device='cuda', requires_grad=True)\n(w * w).sum().backward()\n{}\n"
     read = "with torch.cuda.stream(side):\n    w.grad.sum()"
     assert kinds(judge(program.format("") + read)) == ["race"]
@@ -220,7 +220,7 @@ y = torch.empty(64, device="cuda")
 """
 
 
-def test_a_storage_is_not_deleted_while_another_stream_uses_it(judge: Run) -> None:
+def test_deleting_a_storage_that_another_stream_uses_is_found(judge: Run) -> None:
     found = judge(USED_ON_SIDE.format("", ""))
     assert kinds(found) == ["early_release"]
     assert "the deletion at" in str(found) and "program.py:13 <module> freed storage" in str(found)
@@ -240,22 +240,20 @@ def test_a_storage_is_not_deleted_while_another_stream_uses_it(judge: Run) -> No
         ("torch.cuda.set_stream(side)", ""),  # the next allocation is of the other stream
     ],
 )
-def test_a_storage_may_be_deleted_once_its_memory_cannot_be_used_again_too_early(
-    judge: Run, before: str, after: str
-) -> None:
+def test_a_storage_may_be_deleted_if_its_memory_is_reused_late_enough(judge: Run, before: str, after: str) -> None:
     assert kinds(judge(USED_ON_SIDE.format(before, after))) == []
 
 
 @pytest.mark.parametrize("wrong", ["x.record_stream(main)", "e = side.record_event(); x.record_stream(main)"])
-def test_record_stream_must_name_the_stream_that_uses_the_storage(judge: Run, wrong: str) -> None:
+def test_record_stream_with_a_wrong_stream_does_not_protect_a_storage(judge: Run, wrong: str) -> None:
     assert kinds(judge(USED_ON_SIDE.format(wrong, ""))) == ["early_release"]
 
 
-def test_an_allocation_that_does_not_fit_does_not_use_the_memory_again(judge: Run) -> None:
+def test_an_allocation_too_large_for_freed_memory_does_not_reuse_it(judge: Run) -> None:
     assert kinds(judge(USED_ON_SIDE.format("", "").replace("empty(64", "empty(65"))) == []
 
 
-def test_a_loop_has_one_finding_for_its_lines(judge: Run) -> None:
+def test_repeated_findings_of_a_loop_are_reported_once(judge: Run) -> None:
     loop = (
         "for _ in range(5):\n    y = torch.ones(8, device='cuda')\n    with torch.cuda.stream(side):\n        y.sum()"
     )
@@ -287,7 +285,7 @@ def test_work_inside_a_graph_is_ordered_by_the_waits_of_the_capture(judge: Run) 
     assert "`add_, captured at" in found.findings[0].message and "program.py:15" in found.findings[0].message
 
 
-def test_a_replay_is_ordered_like_other_work_of_its_stream(judge: Run) -> None:
+def test_a_graph_replay_is_ordered_like_other_work_of_its_stream(judge: Run) -> None:
     program = """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -317,7 +315,7 @@ def test_replays_of_one_graph_do_not_overlap(judge: Run) -> None:
     assert kinds(judge(program.format("second"))) == ["race"]
 
 
-def test_a_capture_executes_nothing_and_its_work_races_with_nothing(judge: Run) -> None:
+def test_captured_work_is_not_executed_and_does_not_race(judge: Run) -> None:
     program = """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
@@ -330,7 +328,7 @@ def test_a_capture_executes_nothing_and_its_work_races_with_nothing(judge: Run) 
     assert kinds(judge(program)) == []
 
 
-def test_external_events_order_each_replay(judge: Run) -> None:
+def test_external_events_order_each_graph_replay(judge: Run) -> None:
     program = """
     ready, graph = torch.cuda.Event(external=True), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -345,7 +343,7 @@ def test_external_events_order_each_replay(judge: Run) -> None:
     assert kinds(judge(program.format("pass"))) == ["race"]
 
 
-def test_an_external_record_happens_at_each_replay(judge: Run) -> None:
+def test_an_external_event_is_recorded_at_each_graph_replay(judge: Run) -> None:
     program = """
     done, graph = torch.cuda.Event(external=True), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -418,7 +416,7 @@ EXAMPLE_KINDS = [
 
 
 @pytest.mark.parametrize(("example", "drop", "kind"), EXAMPLE_KINDS)
-def test_an_example_is_clean_with_its_wait_and_found_without(example: str, drop: str, kind: str | None) -> None:
+def test_an_example_has_a_finding_only_without_its_wait(example: str, drop: str, kind: str | None) -> None:
     result = check_script(EXAMPLES / f"{example}.py", ["--drop", drop] if drop else [], device=CPU)
     assert not result.failure
     assert kinds(result) == ([] if kind is None else [kind])
@@ -428,7 +426,7 @@ def test_an_example_is_clean_with_its_wait_and_found_without(example: str, drop:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("example", "drop", "kind"), EXAMPLE_KINDS)
-def test_an_example_is_judged_alike_on_a_gpu(example: str, drop: str, kind: str | None) -> None:
+def test_an_example_has_the_same_findings_on_a_gpu(example: str, drop: str, kind: str | None) -> None:
     command = [
         sys.executable,
         "-m",
@@ -450,7 +448,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_the_report_is_apart_from_the_output_of_the_script() -> None:
+def test_the_report_goes_to_stderr_and_not_to_stdout() -> None:
     status, out, err = command(str(EXAMPLES / "two_stream_offloader.py"), "--drop", "store")
     assert (status, out) == (1, "all blocks came back\n")
     assert err.startswith("race: `copy_`") and "missing: default:1 ──▶ stream1:1" in err
@@ -466,7 +464,7 @@ def test_the_ordering_page_shows_the_report() -> None:
     assert re.fullmatch(pattern, " ".join((out + err).split()))
 
 
-def test_the_module_has_the_same_output_and_status(
+def test_a_script_runs_with_its_own_arguments_as_main(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "program.py"
@@ -490,7 +488,7 @@ def test_a_script_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     assert "no script" in err and "give the path of a Python file" in err
 
 
-def test_a_script_that_fails_is_reported_with_its_line_and_with_the_findings_so_far(tmp_path: Path) -> None:
+def test_a_failing_script_is_reported_with_its_line_and_earlier_findings(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PRELUDE + "x.fill_(1)\n" + READ_ON_SIDE + "raise ValueError('no more')\n", encoding="utf-8")
     status, _, err = command(str(script))
@@ -500,13 +498,13 @@ def test_a_script_that_fails_is_reported_with_its_line_and_with_the_findings_so_
 
 
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit", 0), ("raise SystemExit(4)", 3)])
-def test_the_scripts_own_status_counts(tmp_path: Path, code: str, status: int) -> None:
+def test_the_exit_status_of_the_script_is_kept(tmp_path: Path, code: str, status: int) -> None:
     script = tmp_path / "program.py"
     script.write_text(code, encoding="utf-8")
     assert check_script(script, device=CPU).status == status
 
 
-def test_devices_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_and_unknown_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     script = tmp_path / "program.py"
     script.write_text("", encoding="utf-8")
@@ -519,7 +517,7 @@ def test_devices_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pyt
 # ---------------------------------------------------------------------- the judge, and the names of a real GPU
 
 
-def test_a_storage_that_is_collected_inside_the_judge_is_freed_afterwards() -> None:
+def test_a_storage_collected_while_the_judge_works_is_freed_afterwards() -> None:
     judge = Judge()
     judge.made("storage1", 64, "default", "on a GPU")
     judge.submitted("default", [Access("storage1", 0, 64, write=True)], "write")
@@ -598,7 +596,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         ("synchronize", False),
     ],
 )
-def test_the_methods_of_a_real_gpu_report(real: SimpleNamespace, case: str, races: bool) -> None:
+def test_wrapped_methods_of_a_real_gpu_report_to_the_judge(real: SimpleNamespace, case: str, races: bool) -> None:
     event, stream = torch.cuda.Event(), torch.cuda.Stream(0)
     real.use(stream, True)
     if case != "wait for a fresh event":
@@ -619,7 +617,7 @@ def test_the_methods_of_a_real_gpu_report(real: SimpleNamespace, case: str, race
     assert [finding.kind for finding in real.judge.findings] == (["race"] if races else [])
 
 
-def test_graphs_of_a_real_gpu_report_their_work_at_replays(real: SimpleNamespace) -> None:
+def test_work_in_graphs_of_a_real_gpu_is_reported_at_replay(real: SimpleNamespace) -> None:
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
     real.use(real.here, True)

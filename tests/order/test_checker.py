@@ -1,4 +1,4 @@
-"""Bytes are written before they are read, and what is given up is poisoned; how a finding reads."""
+"""Reads of unwritten bytes are found, and released blocks are poisoned; the text of a finding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sidestream_order.sim.device import POISON
 # ---------------------------------------------------------------------- contents
 
 
-def test_bytes_that_were_never_written_are_not_read() -> None:
+def test_reading_bytes_that_were_never_written_is_found() -> None:
     def program(rig: Rig, *, written: int) -> None:
         rig.write(rig.compute, 0, written)
         rig.read(rig.compute, 0, 64)
@@ -34,7 +34,7 @@ def test_bytes_that_were_never_written_are_not_read() -> None:
     )
 
 
-def test_what_an_id_held_is_gone_once_it_is_taken_again() -> None:
+def test_reading_a_reused_block_before_writing_it_is_found() -> None:
     def program(rig: Rig, *, rewritten: bool) -> None:
         rig.leased(0)
         step = rig.write(rig.compute, 0, 64)
@@ -50,7 +50,7 @@ def test_what_an_id_held_is_gone_once_it_is_taken_again() -> None:
     assert "no work wrote since its id was taken: the last to write it was `write` (compute:1, " in finding.message
 
 
-def test_what_failed_work_read_is_no_finding_because_nothing_comes_of_it() -> None:
+def test_a_read_of_unwritten_bytes_by_failed_work_is_no_finding() -> None:
     """A step of a request whose step before failed reads blocks that the failed step would have written."""
 
     def program(rig: Rig, *, fails: bool) -> None:
@@ -67,7 +67,7 @@ def test_what_failed_work_read_is_no_finding_because_nothing_comes_of_it() -> No
     assert kinds(lambda rig: program(rig, fails=False)) == {"unwritten"}
 
 
-def test_work_that_was_submitted_before_the_id_was_taken_still_reads_what_it_held() -> None:
+def test_work_submitted_before_a_block_was_reused_reads_its_old_bytes() -> None:
     def program(rig: Rig, *, touched: bool) -> None:
         rig.leased(0)
         rig.write(rig.compute, 0, 64)
@@ -80,14 +80,14 @@ def test_work_that_was_submitted_before_the_id_was_taken_still_reads_what_it_hel
     assert kinds(lambda rig: program(rig, touched=True)) == set()
 
 
-def test_a_piece_of_work_may_read_what_it_writes_itself() -> None:
+def test_work_may_read_bytes_that_it_writes_itself() -> None:
     def program(rig: Rig) -> None:
         rig.compute.submit(nothing, lambda: [*reads(0, 64)(), *writes(0, 64)()])
 
     assert kinds(program) == set()
 
 
-def test_an_access_over_several_ids_is_judged_id_by_id() -> None:
+def test_an_access_over_several_blocks_is_checked_block_by_block() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.write(rig.compute, 0, 64)
@@ -116,7 +116,7 @@ class Poisoned:
         return calls
 
 
-def test_a_free_id_is_poisoned_behind_its_uses_and_so_is_one_that_is_taken() -> None:
+def test_free_and_reused_blocks_are_poisoned_after_their_last_uses() -> None:
     with rig("late") as made:
         poisoned, step, store = Poisoned(), made.compute.submit(nothing), made.copy.submit(nothing)
         checker = poisoned.checker
@@ -133,7 +133,7 @@ def test_a_free_id_is_poisoned_behind_its_uses_and_so_is_one_that_is_taken() -> 
         assert poisoned.told() == [("kv", 192, 256, {step, store})]
 
 
-def test_a_published_id_is_poisoned_only_once_it_is_forgotten_and_unused() -> None:
+def test_a_published_block_is_poisoned_once_forgotten_and_unused() -> None:
     poisoned = Poisoned()
     checker = poisoned.checker
     checker.took("blocks", [0], ())
@@ -158,7 +158,7 @@ def test_a_published_id_is_poisoned_only_once_it_is_forgotten_and_unused() -> No
     assert poisoned.told() == [("kv", 0, 64, set())]
 
 
-def test_fences_that_the_host_saw_done_are_not_waited_for_again() -> None:
+def test_poisoning_does_not_wait_for_fences_that_the_host_saw_done() -> None:
     with rig("late") as made:
         poisoned = Poisoned()
         checker = poisoned.checker
@@ -175,14 +175,14 @@ def test_fences_that_the_host_saw_done_are_not_waited_for_again() -> None:
         assert poisoned.told() == [("kv", 0, 64, {pending})]
 
 
-def test_a_pool_without_memory_has_nothing_to_poison() -> None:
+def test_blocks_of_a_pool_without_memory_are_not_poisoned() -> None:
     poisoned = Poisoned()
     poisoned.checker.took("rows", [0], ())
     poisoned.checker.released("rows", [0], ())
     assert poisoned.told() == []
 
 
-def test_simulated_memory_is_poisoned_when_its_id_is_given_up() -> None:
+def test_simulated_memory_of_a_released_block_is_poisoned() -> None:
     with rig("late") as made:
         made.leased(0, 1)
         made.checker.backed("disk", "disk", 1)
@@ -196,7 +196,7 @@ def test_simulated_memory_is_poisoned_when_its_id_is_given_up() -> None:
         assert made.memory.data[: 2 * BLOCK].unique().tolist() == [POISON]
 
 
-def test_simulated_says_which_policies_there_are() -> None:
+def test_simulated_refuses_an_unknown_policy() -> None:
     with pytest.raises(ConfigError, match="policy is 'fast'"):
         simulated("fast", 0)
 
@@ -213,7 +213,7 @@ def test_a_finding_is_kept_once_for_each_pair_of_call_sites() -> None:
         assert made.kinds == ["race"]
 
 
-def test_findings_of_other_labels_memories_or_kinds_are_other_findings() -> None:
+def test_findings_with_different_labels_or_memories_are_kept_apart() -> None:
     checker = Checker()
     for memory in ("kv", "host"):
         for label in ("one", "two"):
@@ -221,7 +221,7 @@ def test_findings_of_other_labels_memories_or_kinds_are_other_findings() -> None
     assert len(checker.findings) == 4
 
 
-def test_after_the_last_finding_that_there_is_room_for_nothing_more_is_kept() -> None:
+def test_no_more_findings_than_the_limit_are_kept() -> None:
     checker = Checker(max_findings=3)
     for index in range(10):
         checker.stalled(f"reason {index}")
@@ -230,7 +230,7 @@ def test_after_the_last_finding_that_there_is_room_for_nothing_more_is_kept() ->
     assert [finding.first.rpartition("`reason ")[2] for finding in checker.findings] == ["0`", "1`", "2`"]
 
 
-def test_work_without_a_label_is_called_work_and_a_touch_of_the_host_touch() -> None:
+def test_default_labels_are_work_and_touch() -> None:
     with rig() as made:
         made.compute.submit(nothing, reads(0, 64))
         made.checker.host_touched(reads(64, 128), "")
@@ -238,15 +238,17 @@ def test_work_without_a_label_is_called_work_and_a_touch_of_the_host_touch() -> 
         assert {finding.first.rpartition(", ")[2] for finding in made.checker.findings} == {"`work`", "`touch`"}
 
 
-def test_the_call_site_is_the_line_that_asked_the_device() -> None:
+def test_the_call_site_is_the_line_that_submitted_the_work() -> None:
     with rig() as made:
         made.compute.submit(nothing, reads(0, 64), label="here")
         made.device.close()
         (finding,) = made.checker.findings
-    line = test_the_call_site_is_the_line_that_asked_the_device.__code__.co_firstlineno + 2
-    assert finding.first == f"order/test_checker.py:{line} test_the_call_site_is_the_line_that_asked_the_device, `here`"
+    line = test_the_call_site_is_the_line_that_submitted_the_work.__code__.co_firstlineno + 2
+    assert (
+        finding.first == f"order/test_checker.py:{line} test_the_call_site_is_the_line_that_submitted_the_work, `here`"
+    )
 
 
-def test_it_is_a_tracer() -> None:
+def test_the_checker_is_a_tracer() -> None:
     tracer: Tracer = Checker()
     assert isinstance(tracer, Checker)

@@ -1,4 +1,4 @@
-"""Ids are leased while work uses them, and given up only behind that work."""
+"""Blocks must be leased while work uses them, and released only after that work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from checker_rig import Rig, judged, kinds, nothing, reads, rig, writes
 # ---------------------------------------------------------------------- leases
 
 
-def test_work_on_an_unleased_id_is_found_at_its_submission() -> None:
+def test_work_on_a_block_without_a_lease_is_found_at_submission() -> None:
     def never(rig: Rig) -> None:
         rig.leased()
         rig.write(rig.compute, 0, 64)
@@ -31,7 +31,7 @@ def test_work_on_an_unleased_id_is_found_at_its_submission() -> None:
     assert "touches blocks 0 (kv[0:64]), which had no open lease when it was submitted" in finding.message
 
 
-def test_a_cached_id_may_be_used_again_under_a_lease_for_reading_only() -> None:
+def test_a_cached_block_may_be_read_under_a_shared_lease_only() -> None:
     def program(rig: Rig, *, shared: bool) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, 0, 64))
@@ -47,7 +47,7 @@ def test_a_cached_id_may_be_used_again_under_a_lease_for_reading_only() -> None:
     assert kinds(lambda rig: program(rig, shared=False)) == {"unleased"}
 
 
-def test_an_id_is_leased_until_its_last_lease_has_ended() -> None:
+def test_a_block_is_leased_until_its_last_lease_ends() -> None:
     def program(rig: Rig, *, releases: int) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, 0, 64))
@@ -63,7 +63,7 @@ def test_an_id_is_leased_until_its_last_lease_has_ended() -> None:
     assert kinds(lambda rig: program(rig, releases=3)) == {"unleased"}
 
 
-def test_the_host_needs_a_lease_too() -> None:
+def test_an_access_of_the_host_without_a_lease_is_found() -> None:
     def program(rig: Rig, *, leased: bool) -> None:
         rig.leased(0)
         rig.host_write(0, 64)
@@ -75,7 +75,7 @@ def test_the_host_needs_a_lease_too() -> None:
     assert kinds(lambda rig: program(rig, leased=False)) == {"unleased"}
 
 
-def test_a_touch_inside_work_is_judged_by_the_leases_at_the_submission_of_the_work() -> None:
+def test_a_touch_inside_work_needs_a_lease_when_the_work_is_submitted() -> None:
     def program(rig: Rig, *, leased_before: bool) -> None:
         rig.leased()
         gate = rig.copy.submit(nothing)
@@ -98,7 +98,7 @@ def test_a_touch_inside_work_is_judged_by_the_leases_at_the_submission_of_the_wo
         assert made.kinds == ["unleased"]
 
 
-def test_a_touch_belongs_to_the_tenant_at_its_submission() -> None:
+def test_a_touch_counts_for_the_lease_open_at_submission() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.write(rig.compute, 0, 64)
@@ -112,7 +112,7 @@ def test_a_touch_belongs_to_the_tenant_at_its_submission() -> None:
     assert kinds(program) == set()
 
 
-def test_an_id_that_is_released_more_often_than_leased_is_found() -> None:
+def test_releasing_a_block_more_often_than_leased_is_found() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.release(0)
@@ -123,7 +123,7 @@ def test_an_id_that_is_released_more_often_than_leased_is_found() -> None:
     assert "released blocks 0 (kv[0:64]), which had no open lease" in judged(program)[0].message
 
 
-def test_an_id_that_is_taken_under_an_open_lease_is_found_and_both_leases_count() -> None:
+def test_taking_a_block_under_an_open_lease_is_found_and_both_leases_count() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.take(0)
@@ -140,7 +140,7 @@ def test_an_id_that_is_taken_under_an_open_lease_is_found_and_both_leases_count(
 # ---------------------------------------------------------------------- releases
 
 
-def test_an_id_is_given_up_behind_the_work_that_uses_it() -> None:
+def test_a_release_that_does_not_cover_the_last_use_is_found() -> None:
     def program(rig: Rig, *, how: str) -> None:
         rig.leased(0)
         before = rig.write(rig.compute, 0, 64)
@@ -164,7 +164,7 @@ def test_an_id_is_given_up_behind_the_work_that_uses_it() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_fence_of_another_stream_covers_what_it_waits_for(waits: bool) -> None:
+def test_a_fence_of_another_stream_covers_work_that_it_waits_for(waits: bool) -> None:
     def program(made: Rig) -> None:
         made.leased(0)
         use = made.write(made.compute, 0, 64)
@@ -175,7 +175,7 @@ def test_a_fence_of_another_stream_covers_what_it_waits_for(waits: bool) -> None
     assert kinds(program) == (set() if waits else {"early_release"})
 
 
-def test_one_of_several_fences_that_are_on_their_way_is_enough() -> None:
+def test_one_of_several_pending_fences_may_cover_the_last_use() -> None:
     def program(rig: Rig, *, waiting: str) -> None:
         rig.leased(0)
         load = rig.device.stream("load")
@@ -189,7 +189,7 @@ def test_one_of_several_fences_that_are_on_their_way_is_enough() -> None:
     assert kinds(lambda rig: program(rig, waiting="")) == {"early_release"}
 
 
-def test_a_verdict_is_given_once_every_fence_is_known_and_not_before() -> None:
+def test_a_release_is_judged_once_all_its_fences_are_known() -> None:
     with rig("late") as made:
         made.leased(0)
         use = made.write(made.compute, 0, 64)
@@ -202,7 +202,7 @@ def test_a_verdict_is_given_once_every_fence_is_known_and_not_before() -> None:
         made.see(use)
 
 
-def test_fences_of_earlier_releases_count_until_the_id_is_taken() -> None:
+def test_fences_of_earlier_releases_count_until_the_block_is_reused() -> None:
     def program(rig: Rig, *, ticketed: bool) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, 0, 64))
@@ -217,7 +217,7 @@ def test_fences_of_earlier_releases_count_until_the_id_is_taken() -> None:
     assert kinds(lambda rig: program(rig, ticketed=False)) == {"early_release"}
 
 
-def test_an_earlier_fence_does_not_take_the_place_of_a_later_one() -> None:
+def test_an_earlier_fence_does_not_replace_a_later_one_of_its_stream() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.share(0)
@@ -228,7 +228,7 @@ def test_an_earlier_fence_does_not_take_the_place_of_a_later_one() -> None:
     assert kinds(program) == set()
 
 
-def test_every_stream_that_uses_the_id_has_to_be_covered() -> None:
+def test_a_release_must_cover_every_stream_that_uses_the_block() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         step = rig.write(rig.compute, 0, 64)
@@ -240,7 +240,7 @@ def test_every_stream_that_uses_the_id_has_to_be_covered() -> None:
     assert finding.kind == "early_release" and finding.first.endswith("`store`")
 
 
-def test_the_uses_of_an_earlier_tenant_are_not_the_next_ones() -> None:
+def test_uses_under_an_earlier_lease_do_not_count_for_the_next_one() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.release(0, after=[rig.write(rig.compute, 0, 64)])
@@ -250,7 +250,7 @@ def test_the_uses_of_an_earlier_tenant_are_not_the_next_ones() -> None:
     assert kinds(program) == set()
 
 
-def test_late_declarations_are_judged_by_the_lease_end() -> None:
+def test_accesses_declared_after_the_lease_ended_are_checked_against_its_end() -> None:
     def program(rig: Rig, *, covered: bool) -> None:
         rig.leased(0)
         gate = rig.copy.submit(nothing)

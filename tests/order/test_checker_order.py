@@ -1,6 +1,4 @@
-"""What happens before what: every edge that exists counts, every edge that is missing is found, whatever ran first this
-time.
-"""
+"""Happens-before: every existing order counts, and every missing one is found, whichever work ran first."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from sidestream_order.checker import Checker
 # ---------------------------------------------------------------------- a race is found, and an edge ends it
 
 
-def test_a_store_that_does_not_wait_for_the_step_is_a_race_whichever_ran_first() -> None:
+def test_a_store_that_does_not_wait_for_its_step_races_in_every_schedule() -> None:
     def program(rig: Rig) -> None:
         rig.host_write(0, 64)
         rig.write(rig.compute, 0, 64, "step")
@@ -37,7 +35,7 @@ def test_a_race_is_reported_in_submission_order_with_the_missing_edge() -> None:
         assert str(race) == f"race: {race.message}"
 
 
-def test_a_later_work_that_is_ordered_behind_another_one_says_what_it_knows() -> None:
+def test_a_race_reports_how_far_its_stream_had_waited() -> None:
     with rig("early") as made:
         first = made.write(made.compute, 0, 64)
         made.copy.wait(first)
@@ -48,7 +46,7 @@ def test_a_later_work_that_is_ordered_behind_another_one_says_what_it_knows() ->
     assert race.message.endswith("nothing orders `store` after compute:2 (it knows of compute up to 1)")
 
 
-def test_a_wait_on_the_device_orders() -> None:
+def test_a_wait_on_the_device_prevents_a_race() -> None:
     def program(rig: Rig) -> None:
         rig.copy.wait(rig.write(rig.compute, 0, 64))
         rig.read(rig.copy, 0, 64)
@@ -69,7 +67,7 @@ def test_two_writes_race_and_so_does_a_write_with_an_earlier_read() -> None:
     assert kinds(two_writes) == kinds(read_then_write) == {"race"}
 
 
-def test_a_write_has_to_be_behind_the_readers_of_every_stream() -> None:
+def test_a_write_must_wait_for_readers_on_every_stream() -> None:
     def program(rig: Rig, *, forgotten: bool) -> None:
         load = rig.device.stream("load")
         rig.host_write(0, 64)
@@ -83,7 +81,7 @@ def test_a_write_has_to_be_behind_the_readers_of_every_stream() -> None:
     assert kinds(lambda rig: program(rig, forgotten=True)) == {"race"}
 
 
-def test_two_reads_need_no_order() -> None:
+def test_two_reads_do_not_race() -> None:
     def program(rig: Rig) -> None:
         rig.host_write(0, 64)
         rig.read(rig.compute, 0, 64)
@@ -92,7 +90,7 @@ def test_two_reads_need_no_order() -> None:
     assert kinds(program) == set()
 
 
-def test_work_of_one_stream_is_in_order() -> None:
+def test_work_of_one_stream_does_not_race() -> None:
     def program(rig: Rig) -> None:
         for _ in range(3):
             rig.write(rig.compute, 0, 64)
@@ -142,7 +140,7 @@ def test_order_is_transitive_over_streams() -> None:
 # ---------------------------------------------------------------------- bytes
 
 
-def test_neighbours_do_not_race_and_overlaps_are_exact_to_the_byte() -> None:
+def test_adjacent_ranges_do_not_race_and_overlaps_are_exact_to_the_byte() -> None:
     def neighbours(rig: Rig) -> None:
         rig.write(rig.compute, 0, 64)
         rig.write(rig.copy, 64, 128)
@@ -156,7 +154,7 @@ def test_neighbours_do_not_race_and_overlaps_are_exact_to_the_byte() -> None:
     assert (race.start, race.stop) == (63, 64)
 
 
-def test_memories_of_different_names_have_nothing_in_common() -> None:
+def test_accesses_to_different_memories_do_not_race() -> None:
     def program(rig: Rig) -> None:
         rig.device.allocate("host", 64)
         rig.compute.submit(nothing, writes(0, 64))
@@ -165,7 +163,7 @@ def test_memories_of_different_names_have_nothing_in_common() -> None:
     assert kinds(program) == set()
 
 
-def test_an_empty_range_touches_nothing() -> None:
+def test_an_empty_range_does_not_race() -> None:
     def program(rig: Rig) -> None:
         rig.write(rig.compute, 0, 64)
         rig.write(rig.copy, 32, 32)
@@ -174,7 +172,7 @@ def test_an_empty_range_touches_nothing() -> None:
     assert kinds(program) == set()
 
 
-def test_one_write_over_many_pieces_is_compared_with_each_of_them() -> None:
+def test_a_write_is_compared_with_the_last_access_of_each_byte() -> None:
     def program(rig: Rig, *, forgotten: int) -> None:
         rig.host_write(0, 96)
         for index in range(4):
@@ -188,7 +186,7 @@ def test_one_write_over_many_pieces_is_compared_with_each_of_them() -> None:
         assert kinds(lambda rig, forgotten=forgotten: program(rig, forgotten=forgotten)) == {"race"}
 
 
-def test_a_write_over_many_pieces_makes_one_of_them_that_may_be_cut_again() -> None:
+def test_a_write_over_many_ranges_merges_them_and_may_be_split_again() -> None:
     def program(rig: Rig) -> None:
         for start in (0, 16, 32, 48):
             rig.write(rig.compute, start, start + 16)
@@ -200,7 +198,7 @@ def test_a_write_over_many_pieces_makes_one_of_them_that_may_be_cut_again() -> N
     assert kinds(program) == set()
 
 
-def test_a_cut_keeps_the_earlier_accesses() -> None:
+def test_splitting_a_range_keeps_its_earlier_accesses() -> None:
     def program(rig: Rig) -> None:
         load = rig.device.stream("load")
         load.wait(rig.write(rig.compute, 0, 64))
@@ -215,7 +213,7 @@ def test_a_cut_keeps_the_earlier_accesses() -> None:
 # ---------------------------------------------------------------------- the host
 
 
-def test_what_the_host_saw_done_is_before_what_it_submits_then() -> None:
+def test_work_that_the_host_saw_done_precedes_its_later_submissions() -> None:
     def program(rig: Rig, *, seen: bool) -> None:
         step = rig.write(rig.compute, 0, 64)
         if seen:
@@ -226,7 +224,7 @@ def test_what_the_host_saw_done_is_before_what_it_submits_then() -> None:
     assert kinds(lambda rig: program(rig, seen=False)) == {"race"}
 
 
-def test_it_does_not_help_to_see_it_after_the_submission() -> None:
+def test_seeing_work_done_after_a_submission_does_not_order_them() -> None:
     def program(rig: Rig) -> None:
         step = rig.write(rig.compute, 0, 64)
         rig.write(rig.copy, 0, 64)
@@ -235,7 +233,7 @@ def test_it_does_not_help_to_see_it_after_the_submission() -> None:
     assert kinds(program) == {"race"}
 
 
-def test_polling_is_seeing() -> None:
+def test_a_successful_poll_orders_later_submissions() -> None:
     def program(rig: Rig) -> None:
         step = rig.write(rig.compute, 0, 64)
         while not step.poll():
@@ -245,7 +243,7 @@ def test_polling_is_seeing() -> None:
     assert kinds(program) == set()
 
 
-def test_the_host_sees_what_a_fence_had_waited_for() -> None:
+def test_a_fence_that_the_host_saw_done_covers_work_it_waited_for() -> None:
     def program(rig: Rig) -> None:
         rig.copy.wait(rig.write(rig.compute, 0, 64))
         rig.see(rig.copy.submit(nothing))
@@ -254,7 +252,7 @@ def test_the_host_sees_what_a_fence_had_waited_for() -> None:
     assert kinds(program) == set()
 
 
-def test_the_host_reads_the_mailbox_behind_the_fence_or_races() -> None:
+def test_a_host_read_without_a_wait_for_the_writer_is_a_race() -> None:
     def program(rig: Rig, *, seen: bool) -> None:
         rig.host_write(0, 64)
         step = rig.write(rig.compute, 0, 64, "step")
@@ -268,7 +266,7 @@ def test_the_host_reads_the_mailbox_behind_the_fence_or_races() -> None:
     assert race.message.endswith("the host saw no fence that covers compute:1 done before `look`")
 
 
-def test_the_host_writes_before_it_submits_or_races() -> None:
+def test_a_host_write_after_submitting_work_on_its_bytes_is_a_race() -> None:
     def program(rig: Rig, *, filled_first: bool) -> None:
         if filled_first:
             rig.host_write(0, 64)
@@ -281,7 +279,7 @@ def test_the_host_writes_before_it_submits_or_races() -> None:
     assert kinds(lambda rig: program(rig, filled_first=False)) == {"race"}
 
 
-def test_each_touch_of_the_host_has_a_time_of_its_own() -> None:
+def test_host_writes_before_and_after_a_submission_are_told_apart() -> None:
     def program(rig: Rig) -> None:
         rig.host_write(0, 8)
         rig.write(rig.copy, 0, 64)  # knows of the first fill, not of the second
@@ -293,7 +291,7 @@ def test_each_touch_of_the_host_has_a_time_of_its_own() -> None:
 # ---------------------------------------------------------------------- inside work
 
 
-def test_a_wait_inside_work_orders_what_the_work_touches_from_then_on() -> None:
+def test_a_wait_inside_work_orders_its_later_accesses() -> None:
     def program(rig: Rig, *, touch_late: bool) -> None:
         load = rig.write(rig.copy, 0, 64, "load")
 
@@ -331,7 +329,7 @@ def test_a_touch_before_the_wait_is_a_race() -> None:
     assert race.first.endswith("`load`") and race.second.endswith(" program, `step`")  # where the step was submitted
 
 
-def test_a_wait_for_work_orders_all_that_the_work_touched_and_waited_for() -> None:
+def test_a_wait_for_work_covers_its_accesses_and_its_own_waits() -> None:
     def program(rig: Rig) -> None:
         load = rig.write(rig.copy, 0, 64)
 
@@ -346,7 +344,7 @@ def test_a_wait_for_work_orders_all_that_the_work_touched_and_waited_for() -> No
     assert kinds(program) == set()
 
 
-def test_a_touch_that_no_work_makes_says_nothing() -> None:
+def test_a_touch_outside_of_work_is_no_finding() -> None:
     checker = Checker()
     checker.touched("compute", reads(0, 64))
     assert checker.findings == []
@@ -355,7 +353,7 @@ def test_a_touch_that_no_work_makes_says_nothing() -> None:
 # ---------------------------------------------------------------------- as on CUDA
 
 
-def test_a_replayed_graph_does_not_wait_for_what_was_waited_for_at_capture() -> None:
+def test_a_replay_does_not_repeat_waits_for_events_made_at_capture() -> None:
     def program(rig: Rig, *, external: bool) -> None:
         rig.host_write(0, 64)
         event = rig.device.event("loaded")
@@ -377,7 +375,7 @@ def test_a_replayed_graph_does_not_wait_for_what_was_waited_for_at_capture() -> 
     assert race.second.endswith("`decode: layer`")
 
 
-def test_a_wait_for_an_event_that_was_not_recorded_yet_orders_nothing() -> None:
+def test_a_wait_for_an_unrecorded_event_does_not_prevent_a_race() -> None:
     def program(rig: Rig, *, recorded: bool) -> None:
         rig.host_write(0, 64)
         rig.write(rig.copy, 0, 64)
@@ -394,7 +392,7 @@ def test_a_wait_for_an_event_that_was_not_recorded_yet_orders_nothing() -> None:
 # ---------------------------------------------------------------------- real threads
 
 
-def test_the_threads_of_the_cpu_device_are_judged_alike() -> None:
+def test_races_on_the_cpu_device_are_found() -> None:
     for ordered in (True, False):
         checker = Checker()
         device = CpuDevice(compute_threads=1, tracer=checker)

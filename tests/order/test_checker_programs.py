@@ -1,5 +1,5 @@
-"""Random programs: the checker against a plain reading of the definitions, no finding in programs that are ordered by
-construction, no growth.
+"""Random programs: the checker agrees with a plain implementation of the definitions, has no finding in correct
+programs, and does not grow.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def labels(checker: Checker) -> set[frozenset[str]]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(steps, min_size=2, max_size=10), st.sampled_from(POLICIES), st.integers(0, 3))
-def test_a_race_is_found_exactly_when_there_is_one_by_definition(program: list[Step], policy: str, seed: int) -> None:
+def test_the_checker_finds_a_race_exactly_if_the_program_has_one(program: list[Step], policy: str, seed: int) -> None:
     expected = races_by_definition(program)
     found = labels(run(program, policy, seed))
     assert found <= expected, "nothing is wrong with these"
@@ -139,7 +139,7 @@ def test_a_race_is_found_exactly_when_there_is_one_by_definition(program: list[S
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(steps, min_size=2, max_size=10))
-def test_the_first_race_of_a_program_is_found_by_every_policy(program: list[Step]) -> None:
+def test_all_policies_agree_whether_a_program_has_a_race(program: list[Step]) -> None:
     verdicts = {bool(labels(run(program, policy, 0))) for policy in POLICIES}
     assert len(verdicts) == 1
 
@@ -149,7 +149,7 @@ def test_the_first_race_of_a_program_is_found_by_every_policy(program: list[Step
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans(), st.sampled_from("ab")), max_size=25))
-def test_cells_remember_of_each_byte_what_a_byte_by_byte_memory_remembers(
+def test_ranges_record_the_same_accesses_as_a_record_per_byte(
     touches: list[tuple[int, int, bool, str]],
 ) -> None:
     shadow, writers, readers = Shadow("kv"), dict[int, Op](), dict[int, dict[str, Op]]()
@@ -302,7 +302,7 @@ class Offloader:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_runtime_that_does_everything_right_gives_no_cause_for_a_finding(policy: str) -> None:
+def test_a_correct_offloader_has_no_finding(policy: str) -> None:
     for seed in range(50):
         device, checker = simulated(policy, seed)
         try:
@@ -328,7 +328,7 @@ def size_of(checker: Checker) -> int:
     return len(seen)
 
 
-def test_a_long_run_does_not_grow() -> None:
+def test_the_checkers_memory_does_not_grow_in_a_long_run() -> None:
     device, checker = simulated("random", 0)
     runtime, sizes = Offloader(device, checker, random.Random(0)), []
     try:
@@ -341,7 +341,7 @@ def test_a_long_run_does_not_grow() -> None:
     assert max(sizes[1:]) < 1.3 * sizes[0], sizes
 
 
-def test_what_has_run_but_was_not_seen_is_kept_because_somebody_may_wait_for_it_yet() -> None:
+def test_finished_work_is_kept_while_a_stream_may_still_wait_for_it() -> None:
     device, checker = simulated("early", 0)
     try:
         device.allocate("kv", 64)
@@ -357,7 +357,7 @@ def test_what_has_run_but_was_not_seen_is_kept_because_somebody_may_wait_for_it_
     assert checker.findings == []
 
 
-def test_what_was_seen_is_forgotten_only_once_nothing_from_before_is_on_its_way() -> None:
+def test_seen_work_is_kept_while_older_work_is_pending() -> None:
     """The held up work was submitted before the other was seen, so it has to wait for it by itself; and it does."""
     device, checker = simulated("late", 0)
     try:
@@ -396,7 +396,7 @@ def remembered(checker: Checker) -> set[int]:
     return set(checker._leases.pools["disk"].items)
 
 
-def test_a_pool_that_never_gives_out_a_number_twice_does_not_grow() -> None:
+def test_the_checkers_memory_does_not_grow_if_block_ids_are_never_reused() -> None:
     device, checker = simulated("early", 0)
     try:
         entries(

@@ -1,4 +1,4 @@
-"""A key is published last; and nothing stalls or leaks."""
+"""Early publications, host waits that are not allowed, and leaks are found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sidestream_order.checker import Checker
 # ---------------------------------------------------------------------- publish last
 
 
-def test_an_id_is_published_once_the_host_saw_its_bytes_complete() -> None:
+def test_publishing_a_block_before_the_host_saw_its_last_write_is_found() -> None:
     def program(rig: Rig, *, seen: bool) -> None:
         rig.leased(0)
         rig.write(rig.compute, 0, 32)
@@ -30,7 +30,7 @@ def test_an_id_is_published_once_the_host_saw_its_bytes_complete() -> None:
     )
 
 
-def test_a_write_that_has_run_is_not_seen_for_that() -> None:
+def test_publishing_after_a_finished_but_unseen_write_is_found() -> None:
     with rig("early") as made:
         made.leased(0)
         store = made.write(made.copy, 0, 64)
@@ -41,7 +41,7 @@ def test_a_write_that_has_run_is_not_seen_for_that() -> None:
 
 
 @pytest.mark.parametrize("written", [(0, 0), (0, 32), (32, 64), (16, 48)])
-def test_an_id_with_unwritten_bytes_is_not_published(written: tuple[int, int]) -> None:
+def test_publishing_a_block_with_unwritten_bytes_is_found(written: tuple[int, int]) -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, *written))
@@ -55,7 +55,7 @@ def test_an_id_with_unwritten_bytes_is_not_published(written: tuple[int, int]) -
     )
 
 
-def test_bytes_of_the_tenant_before_do_not_make_an_id_complete() -> None:
+def test_bytes_written_under_an_earlier_lease_do_not_count_at_publication() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, 0, 64))
@@ -66,7 +66,7 @@ def test_bytes_of_the_tenant_before_do_not_make_an_id_complete() -> None:
     assert kinds(program) == {"early_publish"}
 
 
-def test_bytes_that_the_host_wrote_itself_are_seen() -> None:
+def test_a_block_that_the_host_wrote_may_be_published() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.host_write(0, 64)
@@ -75,7 +75,7 @@ def test_bytes_that_the_host_wrote_itself_are_seen() -> None:
     assert kinds(program) == set()
 
 
-def test_a_store_that_failed_publishes_nothing() -> None:
+def test_publishing_a_block_of_a_failed_store_is_found() -> None:
     def program(rig: Rig, *, again: bool) -> None:
         rig.leased(0)
         rig.see(rig.copy.submit(fails, writes(0, 64), label="store"))
@@ -88,7 +88,7 @@ def test_a_store_that_failed_publishes_nothing() -> None:
     assert finding.kind == "failed_publish" and "which wrote it, failed: ValueError: no room" in finding.message
 
 
-def test_a_published_id_is_not_written_until_it_is_forgotten_or_taken() -> None:
+def test_a_published_block_may_be_written_only_once_forgotten_or_reused() -> None:
     def program(rig: Rig, *, how: str) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, 0, 64))
@@ -108,7 +108,7 @@ def test_a_published_id_is_not_written_until_it_is_forgotten_or_taken() -> None:
 
 
 @pytest.mark.parametrize("submitted_first", [True, False])
-def test_work_that_says_inside_that_it_writes_a_published_id_was_there_before_or_not(submitted_first: bool) -> None:
+def test_a_write_declared_inside_work_is_early_or_late_by_its_submission(submitted_first: bool) -> None:
     with rig("late") as made:
         made.leased(0)
         made.see(made.write(made.copy, 0, 64))
@@ -125,7 +125,7 @@ def test_work_that_says_inside_that_it_writes_a_published_id_was_there_before_or
         assert made.kinds == ["early_publish" if submitted_first else "published_write"]
 
 
-def test_a_late_write_of_the_earlier_tenant_is_not_one_of_the_next() -> None:
+def test_a_late_write_of_an_earlier_lease_does_not_count_for_the_next_one() -> None:
     with rig("late") as made:
         made.leased(0)
         gate = made.copy.submit(nothing)
@@ -139,7 +139,7 @@ def test_a_late_write_of_the_earlier_tenant_is_not_one_of_the_next() -> None:
         assert made.kinds == ["race"]
 
 
-def test_a_pool_without_memory_is_asked_for_leases_and_nothing_else() -> None:
+def test_a_pool_without_memory_is_checked_for_leases_only() -> None:
     checker = Checker()
     checker.took("rows", [0, 1], ())
     checker.published("rows", 0, b"key")
@@ -148,7 +148,7 @@ def test_a_pool_without_memory_is_asked_for_leases_and_nothing_else() -> None:
     assert (finding.kind, finding.memory, finding.start) == ("unleased", "rows", 0)
 
 
-def test_entries_on_disk_are_judged_like_all_else() -> None:
+def test_entries_on_disk_are_checked_like_blocks() -> None:
     def program(rig: Rig, *, seen: bool) -> None:
         rig.checker.backed("disk", "disk", 1)
         rig.checker.took("disk", [7], ())
@@ -170,7 +170,7 @@ def test_entries_on_disk_are_judged_like_all_else() -> None:
 # ---------------------------------------------------------------------- stalls, leaks
 
 
-def test_the_host_may_be_held_up_by_a_step_and_by_nothing_else() -> None:
+def test_the_host_may_wait_for_steps_only() -> None:
     with rig() as made:
         made.see(made.compute.submit(nothing))
         assert made.kinds == []
@@ -184,7 +184,7 @@ def test_the_host_may_be_held_up_by_a_step_and_by_nothing_else() -> None:
     assert 'allowed reasons: "step" (others: `Rules.waits` of explore' in finding.message
 
 
-def test_what_may_hold_the_host_up_can_be_chosen() -> None:
+def test_reasons_for_which_the_host_may_wait_can_be_chosen() -> None:
     strict, lax = Checker(allowed_waits=frozenset()), Checker(allowed_waits=frozenset({"flush"}))
     for checker in (strict, lax):
         checker.stalled("flush")
@@ -193,7 +193,7 @@ def test_what_may_hold_the_host_up_can_be_chosen() -> None:
     assert "allowed reasons: none" in strict.findings[0].message
 
 
-def test_ids_that_are_still_leased_at_the_end_are_a_leak() -> None:
+def test_blocks_still_leased_at_the_end_are_a_leak() -> None:
     with rig() as made:
         made.leased(0, 1, 2)
         made.release(1)
@@ -210,14 +210,14 @@ def test_ids_that_are_still_leased_at_the_end_are_a_leak() -> None:
         assert made.checker.check_idle() == []
 
 
-def test_many_leaks_are_not_all_listed() -> None:
+def test_a_leak_lists_at_most_eight_ids() -> None:
     checker = Checker()
     checker.took("rows", range(11), ())
     (finding,) = checker.check_idle()
     assert "11 of rows still leased at the end: 0, 1, 2, 3, 4, 5, 6, 7 and 3 more" in finding.message
 
 
-def test_a_cached_id_is_no_leak() -> None:
+def test_a_cached_block_is_no_leak() -> None:
     with rig() as made:
         made.leased(0)
         made.host_write(0, 64)

@@ -41,14 +41,14 @@ def test_a_race_is_found_and_shrunk() -> None:
     assert replay(partial(two_writers, waits=False), found.shrunk.turns).problems[0].kind == ("checker", "race")
 
 
-def test_all_orders_of_a_right_program_are_a_few_runs() -> None:
+def test_all_orders_of_a_correct_program_need_fewer_than_five_runs() -> None:
     done = exhaust(partial(two_writers, waits=True))
     assert (done.complete, done.problem) == (True, None)
     assert done.schedules < 5
     assert str(done).startswith("no finding in ") and str(done).endswith(": all orders")
 
 
-def test_streams_that_share_nothing_take_one_run() -> None:
+def test_streams_without_shared_memory_need_one_run() -> None:
     def program(device: SimDevice) -> None:
         for number in range(4):
             own = device.allocate(f"memory {number}", 1).data
@@ -60,7 +60,7 @@ def test_streams_that_share_nothing_take_one_run() -> None:
     assert len(list(zip(range(200), all_orders(program, reduce=False), strict=False))) == 200
 
 
-def test_work_that_declares_nothing_is_tried_in_both_orders() -> None:
+def test_work_without_declared_accesses_runs_in_both_orders() -> None:
     seen = list[list[int]]()
 
     def program(device: SimDevice) -> None:
@@ -73,7 +73,7 @@ def test_work_that_declares_nothing_is_tried_in_both_orders() -> None:
     assert {tuple(order) for order in seen} == {(1, 2), (2, 1)}
 
 
-def test_a_poll_is_tried_before_and_after_the_end_of_the_work() -> None:
+def test_a_poll_runs_before_and_after_the_end_of_its_work() -> None:
     seen = set[bool]()
 
     def program(device: SimDevice) -> None:
@@ -99,7 +99,7 @@ def test_a_loop_over_polls_ends(sleeps: bool) -> None:
     assert {1, 2, 3} <= polls and max(polls) < 9
 
 
-def test_threads_are_tried_in_both_orders() -> None:
+def test_host_and_thread_run_in_both_orders() -> None:
     seen = list[str]()
 
     def program(device: SimDevice) -> None:
@@ -130,7 +130,7 @@ def test_a_hang_is_found() -> None:
     assert found.problem is not None and found.problem.oracle == "deadlock"
 
 
-def test_the_limit_is_kept_and_said() -> None:
+def test_exhaust_stops_at_the_limit_and_reports_it() -> None:
     def program(device: SimDevice) -> None:
         for number in range(4):
             device.stream(f"stream {number}").submit(lambda: None, label="work")
@@ -140,7 +140,7 @@ def test_the_limit_is_kept_and_said() -> None:
     assert str(done) == "no finding in 7 runs: the limit; some are left"
 
 
-def test_a_program_that_does_something_else_each_time_is_refused() -> None:
+def test_a_program_that_differs_from_run_to_run_is_refused() -> None:
     runs = list[int]()
 
     def program(device: SimDevice) -> None:
@@ -166,7 +166,7 @@ def test_a_program_whose_only_order_differs_in_the_second_run_is_refused() -> No
 
 
 @pytest.mark.parametrize("wrong", [{"limit": 0}, {"patience": 0}])
-def test_numbers_out_of_range_are_errors(wrong: dict[str, int]) -> None:
+def test_arguments_out_of_range_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="give whole numbers from 1"):
         exhaust(partial(two_writers, waits=True), **wrong)
 
@@ -262,7 +262,7 @@ def outcomes(seed: int, *, reduce: bool) -> tuple[set[object], int]:
 
 # The first seven need a rule each that earlier versions lacked: a poll and a wait that did not block must not count as
 # enabled by the end of the work.
-def test_the_reduction_leaves_out_no_outcome() -> None:
+def test_the_reduced_set_of_orders_has_every_outcome() -> None:
     for seed in [10, 79, 104, 139, 227, 255, 368, 3, 5, 7, 12, 31, 36]:
         every, all_runs = outcomes(seed, reduce=False)
         some, runs = outcomes(seed, reduce=True)
@@ -270,6 +270,6 @@ def test_the_reduction_leaves_out_no_outcome() -> None:
         assert runs <= all_runs
 
 
-def test_the_reduction_leaves_out_most_runs() -> None:
+def test_the_reduction_needs_less_than_a_tenth_of_the_runs() -> None:
     every, some = outcomes(10, reduce=False)[1], outcomes(10, reduce=True)[1]
     assert some * 10 < every

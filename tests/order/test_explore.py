@@ -57,13 +57,13 @@ def test_a_race_is_found_with_its_bytes_and_the_missing_wait() -> None:
     assert "submits store:1 `store` reads kv[16:32], not after compute:1" in text
 
 
-def test_the_program_with_the_wait_is_clean_in_all_schedules() -> None:
+def test_a_program_with_its_wait_has_no_finding_in_any_schedule() -> None:
     exploration = explore(partial(store, waits=True), schedules=60)
     assert (exploration.schedules, exploration.found) == (60, None)
     assert str(exploration) == "no finding in 60 schedules"
 
 
-def test_a_wrong_result_is_a_finding_and_is_shrunk_to_the_switches_that_it_needs() -> None:
+def test_a_wrong_result_is_found_and_shrunk_to_the_necessary_switches() -> None:
     exploration = explore(third_turn)
     assert exploration.found is not None
     assert exploration.found.problem.kind == ("assertion", "")
@@ -105,7 +105,7 @@ def test_shrinking_ends_after_200_runs_and_its_result_still_fails() -> None:
     assert replay(alternating, found.turns).oracles == ("assertion",)
 
 
-def test_work_that_a_program_leaves_is_run_and_judged() -> None:
+def test_work_still_queued_at_the_end_of_a_program_is_run_and_checked() -> None:
     def program(device: SimDevice) -> None:
         kv, first, second = device.allocate("kv", 8).data, device.stream("first"), device.stream("second")
         for stream in (first, second):
@@ -114,7 +114,7 @@ def test_work_that_a_program_leaves_is_run_and_judged() -> None:
     assert replay(program, "late").oracles == ("checker",)
 
 
-def test_policy_and_seed_and_the_shrunk_turns_repeat_the_finding() -> None:
+def test_policy_and_seed_repeat_a_finding_and_so_do_the_shrunk_turns() -> None:
     found = explore(third_turn, seed=5).found
     assert found is not None
     assert replay(third_turn, found.policy, found.seed).problems[0] == found.problem
@@ -127,7 +127,7 @@ def test_the_same_arguments_give_the_same_exploration() -> None:
     assert explore(third_turn) == explore(third_turn)
 
 
-def test_every_stream_is_starved_by_one_policy() -> None:
+def test_some_policy_starves_each_stream() -> None:
     """Only a starved stream `slow` lets a hundred pieces of work of `fast` pass."""
 
     def overtaken(device: SimDevice) -> None:
@@ -208,7 +208,7 @@ def test_the_default_stream_orders_the_work_of_blocking_streams_only() -> None:
     assert found is not None and found.problem.kind[0] == "checker"
 
 
-def test_a_sticky_error_is_a_finding_of_all_later_work() -> None:
+def test_after_a_sticky_error_all_later_work_fails() -> None:
     def fails(device: SimDevice) -> None:
         first, second = device.stream("first"), device.stream("second")
         second.wait(first.submit(lambda: 1 // 0, label="divide"))
@@ -220,7 +220,7 @@ def test_a_sticky_error_is_a_finding_of_all_later_work() -> None:
     assert [problem.text.startswith("DeviceLost: `divide` has failed") for problem in sticky.problems] == [True]
 
 
-def test_the_host_waits_for_the_reasons_that_the_rules_name_only() -> None:
+def test_a_host_wait_for_a_reason_outside_of_the_rules_is_found() -> None:
     def flush(device: SimDevice) -> None:
         device.wait_host(device.stream("store").submit(lambda: None), reason="flush")
 
@@ -231,7 +231,7 @@ def test_the_host_waits_for_the_reasons_that_the_rules_name_only() -> None:
     assert explore(flush, policies=late, schedules=3, rules=Rules(waits=("flush",))).found is None
 
 
-def test_a_program_that_an_earlier_run_has_changed_is_refused() -> None:
+def test_a_program_with_state_from_an_earlier_run_is_refused() -> None:
     runs = list[int]()
 
     def once(device: SimDevice) -> None:
@@ -273,7 +273,7 @@ def producer_undeclared(device: SimDevice) -> None:
 
 
 @pytest.mark.parametrize("program", [nothing_declared, another_memory_declared, producer_undeclared])
-def test_a_write_that_its_work_does_not_declare_is_a_finding_in_every_schedule(program: Program) -> None:
+def test_an_undeclared_write_is_found_in_every_schedule(program: Program) -> None:
     for policy in ("random", "late", "early"):
         kinds = [problem.kind for problem in replay(program, policy).problems]
         assert ("checker", "undeclared") in kinds
@@ -281,7 +281,7 @@ def test_a_write_that_its_work_does_not_declare_is_a_finding_in_every_schedule(p
     assert exhaust(program).problem is not None
 
 
-def test_a_read_that_its_work_does_not_declare_has_a_wrong_result() -> None:
+def test_an_undeclared_read_gives_a_wrong_result() -> None:
     def program(device: SimDevice) -> None:
         kv, out = device.allocate("kv", 64).data, device.allocate("out", 64).data
         compute = device.stream("compute")
@@ -294,7 +294,7 @@ def test_a_read_that_its_work_does_not_declare_has_a_wrong_result() -> None:
     assert found is not None and found.problem.oracle == "assertion"
 
 
-def test_numbers_and_policies_out_of_range_are_errors() -> None:
+def test_a_wrong_number_of_schedules_or_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="schedules is 0"):
         explore(third_turn, schedules=0)
     with pytest.raises(ConfigError, match="policy is 'sometimes'"):

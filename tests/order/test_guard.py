@@ -48,7 +48,7 @@ def test_declared_bytes_are_read_and_written() -> None:
     assert checker.findings == []
 
 
-def test_undeclared_bytes_are_poison_to_the_work_and_keep_their_content() -> None:
+def test_work_reads_poison_in_undeclared_bytes_which_keep_their_content() -> None:
     seen: list[int] = []
     after, checker = run(lambda kv: seen.extend(kv.tolist()), [reads(4, 8), writes(12, 14)])
     assert seen == [*[POISON] * 4, 4, 5, 6, 7, *[POISON] * 4, 12, 13, POISON, POISON]
@@ -57,7 +57,7 @@ def test_undeclared_bytes_are_poison_to_the_work_and_keep_their_content() -> Non
 
 
 @pytest.mark.parametrize("declared", [[], [reads(0, 16)], [writes(0, 4)], [writes(0, 6)], [writes(7, 16)]])
-def test_a_change_of_bytes_that_were_not_declared_as_written_is_a_finding(declared: list[Access]) -> None:
+def test_an_undeclared_write_is_a_finding_and_is_undone(declared: list[Access]) -> None:
     def work(kv: torch.Tensor) -> None:
         kv[4:8] = 77
 
@@ -69,7 +69,7 @@ def test_a_change_of_bytes_that_were_not_declared_as_written_is_a_finding(declar
     assert after == [77 if 4 <= at < 8 and at in kept else at for at in range(16)]
 
 
-def test_bytes_are_declared_from_the_touch_on() -> None:
+def test_a_touch_declares_bytes_for_the_rest_of_the_work() -> None:
     device, checker = simulated("random", 0)
     kv, seen = device.allocate("kv", 8), list[int]()
     stream = device.stream("compute")
@@ -89,7 +89,7 @@ def test_bytes_are_declared_from_the_touch_on() -> None:
 
 
 @pytest.mark.parametrize("policy", ["random", "late", "early", "starve:copy"])
-def test_work_that_other_work_interrupts_sees_the_latest_bytes_and_only_its_own(policy: str) -> None:
+def test_interrupted_work_sees_the_latest_bytes_and_only_declared_ones(policy: str) -> None:
     for seed in range(10):
         device, checker = simulated(policy, seed)
         kv, host = device.allocate("kv", 32), device.allocate("host", 32)
@@ -121,13 +121,13 @@ def test_work_that_other_work_interrupts_sees_the_latest_bytes_and_only_its_own(
         (writes(0, 4, "vk"), "writes vk[0:4], and there is no such memory"),
     ],
 )
-def test_an_access_beyond_a_memory_or_to_an_unknown_one_is_a_finding(access: Access, message: str) -> None:
+def test_an_access_outside_of_a_memory_or_to_an_unknown_one_is_found(access: Access, message: str) -> None:
     _, checker = run(lambda kv: None, [access])
     found = next(found for found in checker.findings if found.kind == "beyond")
     assert found.message.endswith(message)
 
 
-def test_a_memory_that_is_larger_than_all_before_it_is_guarded_too() -> None:
+def test_a_memory_larger_than_all_earlier_ones_is_guarded_too() -> None:
     device, checker = simulated("random", 0)
     small, large = device.allocate("small", 8), device.allocate("large", 1 << 20)
     stream = device.stream("compute")
@@ -141,7 +141,7 @@ def test_a_memory_that_is_larger_than_all_before_it_is_guarded_too() -> None:
     assert kinds(checker) == [("undeclared", (1 << 20) - 1, 1 << 20)]
 
 
-def test_memory_that_is_released_while_work_runs_is_poisoned_after_it() -> None:
+def test_memory_released_while_work_runs_is_poisoned_afterwards() -> None:
     device, checker = simulated("random", 0)
     kv = device.allocate("kv", 8)
     stream = device.stream("compute")

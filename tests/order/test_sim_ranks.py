@@ -22,7 +22,7 @@ def test_a_failed_step_waits_for_news_of_a_lost_rank_in_virtual_time() -> None:
     assert device.now() - began_s >= KNOWN_S
 
 
-def test_a_lost_rank_that_is_known_in_time_is_the_reason_of_a_failed_step() -> None:
+def test_a_step_that_fails_because_a_rank_was_lost_names_that_rank() -> None:
     device = SimDevice(make_policy("random", random.Random(0)))
     ranks = SimRanks(device, 2).ranks
 

@@ -76,7 +76,7 @@ def test_a_result_names_the_command_that_made_it(monkeypatch: pytest.MonkeyPatch
         (("--only", "kv.pool:*"), "--only is given without --auto-mutants: give both, or leave it out"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_runs(
+def test_invalid_options_are_refused_before_any_run(
     options: tuple[str, ...], message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,13 +86,13 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(
     assert result.stdout == ""
 
 
-def test_words_that_are_no_options_are_refused(run: Run) -> None:
+def test_unknown_options_are_refused(run: Run) -> None:
     result = run("torture", "--schedule", "5")
     assert result.exit_code == 2
     assert "--schedules" in result.stderr
 
 
-def test_a_place_to_save_that_cannot_be_made_is_refused_before_anything_runs(run: Run, tmp_path: Path) -> None:
+def test_a_save_directory_that_cannot_be_created_is_refused_before_any_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = run("torture", "--schedules", "8", "--save", tmp_path / "file" / "below")
     assert result.exit_code == 2
@@ -115,13 +115,13 @@ def test_a_clean_campaign_ends_with_0_and_its_figures(run: Run, tmp_path: Path) 
     }
 
 
-def test_as_many_as_the_minutes_allow(run: Run, tmp_path: Path) -> None:
+def test_minutes_bound_the_number_of_schedules(run: Run, tmp_path: Path) -> None:
     result = run("torture", "--minutes", "0.001", "--json", "--save", tmp_path)
     assert result.exit_code == 0
     assert figures(result.stdout)["schedules"] == 2  # whatever was begun is finished: the schedules of one workload
 
 
-def test_only_the_policies_that_are_named(run: Run, tmp_path: Path) -> None:
+def test_only_the_named_policies_are_used(run: Run, tmp_path: Path) -> None:
     late, both = (
         figures(run("torture", "--schedules", "8", *options, "--json", "--save", tmp_path).stdout)[
             "decisions_per_schedule"
@@ -156,7 +156,7 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     assert "the schedule no longer fails; it failed with: checker: race: " in fixed.stdout
 
 
-def test_the_first_finding_ends_the_campaign_if_that_is_asked_for(run: Run, tmp_path: Path) -> None:
+def test_option_first_ends_the_campaign_at_its_first_finding(run: Run, tmp_path: Path) -> None:
     with applied(find(RACE)):
         result = run(*FAILS, "--first", "--json", "--save", tmp_path)
     assert result.exit_code == 1
@@ -165,7 +165,7 @@ def test_the_first_finding_ends_the_campaign_if_that_is_asked_for(run: Run, tmp_
     assert "bound missed: findings is 1 schedules, and must be at most 0" in result.stderr
 
 
-def test_only_workloads_with_the_features_that_are_named(
+def test_only_workloads_with_the_named_features_are_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workloads = list[Workload]()
@@ -266,7 +266,7 @@ def failure_without(rule: str) -> Failure:
     return failure
 
 
-def test_a_failure_that_cannot_be_written_is_shown_and_ends_no_campaign(
+def test_a_failure_that_cannot_be_saved_is_printed_and_the_campaign_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failure, directory = failure_without(RACE), tmp_path / "gone"
@@ -346,7 +346,7 @@ def test_excuses_that_are_asked_for_by_name_are_checked_and_a_wrong_one_ends_wit
     assert "checker detects that the rule is missing" in " ".join(result.stderr.split())
 
 
-def test_names_in_brackets_are_printed_as_they_are(run: Run, tmp_path: Path) -> None:
+def test_names_in_brackets_are_printed_without_markup(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "[red]s[bold].json"
     Replay(draw_workload(0), {}, None, "tokens", "[blue]").save(path)
     result = run("torture", "--replay", path)

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.slow
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_runs(options: tuple[str, ...], message: str, run: Run) -> None:
+def test_invalid_options_are_refused_before_any_run(options: tuple[str, ...], message: str, run: Run) -> None:
     result = run("torture", *options)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -103,7 +103,7 @@ def test_ranks_in_processes_transfer_blocks_and_answer_right(run: Run) -> None:
         assert figures[name]["value"] > 0, name
 
 
-def test_wrong_bytes_are_reported_and_end_it_with_1(run: Run) -> None:
+def test_wrong_bytes_are_reported_with_exit_status_1(run: Run) -> None:
     with applied(find("copy-drops-only-finished-fences")):
         result = run("torture", "--device", "cpu", "--blocks", "20000", "--json")
     assert result.exit_code == 1
@@ -113,7 +113,7 @@ def test_wrong_bytes_are_reported_and_end_it_with_1(run: Run) -> None:
     assert "round" in result.stderr
 
 
-def test_a_rule_that_is_taken_out_is_missed_and_the_table_says_by_what(run: Run) -> None:
+def test_a_removed_rule_is_detected_and_the_table_names_the_oracle(run: Run) -> None:
     result = run("torture", "--device", "cpu", "--mutations", "copy-is-submitted-after-its-fences", "--json")
     assert result.exit_code == 0
     (row,) = json.loads(result.stdout)["mutations"]

@@ -37,7 +37,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)
-def test_chunks_draw_what_the_reference_draws_wherever_they_are_cut(model: ToyModel) -> None:
+def test_chunks_of_any_length_give_the_references_token(model: ToyModel) -> None:
     for cuts in [(), (4,), (1, 2, 3), (5, 8), (8, 9, 10)]:
         rig = Rig(model)
         for start, stop in zip((0, *cuts), (*cuts, len(PROMPT)), strict=True):
@@ -46,7 +46,7 @@ def test_chunks_draw_what_the_reference_draws_wherever_they_are_cut(model: ToyMo
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)
-def test_decoding_draws_what_the_reference_draws(model: ToyModel) -> None:
+def test_decoding_gives_the_references_tokens(model: ToyModel) -> None:
     rig, tokens = Rig(model), PROMPT
     tokens += (rig.compute(tokens, 0, len(tokens), (1, 3, 5, 7, 2, 4, 6)),)
     for _ in range(8):
@@ -54,7 +54,7 @@ def test_decoding_draws_what_the_reference_draws(model: ToyModel) -> None:
     assert list(tokens[len(PROMPT) :]) == model.expected(PROMPT, 9)
 
 
-def test_on_a_gpu_it_draws_the_same_and_padding_writes_nothing() -> None:
+def test_the_toy_model_gives_equal_tokens_on_a_gpu_and_padding_writes_no_kv() -> None:
     model = ToyModel(block_tokens=16, num_layers=2, eos_every=5)
     prompts = [
         tuple((7 * index + 3 * at) % 90 + 1 for at in range(length)) for index, length in enumerate((40, 17, 33))
@@ -150,7 +150,7 @@ def test_different_models_have_different_fingerprints_or_layouts() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)
-def test_a_draft_head_is_right_a_known_number_of_times(model: ToyModel) -> None:
+def test_the_toy_draft_head_has_a_known_accept_length(model: ToyModel) -> None:
     head, context, seen = ToyDraftHead(model, width=3), list(PROMPT), set()
     for _ in range(12):
         drafts = head.drafts(context, head.hidden(context))

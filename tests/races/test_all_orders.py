@@ -24,7 +24,7 @@ TOO_MANY = {
 EACH = pytest.mark.parametrize("miniature", MINIATURES, ids=lambda miniature: miniature.name)
 
 
-def test_the_names_are_those_of_miniatures() -> None:
+def test_names_excluded_from_the_full_search_are_names_of_miniatures() -> None:
     assert {miniature.name for miniature in MINIATURES} >= TOO_MANY
 
 

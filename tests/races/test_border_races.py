@@ -25,11 +25,11 @@ def test_h32_abort_that_crosses_the_finish_ends_another_request() -> None:
     reenact("abort that crosses the finish", by=("tokens",), within=5)
 
 
-def test_h34_front_end_hears_the_answers_of_the_dead_one_before_it() -> None:
+def test_h34_front_end_receives_answers_of_a_dead_earlier_one() -> None:
     reenact("place of a front end that has died", by=("tokens",), within=5)
 
 
-def test_h34_request_of_a_front_end_that_has_gone_is_left_behind() -> None:
+def test_h34_request_of_a_lost_front_end_is_never_ended() -> None:
     reenact("requests of a process that has gone", by=("balance",), within=5)
 
 

@@ -37,5 +37,5 @@ def test_h1_copy_engine_reads_its_source_before_the_stream_has_waited() -> None:
     reenact("source read in any order", by=("checker", "tokens"), within=12)
 
 
-def test_p1_pageable_copy_holds_up_the_thread_that_asks_for_it() -> None:
+def test_p1_pageable_copy_blocks_the_calling_thread() -> None:
     reenact("pageable copy", by=("checker", "order"), within=1)

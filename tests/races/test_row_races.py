@@ -5,7 +5,7 @@ from __future__ import annotations
 from reenact import reenact
 
 
-def test_h12_token_is_read_when_its_step_is_counted_but_not_done() -> None:
+def test_h12_token_is_read_before_its_counted_step_is_done() -> None:
     reenact("token read when the step was counted", by=("checker", "tokens"), within=5)
 
 

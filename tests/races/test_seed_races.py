@@ -34,7 +34,7 @@ def test_h20_flag_is_read_twice_and_changes_in_between() -> None:
 
 
 @pytest.mark.parametrize("name", ["state published by a late worker", "flag read twice"])
-def test_a_stale_draft_state_leaves_the_text_alone_and_costs_accepted_drafts(name: str) -> None:
+def test_a_stale_draft_state_changes_accept_lengths_but_not_the_text(name: str) -> None:
     def play(*, protected: bool) -> Outcome:
         device, _ = simulated("random", 0)
         try:
@@ -47,5 +47,5 @@ def test_a_stale_draft_state_leaves_the_text_alone_and_costs_accepted_drafts(nam
     assert sum(stale.accept_lengths) < sum(right.accept_lengths) == sum(stale.expected_accept_lengths)
 
 
-def test_p2_queue_of_the_one_store_stream_fills_and_the_forward_thread_stands_still() -> None:
+def test_p2_full_queue_of_the_single_store_stream_blocks_the_forward_thread() -> None:
     reenact("queue of one stream full", by=("checker", "order"), within=2, seeds=1)

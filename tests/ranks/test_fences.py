@@ -57,7 +57,7 @@ def test_lost_rank_raises_the_first_error_from_every_fence() -> None:
         fence.poll()
 
 
-def test_observer_hears_of_every_rank_with_the_tick_of_rank_0() -> None:
+def test_the_observer_is_told_of_every_rank_with_the_tick_of_rank_0() -> None:
     heard: list[tuple[int, str, int]] = []
     progress = Progress(3, observed=lambda *what: heard.append(what))
     fence = JointFence(_Local(), ("h2d", 1), progress)

@@ -144,7 +144,7 @@ def test_a_failure_is_reported_before_the_work_counts_as_done(rank: Rank) -> Non
     assert rank.reports[1:] == [Failed("store-0", 1, "DeviceError", "the link is down"), Passed((("store-0", 1),))]
 
 
-def test_the_end_comes_after_all_work(rank: Rank) -> None:
+def test_the_end_message_is_handled_after_all_work(rank: Rank) -> None:
     rank.inbox += [copy("store-0", 1, 0, 0), End()]
     rank.settle()
     assert rank.follower.ended

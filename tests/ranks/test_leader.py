@@ -61,7 +61,7 @@ def settle(fence: JointFence, device: CpuDevice) -> None:
     assert device.wait_host(fence.local, reason="test", timeout_s=5.0)
 
 
-def test_a_copy_is_sent_before_its_fence_is_there_and_is_done_after_all_ranks(device: CpuDevice) -> None:
+def test_a_copy_is_sent_at_once_and_done_after_all_ranks(device: CpuDevice) -> None:
     joint, ranks, sent = rank_0(device, 3)
     fence = joint.stream("store-0").submit_copy(a_copy(joint), 0, 2, label="store")
     (message,) = sent.messages
@@ -76,7 +76,7 @@ def test_a_copy_is_sent_before_its_fence_is_there_and_is_done_after_all_ranks(de
     assert fence.failure is None
 
 
-def test_a_copy_waits_on_every_rank_for_what_it_waits_for_here(device: CpuDevice) -> None:
+def test_a_copy_waits_for_the_same_fences_on_every_rank(device: CpuDevice) -> None:
     joint, _, sent = rank_0(device)
     batch = a_copy(joint)
     first = joint.stream("store-0").submit_copy(batch, 0, 1)
@@ -94,7 +94,7 @@ def test_work_that_other_ranks_cannot_run_is_refused(device: CpuDevice) -> None:
     assert sent.messages == []
 
 
-def test_a_failure_on_another_rank_is_one_of_the_copy(device: CpuDevice) -> None:
+def test_a_failure_on_another_rank_fails_the_copy(device: CpuDevice) -> None:
     joint, ranks, _ = rank_0(device)
     fence = joint.stream("load-0").submit_copy(a_copy(joint), 0, 2)
     settle(fence, device)
@@ -104,7 +104,7 @@ def test_a_failure_on_another_rank_is_one_of_the_copy(device: CpuDevice) -> None
     assert "on rank 1: no such block" in str(fence.failure)
 
 
-def test_host_memory_is_as_large_as_what_every_rank_can_use(device: CpuDevice) -> None:
+def test_host_memory_has_the_size_that_every_rank_can_use(device: CpuDevice) -> None:
     joint, ranks, _ = rank_0(device, 3)
     memory = joint.allocate_host("host", 64, item_bytes=16)
     assert joint.ready_bytes(memory) == 16  # no rank has reported

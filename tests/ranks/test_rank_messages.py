@@ -41,7 +41,7 @@ def _over_the_wire(step: Step) -> Step:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step)
 
 
-def test_plans_survive_the_journey() -> None:
+def test_plans_survive_encoding_and_decoding() -> None:
     """Block tables grow, shrink, are replaced, and stay."""
     draw = random.Random(3)
     encoder, decoder = StepEncoder(), StepDecoder()
@@ -74,7 +74,7 @@ def test_a_slot_begins_on_every_rank() -> None:
     assert StepDecoder().decode(_over_the_wire(StepEncoder().encode(plan, (), _UNGATED))).begins == [(2, start)]
 
 
-def test_step_that_comes_twice_or_is_skipped_is_refused() -> None:
+def test_a_repeated_or_skipped_step_is_refused() -> None:
     encoder, decoder = StepEncoder(), StepDecoder()
     plan = BatchPlan((_decode_row(0, 4, (1, 2)),), False)
     first, _, third = (encoder.encode(plan, (), _UNGATED) for _ in range(3))
@@ -127,7 +127,7 @@ def _decoder() -> FrameDecoder:
 
 @settings(max_examples=50)
 @given(st.lists(_plans(), min_size=1, max_size=6), st.data())
-def test_any_steps_arrive_as_they_were_planned_however_their_bytes_are_cut(plans: list[BatchPlan], data: Any) -> None:
+def test_steps_are_decoded_equally_for_any_split_of_their_bytes(plans: list[BatchPlan], data: Any) -> None:
     encoder, frames = StepEncoder(), FrameEncoder()
     sent = b"".join(frames.encode(encoder.encode(plan, (), _UNGATED)) for plan in plans)
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=4))), len(sent)]

@@ -38,7 +38,7 @@ def index_of(*entries: tuple[int, int], next_serial: int) -> TierIndex:
     return TierIndex(published, name="disk", max_entries=8, entry_bytes=1, next_serial=next_serial)
 
 
-def test_only_what_every_rank_holds_is_found_and_the_rest_is_deleted() -> None:
+def test_only_entries_that_every_rank_holds_are_kept() -> None:
     # Of key 2 the ranks hold different writes.
     indices = [
         index_of((1, 0), (2, 3), (4, 5), next_serial=6),
@@ -56,7 +56,7 @@ def test_only_what_every_rank_holds_is_found_and_the_rest_is_deleted() -> None:
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (2, 0)])
-def test_a_rank_without_entries_leaves_none(counts: tuple[int, int]) -> None:
+def test_a_rank_without_entries_removes_those_of_all_ranks(counts: tuple[int, int]) -> None:
     indices = [index_of(*((number, number) for number in range(count)), next_serial=count) for count in counts]
     agree(indices)
     assert [len(index) for index in indices] == [0, 0]

@@ -1,4 +1,4 @@
-"""What tests of the sampler share: draws and commits by numbers of the host."""
+"""Helpers of sampler tests: samples and commits with host values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random numbers of draws, one by one and with numbers of any size: what `uniforms` has to give."""
+"""Reference of `uniforms`: random numbers of samples, one by one, with integers of any size."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def replayed(policy: str, seed: int, *, without: range = range(0)) -> tuple[list
     return forward.seen, checker
 
 
-def test_each_layer_is_read_and_declared_behind_the_gate_of_its_group() -> None:
+def test_each_layer_is_read_and_declared_after_the_wait_of_its_group() -> None:
     for seed in range(20):
         for policy in ("random", "starve:load", "late"):
             seen, checker = replayed(policy, seed)
@@ -97,7 +97,7 @@ def test_each_layer_is_read_and_declared_behind_the_gate_of_its_group() -> None:
 
 
 @pytest.mark.parametrize("group", range(LAYERS // GROUP))
-def test_a_gate_that_is_missing_shows_in_the_bytes_and_in_the_declared_accesses_h5(group: int) -> None:
+def test_a_missing_layer_wait_gives_wrong_bytes_and_a_checker_finding_h5(group: int) -> None:
     missing = range(group * GROUP, (group + 1) * GROUP)
     seen, checker = replayed("starve:load", 0, without=missing)
     assert [layer for layer in range(LAYERS) if seen[layer] != 1] == [*missing]

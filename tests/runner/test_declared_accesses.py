@@ -53,12 +53,12 @@ def whole(block: int, *, write: bool) -> Access:
     return Access("kv", block * SIZE, (block + 1) * SIZE, write)
 
 
-def test_a_step_that_waits_for_loads_declares_the_kv_of_its_drafts_first() -> None:
+def test_a_step_that_waits_for_loads_declares_only_the_kv_of_its_drafts_at_first() -> None:
     """Drafting reads and writes KV before the first gate, but no block that is being loaded."""
     assert declared((DRAFTING, LOADING), gated=True) == [whole(3, write=False), whole(5, write=True)]
 
 
-def test_a_step_without_loads_declares_everything_first() -> None:
+def test_a_step_without_loads_declares_all_kv_at_its_start() -> None:
     expected = [whole(3, write=False), whole(5, write=True), whole(7, write=True)]
     assert declared((DRAFTING, LOADING), gated=False) == expected
 
@@ -78,11 +78,11 @@ def test_layers_with_a_window_declare_no_block_before_it() -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_step_without_drafts_declares_nothing_there(gated: bool) -> None:
+def test_a_step_that_only_loads_declares_no_kv_at_its_start(gated: bool) -> None:
     assert declared((LOADING,), gated=gated) == []
 
 
-def test_hidden_states_of_no_block_and_reserved_states_are_declared() -> None:
+def test_accesses_to_the_scratch_block_and_reserved_states_are_declared() -> None:
     region = StateRegion(StateLayout((StateTensor(0, "recurrent", 0, (4,), "float32"),), 1, "float32"), SIZE, 10, 2)
     found = StepAccesses("kv", 9, (), LAYOUT, region).all()
     assert found == [

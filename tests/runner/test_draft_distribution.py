@@ -1,6 +1,4 @@
-"""Sampled with drafts, answers have the distribution that they have without: by chi-square, and token by token for
-equal seeds.
-"""
+"""Drafts do not change the distribution of sampled answers (chi-square), nor any token of an equal seed."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def drafted(first_seed: int, *, guess: torch.Generator) -> tuple[Tensor, float]:
     return state.history[:ROWS, 1 : 1 + LENGTH].to(torch.int64), right / (steps * ROWS * MOST)
 
 
-def test_answers_with_drafts_are_those_without_and_follow_the_models_distribution() -> None:
+def test_drafts_change_no_token_and_answers_follow_the_models_distribution() -> None:
     with_drafts, share = drafted(0, guess=torch.Generator().manual_seed(7))
     assert 0.1 < share < 0.5  # many a draft was right, and many a one wrong
     assert torch.equal(with_drafts, plain(0))
@@ -85,7 +83,7 @@ def excess(answers: Tensor) -> float:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_it_would_show_if_a_wrong_draft_were_kept(seed: int) -> None:
+def test_keeping_wrong_drafts_would_fail_the_chi_square_test(seed: int) -> None:
     answers = plain(seed * ROWS)
     answers[: ROWS // 4, 1] = torch.randint(VOCAB, (ROWS // 4,), generator=torch.Generator().manual_seed(seed))
     assert excess(plain(seed * ROWS)) < 4 < excess(answers)

@@ -19,7 +19,7 @@ from sidestream_kv.types import LayerGates
 
 
 @pytest.mark.parametrize("is_rank", [False, True])
-def test_no_step_of_a_rank_follows_a_failed_one(is_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_runs_no_step_after_a_failed_one(is_rank: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device, model, runs = CpuDevice(compute_threads=1), ToyModel(), list[int]()
     group: Group | None = thread_groups(1)[0] if is_rank else None
     memory = device.allocate("kv", 4 * model.layout.block_bytes)

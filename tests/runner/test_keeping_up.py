@@ -1,6 +1,4 @@
-"""What keeps up with a step beside the model: only where all of it is known before, and never before what it
-waits for.
-"""
+"""Proposers that keep up with a step on a side stream: only if the step's tokens are known, and after its waits."""
 
 from __future__ import annotations
 
@@ -109,7 +107,7 @@ def at_once(work: Callable[[], None]) -> None:
     work()
 
 
-def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_late_as_may_be(rig: Rig) -> None:
+def test_plain_decode_rows_are_kept_up_with_on_a_late_side_stream(rig: Rig) -> None:
     tokens = [*PROMPT, *rig.model.expected(PROMPT, 2)]
     for known in (4, 5):
         rig.launch(row(0, tokens[:known]), row(1, tokens[:known]))
@@ -117,9 +115,7 @@ def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_late_as_may_be(rig:
         assert rig.shown == [[rig.expected(tokens[: known - 1])] * 2]
 
 
-def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_early_as_may_be(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_decode_rows_are_kept_up_with_on_an_early_side_stream(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.executor._stream, "on_side_stream", at_once)
     tokens = [*PROMPT, *rig.model.expected(PROMPT, 2)]
     for known in (4, 5):
@@ -145,7 +141,7 @@ def test_rows_with_drafts_or_loads_are_kept_up_with_after_the_layers(rig: Rig, m
     assert rig.happened == ["layers", "loaded", "keeps up", "model"]
 
 
-def test_a_step_that_joins_nothing_of_what_keeps_up_with_it_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_join_its_side_stream_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.executor._stream, "join", lambda: None)
     with pytest.raises(AssertionError, match="ends with work on the side stream: join it first"):
         rig.launch(row(0, [*PROMPT, 8]))

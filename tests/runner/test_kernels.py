@@ -77,7 +77,7 @@ def decode_state(rng: random.Random, draws: torch.Generator, batch: BatchPlan, h
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_inputs_are_resolved(seed: int, drafts: int) -> None:
+def test_kernels_resolve_step_inputs_as_torch_does(seed: int, drafts: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     key, batch = GraphKey(9, rng.choice([0, 60, 300]), drafts), random_batch(rng, drafts)
     if not key.tokens:
@@ -109,7 +109,7 @@ def test_inputs_are_resolved(seed: int, drafts: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3, 200])
-def test_block_tables_are_updated(count: int) -> None:
+def test_kernels_update_block_tables_as_torch_does(count: int) -> None:
     state = DecodeState(SLOTS, 10, table_width=WIDTH)
     there = over_there(state)
     indices = torch.full((200,), -1)
@@ -124,7 +124,7 @@ def test_block_tables_are_updated(count: int) -> None:
 
 @pytest.mark.parametrize(("drafts", "counted"), [(0, False), (3, False), (0, True), (3, True)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_slots_advance_by_what_was_drawn_h19_h18(seed: int, drafts: int, counted: bool) -> None:
+def test_kernels_advance_slots_by_the_sampled_tokens_h19_h18(seed: int, drafts: int, counted: bool) -> None:
     rng = random.Random(seed)
     hidden, key = drafts > 0 and seed % 2 == 0, GraphKey(9, 60, drafts)
     state = begun(MAX_LEN if drafts else 0, HIDDEN if hidden else 0, SamplingMode.PENALISED)
@@ -165,7 +165,7 @@ def test_slots_advance_by_what_was_drawn_h19_h18(seed: int, drafts: int, counted
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int) -> None:
+def test_kernels_read_and_keep_hidden_states_as_torch_does_h15(seed: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     blocks, size, hidden_size = 20, 4, rng.choice([2, 200])
     layout = KVLayout(
@@ -209,7 +209,7 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
     equal(there_kv[:blocks], kv[:blocks])
 
 
-def test_a_draft_is_written_by_its_block_table_within_its_rows_room_h11() -> None:
+def test_drafts_are_written_by_the_block_table_within_the_bounds_of_the_row_h11() -> None:
     draws = torch.Generator().manual_seed(5)
     tables = torch.randint(500, (9, WIDTH), generator=draws, dtype=torch.int32)
     positions, bounds = (torch.randint(WIDTH * BLOCK_TOKENS, (9,), generator=draws) for _ in range(2))
@@ -225,7 +225,7 @@ def test_a_draft_is_written_by_its_block_table_within_its_rows_room_h11() -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_that_drafts_are_made_for(seed: int) -> None:
+def test_kernels_select_the_rows_to_draft_for_as_torch_does(seed: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     batch = random_batch(rng, 3)
     batch = BatchPlan([row for row in batch.rows if row.tokens is None], batch.speculates)

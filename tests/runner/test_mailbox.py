@@ -1,4 +1,4 @@
-"""An entry holds what its own step drew, whatever padding is drawn behind it."""
+"""A mailbox entry holds the tokens of its own step, whatever padding is sampled after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def row(number: int, drafts: int) -> RowPlan:
 
 
 @pytest.mark.parametrize("by_device", [False, True])
-def test_samples_of_padding_change_no_field_and_no_other_mailbox_entry(by_device: bool) -> None:
+def test_tokens_of_padded_rows_change_no_mailbox_entry(by_device: bool) -> None:
     device = CpuDevice()
     try:
         box, stream = Mailbox(2, ROWS, 50, device, max_drafts=DRAFTS), device.stream("compute")
@@ -58,7 +58,7 @@ def test_samples_of_padding_change_no_field_and_no_other_mailbox_entry(by_device
         device.close()
 
 
-def test_entry_of_a_dropped_step_is_taken_again_behind_the_step() -> None:
+def test_the_mailbox_entry_of_a_dropped_step_is_reused_after_its_fence() -> None:
     device = CpuDevice()
     try:
         box, compute = Mailbox(1, ROWS, 50, device), device.stream("compute")
@@ -70,7 +70,7 @@ def test_entry_of_a_dropped_step_is_taken_again_behind_the_step() -> None:
         device.close()
 
 
-def test_results_are_not_read_before_their_step() -> None:
+def test_reading_results_before_their_step_is_done_raises() -> None:
     device = CpuDevice()
     try:
         box, compute = Mailbox(1, ROWS, 50, device), device.stream("compute")

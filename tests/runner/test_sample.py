@@ -1,4 +1,4 @@
-"""What each option does to a draw, and what no option and no neighbour may do."""
+"""Effects of each sampling option, and independence of other rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def support(logits: list[float], **params: object) -> set[int]:
     return set(draw([logits] * 1000, *starts).tokens.tolist())
 
 
-def test_temperature_zero_takes_the_likeliest_token():
+def test_temperature_zero_samples_the_likeliest_token():
     assert draw([[0.0, 3.0, 2.0]], start(temperature=0.0)).tokens.tolist() == [1]
 
 
@@ -47,13 +47,13 @@ def test_top_k_one_is_greedy_for_every_seed():
 
 
 @pytest.mark.parametrize("vocab_size", [3, 64, 5000])
-def test_greedy_takes_the_lowest_id_of_equals(vocab_size):
+def test_greedy_samples_the_lowest_of_equally_likely_ids(vocab_size):
     logits = torch.zeros(2, vocab_size)
     logits[:, [1, vocab_size // 2, vocab_size - 1]] = 7.0
     assert draw(logits, *[start(temperature=0.0)] * 2).tokens.tolist() == [1, 1]
 
 
-def test_logit_bias_moves_the_choice():
+def test_logit_bias_changes_the_sampled_token():
     assert draw([[0.0, 3.0, 2.0]], start(temperature=0.0, logit_bias={0: 4.0, 1: -2.0})).tokens.tolist() == [0]
 
 
@@ -65,7 +65,7 @@ def test_logit_bias_outside_the_vocabulary_changes_no_row():
 
 
 @pytest.mark.parametrize(("logits", "choice"), [([2.0, 3.0, 0.0], 0), ([-2.0, -1.5, -9.0], 0)])
-def test_repetition_penalty_makes_a_prompt_token_less_likely_whatever_its_sign(logits, choice):
+def test_repetition_penalty_lowers_positive_and_negative_logits_of_prompt_tokens(logits, choice):
     assert draw([logits], start(temperature=0.0, prompt=(1,))).tokens.tolist() == [1]
     assert draw([logits], start(temperature=0.0, prompt=(1,), repetition_penalty=2.0)).tokens.tolist() == [choice]
 
@@ -81,26 +81,26 @@ def test_presence_and_frequency_penalties_ignore_the_prompt():
     assert draw([[2.5, 3.0, 0.0]], begun).tokens.tolist() == [1]
 
 
-def test_presence_penalty_counts_once_and_frequency_penalty_each_time():
+def test_presence_penalty_applies_once_and_frequency_penalty_per_occurrence():
     logits = [[0.0, 3.0, 1.5]]
     twice = (1, 1)
     assert draw(logits, start(temperature=0.0, outputs=twice, presence_penalty=1.0)).tokens.tolist() == [1]
     assert draw(logits, start(temperature=0.0, outputs=twice, frequency_penalty=1.0)).tokens.tolist() == [2]
 
 
-def test_logit_bias_comes_before_the_repetition_penalty():
+def test_logit_bias_is_applied_before_the_repetition_penalty():
     # (1 + 3) / 2 = 2 is below 2.5; bias after the penalty would make 1 / 2 + 3 = 3.5
     begun = start(temperature=0.0, prompt=(1,), logit_bias={1: 3.0}, repetition_penalty=2.0)
     assert draw([[2.5, 1.0, 0.0]], begun).tokens.tolist() == [0]
 
 
-def test_ending_tokens_are_forbidden_until_min_tokens_were_output():
+def test_stop_tokens_are_banned_before_min_tokens():
     begun = start(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
     logits = [[0.0, 6.0, 5.0]]
     assert [draw(logits, begun, output_index=index).tokens.item() for index in range(3)] == [0, 0, 1]
 
 
-def test_no_bias_lifts_the_ban_before_min_tokens():
+def test_logit_bias_does_not_lift_the_ban_of_stop_tokens_before_min_tokens():
     assert draw([[0.0, 0.0, 0.0]], start(temperature=0.0, min_tokens=1, logit_bias={END: 100.0})).tokens.tolist() == [0]
 
 
@@ -108,7 +108,7 @@ def test_top_k_keeps_the_k_likeliest():
     assert support([1.0, 0.0, 0.5, -1.0, 0.9], top_k=3) == {0, 2, 4}
 
 
-def test_top_k_keeps_equals_together():
+def test_top_k_keeps_all_tokens_as_likely_as_the_last_kept_one():
     assert support([1.0, 0.5, 0.5, 0.5, 0.0], top_k=2) == {0, 1, 2, 3}
 
 
@@ -117,25 +117,25 @@ def test_top_k_of_the_whole_vocabulary_or_more_drops_nothing(top_k):
     assert support([0.1, 0.0, 0.1, 0.0, 0.2], top_k=top_k) == {0, 1, 2, 3, 4}
 
 
-def test_top_p_keeps_the_fewest_that_reach_it():
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     logits = [math.log(p) for p in (0.1, 0.4, 0.3, 0.2)]
     assert support(logits, top_p=0.65) == {1, 2}
     assert support(logits, top_p=0.75) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 5e-324])
-def test_a_tiny_top_p_keeps_the_likeliest(top_p):
+def test_a_tiny_top_p_keeps_the_likeliest_token(top_p):
     assert support([0.0, 0.1, 0.05, -3.0], top_p=top_p) == {1}
 
 
-def test_top_p_counts_what_top_k_left():
+def test_top_p_is_relative_to_the_tokens_left_by_top_k():
     # of what top_k leaves, the likeliest has 0.4 / 0.7 = 0.57 of the mass
     logits = [math.log(p) for p in (0.1, 0.4, 0.3, 0.2)]
     assert support(logits, top_p=0.5) == {1, 2}
     assert support(logits, top_k=2, top_p=0.5) == {1}
 
 
-def test_min_p_is_relative_to_the_likeliest():
+def test_min_p_is_relative_to_the_likeliest_token():
     logits = [math.log(p) for p in (0.1, 0.5, 0.25, 0.15)]
     assert support(logits, min_p=0.25) == {1, 2, 3}
     assert support(logits, min_p=1.0) == {1}
@@ -153,7 +153,7 @@ def test_filter_threshold_is_the_value_that_a_sort_finds(count):
     assert floor.item() == want
 
 
-def test_what_reaches_the_limit_exactly_leaves_out_the_next_value():
+def test_a_sum_that_equals_the_limit_excludes_the_next_value():
     probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]])
     floors = [
         filter_threshold(probs, (probs * 8).long(), torch.tensor([[limit]])).item()
@@ -162,7 +162,7 @@ def test_what_reaches_the_limit_exactly_leaves_out_the_next_value():
     assert floors == [0.5, 0.5, 0.25, 0.25, 0.125]
 
 
-def test_temperature_comes_before_the_filters():
+def test_temperature_is_applied_before_the_filters():
     assert support([0.0, 1.0, 0.9], min_p=0.5, temperature=0.5) == {1, 2}
     assert support([0.0, 1.0, 0.9], min_p=0.5, temperature=2.0) == {0, 1, 2}
 
@@ -187,7 +187,7 @@ def test_tokens_of_probability_zero_are_never_drawn():
 
 
 @pytest.mark.parametrize("random", [0.0, 1 - 2.0**-53])
-def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_kept_token(monkeypatch, random):
+def test_random_numbers_at_the_ends_sample_the_first_and_last_kept_token(monkeypatch, random):
     monkeypatch.setattr(
         "sidestream.ops.torch_ops.uniforms",
         lambda seeds, indices: torch.full((len(seeds),), random, dtype=torch.float64),
@@ -209,7 +209,7 @@ HOPELESS = {
 
 
 @pytest.mark.parametrize("hopeless", HOPELESS.values(), ids=HOPELESS.keys())
-def test_a_row_without_a_finite_maximum_says_so_and_harms_no_other(hopeless):
+def test_a_row_without_a_finite_maximum_is_flagged_and_changes_no_other_row(hopeless):
     for params in [
         {"temperature": 0.0},
         {},
@@ -227,12 +227,12 @@ def test_a_row_without_a_finite_maximum_says_so_and_harms_no_other(hopeless):
         assert drawn.tokens[2] == draw([good], rows[2]).tokens[0]
 
 
-def test_forbidding_everything_is_not_a_crash():
+def test_a_row_whose_tokens_are_all_banned_is_flagged_as_not_finite():
     drawn = draw([[1.0, 2.0]], start(temperature=0.0, min_tokens=1, stop_token_ids=(0, 1)))
     assert not drawn.finite.any() and drawn.tokens.tolist() == [0]
 
 
-def test_an_empty_batch_draws_nothing():
+def test_sampling_an_empty_batch_returns_no_tokens():
     drawn = sample(torch.empty(0, 8), [], [], DecodeState(2, 8))
     assert drawn.tokens.shape == (0,) and drawn.logprobs is None
 
@@ -255,13 +255,13 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert drawn.logprobs.top[0, :2].tolist() == [raw[1], raw[3]]
 
 
-def test_equally_likely_alternatives_are_listed_lowest_id_first():
+def test_equally_likely_logprobs_are_listed_lowest_id_first():
     drawn = draw([[0.0, 2.0, 1.0, 2.0, 1.0]], start(temperature=0.0, logprobs=4))
     assert drawn.logprobs is not None
     assert drawn.logprobs.top_ids[0].tolist() == [1, 3, 2, 4, 0]
 
 
-def test_rows_that_ask_for_no_logprobs_get_zeros_and_leave_the_others_theirs():
+def test_rows_without_logprobs_get_zeros_and_do_not_change_other_rows():
     torch.manual_seed(0)
     logits = torch.randn(3, 40)
     mixed = draw(logits, start(), start(logprobs=3), start(logprobs=0)).logprobs
@@ -271,7 +271,7 @@ def test_rows_that_ask_for_no_logprobs_get_zeros_and_leave_the_others_theirs():
     assert mixed.top_ids[1].tolist() == alone.top_ids[0].tolist()
 
 
-def test_no_row_that_asks_means_no_logprobs():
+def test_no_logprobs_are_computed_unless_a_row_asks_for_them():
     assert draw([[0.0, 1.0]], start()).logprobs is None
 
 
@@ -291,7 +291,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("vocab_size", [1009, 4096])
-def test_a_row_draws_the_same_alone_and_among_any_others_in_any_place(vocab_size):
+def test_a_row_samples_the_same_token_in_any_batch_and_position(vocab_size):
     """Bit-exact, though the vocabulary's size leaves each row at another alignment."""
     generator = torch.Generator().manual_seed(7)
     starts = [start(seed=at, prompt=(1, 2, 3), outputs=(4, 4, 5), **kind) for at, kind in enumerate(KINDS * 2)]
@@ -307,7 +307,7 @@ def test_a_row_draws_the_same_alone_and_among_any_others_in_any_place(vocab_size
             assert together.tokens.tolist() == [alone[at] for at in order]
 
 
-def test_thread_count_does_not_change_a_draw():
+def test_the_number_of_threads_does_not_change_sampled_tokens():
     generator = torch.Generator().manual_seed(11)
     logits = torch.randn(len(KINDS), 8192, generator=generator) * 2
     starts = [start(seed=at, **kind) for at, kind in enumerate(KINDS)]
@@ -337,7 +337,7 @@ def run(state: DecodeState, row: int, begun: RowStart, indices: range) -> list[i
 @pytest.mark.parametrize(
     "params", [{"seed": 5}, {"seed": 5, "top_p": 0.9, "presence_penalty": 1.0, "repetition_penalty": 1.2}], ids=str
 )
-def test_a_preempted_request_goes_on_as_if_it_had_never_left(params):
+def test_a_preempted_request_samples_the_same_tokens_afterwards(params):
     whole = run(DecodeState(4, 500), 1, start(prompt=(7, 8), **params), range(12))
     state = DecodeState(4, 500)
     before = run(state, 1, start(prompt=(7, 8), **params), range(5))

@@ -1,4 +1,4 @@
-"""The random numbers, and the distributions that they draw. Seeds are fixed: a pass is a pass for ever."""
+"""Random numbers, and the distributions of sampled tokens. Seeds are fixed, so results are the same each time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def renormalised(*, keep: list[int], power: float = 1.0) -> np.ndarray:
     ids=str,
 )
 @pytest.mark.parametrize("varied", ["seed", "output index"])
-def test_draws_follow_the_filtered_distribution(params, expected, varied):
+def test_sampled_tokens_follow_the_filtered_distribution(params, expected, varied):
     state = DecodeState(DRAWS, len(PROBS))
     by_seed = varied == "seed"
     for row in range(DRAWS):
@@ -64,7 +64,7 @@ def test_draws_follow_the_filtered_distribution(params, expected, varied):
     assert chi_square(observed, expected * DRAWS) < 4
 
 
-def test_uniform_numbers_lie_in_the_unit_interval_and_are_those_of_every_process():
+def test_random_numbers_are_in_0_to_1_and_equal_in_every_process():
     assert all(
         0 <= uniform(seed, index) < 1
         for seed, index in itertools.product((0, 1, -1, -(1 << 63), (1 << 63) - 1), range(50))
@@ -76,7 +76,7 @@ def test_uniform_numbers_lie_in_the_unit_interval_and_are_those_of_every_process
     ]
 
 
-def test_the_devices_random_numbers_are_these():
+def test_random_numbers_of_the_device_equal_the_reference():
     pairs = [*itertools.product((0, 1, 42, -1, -(1 << 63), (1 << 63) - 1), (0, 1, 7, 1 << 20)), (12345, 678)]
     hashed = [
         sampling_row(SamplingParams().spec(seed=seed, eos_ids=()), prompt_len=0)[COLUMNS["seed"]] for seed, _ in pairs
@@ -102,7 +102,7 @@ def test_uniform_numbers_fill_the_interval_evenly(axis):
     ("seed_step", "index_step"),
     [(1, 0), (0, 1), (1, -1), (1, 1), (2, -2), (1 << 32, 0), (0, 7)],
 )
-def test_neighbouring_seeds_and_indices_are_independent(seed_step, index_step):
+def test_random_numbers_of_neighbouring_seeds_and_indices_are_independent(seed_step, index_step):
     """Seed s at index i + 1 against seed s + 1 at index i, above all: those are the same number in a counter that only
     adds.
     """
@@ -114,6 +114,6 @@ def test_neighbouring_seeds_and_indices_are_independent(seed_step, index_step):
     assert abs(chi_square(joint.ravel(), np.full(64, len(pairs) / 64))) < 4
 
 
-def test_no_two_draws_share_a_number():
+def test_no_two_seeds_and_indices_share_a_random_number():
     numbers = {uniform(seed, index) for seed in range(-100, 100) for index in range(200)}
     assert len(numbers) == 200 * 200

@@ -122,7 +122,7 @@ def row_starts(draw: st.DrawFn) -> RowStart:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(row_starts(), min_size=1, max_size=4), st.integers(0, 10_000), st.integers(0, 6))
-def test_any_mixture_of_options_draws_what_the_slow_sampler_draws(starts, logits_seed, output_index):
+def test_any_mixture_of_options_samples_the_references_tokens(starts, logits_seed, output_index):
     # the grid makes equal logits common
     logits = torch.randn(len(starts), VOCAB, generator=torch.Generator().manual_seed(logits_seed)).mul(8).round().div(4)
     want = [reference(row.tolist(), start, output_index) for row, start in zip(logits, starts, strict=True)]
@@ -138,7 +138,7 @@ def test_any_mixture_of_options_draws_what_the_slow_sampler_draws(starts, logits
     [{"top_p": 0.95}, {"top_k": 40}, {"top_k": 100, "top_p": 0.8}, {"min_p": 0.02}, {"temperature": 0.6}],
     ids=str,
 )
-def test_a_row_of_real_width_draws_what_the_slow_sampler_draws(params):
+def test_rows_of_3000_logits_sample_the_references_tokens(params):
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(5)) * 3
     starts = [RowStart(SamplingParams(**params).spec(seed=seed, eos_ids=()), (), ()) for seed in range(40)]
     want = []

@@ -156,7 +156,9 @@ def sample_row_by_row(
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("mode", [SamplingMode.ARGMAX, SamplingMode.RANDOM, SamplingMode.PENALISED], ids=str)
-def test_a_step_draws_and_advances_as_each_row_alone_h19_h18(mode: SamplingMode, drafts: int, captured: bool) -> None:
+def test_a_step_samples_and_advances_each_row_as_it_would_alone_h19_h18(
+    mode: SamplingMode, drafts: int, captured: bool
+) -> None:
     for seed in range(40):
         rng, key = random.Random(seed), GraphKey(9, 60, drafts)
         hidden, batch = drafts > 0 and seed % 2 == 0, random_batch(rng, drafts)
@@ -209,5 +211,5 @@ def test_a_step_draws_and_advances_as_each_row_alone_h19_h18(mode: SamplingMode,
         ({"logprobs": 0, "presence_penalty": 0.1}, SamplingMode.HOST),
     ],
 )
-def test_mode_after_two_outputs(asked: dict[str, object], expected: SamplingMode) -> None:
+def test_sampling_mode_after_two_outputs(asked: dict[str, object], expected: SamplingMode) -> None:
     assert SamplingMode.of(asking(asked), outputs=2) is expected

@@ -1,4 +1,4 @@
-"""Rows of device state: what they remember, and that a new owner finds nothing of the old one."""
+"""Rows of device state: their contents, and that a new owner finds none of the old owner's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_row_begins_with_its_last_known_token():
     assert state.last_tokens[[0, 1, 2]].tolist() == [4, 6, 0]
 
 
-def test_a_new_owner_finds_no_token_of_the_old_one_h16():
+def test_a_reused_row_has_no_token_of_its_old_owner_h16():
     state = DecodeState(2, VOCAB)
     state.begin([(0, start(prompt=(3,)))])
     commit(state, [0], [9])
@@ -56,7 +56,7 @@ def test_a_new_owner_finds_no_token_of_the_old_one_h16():
     assert state.last_tokens[[0]].tolist() == [4]
 
 
-def test_a_new_owner_finds_no_counts_and_no_prompt_of_the_old_one_h18():
+def test_a_reused_row_has_no_counts_or_prompt_of_its_old_owner_h18():
     state = DecodeState(2, VOCAB)
     state.begin([(0, start(prompt=(1, 2, 3), outputs=(4,), **PENALISED))])
     commit(state, [0], [5])
@@ -66,7 +66,7 @@ def test_a_new_owner_finds_no_counts_and_no_prompt_of_the_old_one_h18():
     assert in_prompt[0].nonzero().flatten().tolist() == [8]
 
 
-def test_counts_are_clean_even_after_an_owner_that_needed_none_h18():
+def test_a_reused_row_has_no_counts_after_an_owner_without_penalties_h18():
     state = DecodeState(1, VOCAB)
     state.begin([(0, start(prompt=(1,), outputs=(4,), **PENALISED))])
     state.begin([(0, start(prompt=(2,)))])
@@ -77,7 +77,7 @@ def test_counts_are_clean_even_after_an_owner_that_needed_none_h18():
     assert in_prompt[0].nonzero().flatten().tolist() == [3]
 
 
-def test_a_new_owner_draws_without_bias_ban_or_penalty_of_the_old_one_h18():
+def test_a_reused_row_samples_without_options_of_its_old_owner_h18():
     state = DecodeState(1, VOCAB)
     state.begin(
         [(0, start(prompt=(1,), outputs=(2,), logit_bias={3: 9.0}, min_tokens=5, stop_token_ids=(4,), **PENALISED))]
@@ -89,7 +89,7 @@ def test_a_new_owner_draws_without_bias_ban_or_penalty_of_the_old_one_h18():
         assert sample(logits, [0], [0], state).tokens.tolist() == [wanted]
 
 
-def test_a_late_commit_for_the_old_owner_before_the_reset_leaves_no_trace_h16():
+def test_a_late_commit_of_the_old_owner_does_not_change_a_reused_row_h16():
     """The overrun step of a finished request commits first, as both run in order on the compute stream."""
     state = DecodeState(1, VOCAB)
     state.begin([(0, start(prompt=(1,), **PENALISED))])
@@ -101,7 +101,7 @@ def test_a_late_commit_for_the_old_owner_before_the_reset_leaves_no_trace_h16():
     assert counts[0].nonzero().flatten().tolist() == [7] and state.last_tokens[[0]].tolist() == [7]
 
 
-def test_beginning_one_row_leaves_the_others_alone():
+def test_beginning_a_row_does_not_change_other_rows():
     state = DecodeState(3, VOCAB)
     for row in range(3):
         state.begin([(row, start(prompt=(row,), outputs=(row + 5,), **PENALISED))])
@@ -124,7 +124,7 @@ def test_commits_count_each_output_of_penalised_rows():
     assert counts.sum() == 6
 
 
-def test_a_preempted_request_finds_its_outputs_counted_again_in_another_row():
+def test_a_preempted_requests_outputs_are_counted_again_in_its_new_row():
     state = DecodeState(2, VOCAB)
     state.begin([(0, start(prompt=(1,), **PENALISED))])
     commit(state, [0], [5])
@@ -134,7 +134,7 @@ def test_a_preempted_request_finds_its_outputs_counted_again_in_another_row():
     assert counts[0].equal(counts[1]) and in_prompt[0].equal(in_prompt[1])
 
 
-def test_tables_of_penalties_cost_nothing_until_a_row_needs_them():
+def test_penalty_tables_use_no_memory_until_a_row_needs_them():
     huge = DecodeState(1 << 20, 1 << 20)  # 5 TiB of tables
     huge.begin([(0, start(temperature=0.7, top_p=0.9, logit_bias={3: 1.0}, min_tokens=3))])
     commit(huge, [0], [5])
@@ -149,19 +149,19 @@ def test_ids_outside_the_vocabulary_are_ignored(stray):
     assert counts.nonzero().tolist() == [[1, 4]] and in_prompt.nonzero().tolist() == [[1, 3]]
 
 
-def test_a_row_that_never_began_cannot_draw():
+def test_sampling_a_row_that_never_began_raises():
     with pytest.raises(InvariantError, match="slot 1 draws, but it never began"):
         DecodeState(2, VOCAB).sampling_of(1)
 
 
-def test_an_empty_batch_changes_nothing():
+def test_an_empty_batch_changes_no_state():
     state = DecodeState(1, VOCAB)
     state.begin([(0, start(prompt=(3,)))])
     commit(state, [], [])
     assert state.last_tokens[[]].shape == (0,) and state.last_tokens[[0]].tolist() == [3]
 
 
-def test_rows_of_a_step_begin_together_each_with_its_own_tokens():
+def test_rows_that_begin_together_get_their_own_tokens():
     state = DecodeState(5, VOCAB, max_len=20)
     state.begin([(4, start(prompt=(9,) * 20))])
     starts = {

@@ -1,6 +1,4 @@
-"""A batch as numbers: each where it belongs, whatever the slots and the buffer held before; and padding that nothing
-reads.
-"""
+"""Packed inputs of a batch: correct whatever slots and buffer held before, with padding that no row reads."""
 
 from __future__ import annotations
 
@@ -189,7 +187,7 @@ def test_an_eager_step_has_the_exact_inputs_of_its_batch(drafts: int) -> None:
             check_exact(host, batch, random_drafts(seed, max(row.drafts for row in batch.rows)))
 
 
-def test_nothing_is_left_of_a_slots_former_owner() -> None:  # H16
+def test_a_reused_slot_has_no_inputs_of_its_former_owner() -> None:  # H16
     host = Host()
     check_exact(host, batch_of(row_plan(2, 15, 16, blocks=(5, 6, 7, 8), decodes=True)))
     check_exact(host, batch_of(row_plan(2, 0, 2, blocks=(9,), decodes=False)))  # shorter, and others
@@ -203,7 +201,7 @@ def batch_of(*rows: RowPlan) -> BatchPlan:
     return BatchPlan(rows)
 
 
-def test_block_tables_grow_with_their_row_and_a_step_that_was_packed_stays_as_it_was() -> None:
+def test_block_tables_grow_without_changing_a_step_packed_before() -> None:
     host, blocks = Host(width=300), tuple(range(1, 300))
     first = host.pack(batch_of(row_plan(0, 7, 8, blocks=blocks[:2], decodes=True)))
     kept = first.buffer.tolist()
@@ -212,7 +210,7 @@ def test_block_tables_grow_with_their_row_and_a_step_that_was_packed_stays_as_it
     assert first.buffer.tolist() == kept
 
 
-def test_inputs_are_fetched_by_one_kernel_and_positions_begin_their_memory() -> None:
+def test_inputs_are_fetched_by_one_kernel_with_positions_at_offset_0() -> None:
     """Compiled layers are handed positions, and would be compiled again for another offset into shared memory."""
     host = Host()
     batch = batch_of(row_plan(0, 4, 5, blocks=(3, 1), decodes=True), row_plan(1, 1, 4, blocks=(2,), decodes=False))
@@ -227,7 +225,7 @@ def test_inputs_are_fetched_by_one_kernel_and_positions_begin_their_memory() -> 
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_captured_step_reads_its_batch_and_padding_is_of_no_request_h18(drafts: int) -> None:
+def test_padding_of_a_captured_step_belongs_to_no_request_h18(drafts: int) -> None:
     for seed in range(50):
         rng, host, key = random.Random(seed), Host(), GraphKey(9, 60, drafts)
         state, sizes = host.state, key.sizes
@@ -287,7 +285,7 @@ def test_inputs_that_were_never_filled_are_padding() -> None:
     assert inputs.without_padding().sizes.num_tokens == 0
 
 
-def test_changes_of_block_tables_are_part_of_the_numbers() -> None:
+def test_block_table_changes_are_packed_with_the_inputs() -> None:
     sizes = GraphKey(9, 60).sizes
     changes = TableChanges.of([5, 9], [70, 71])
     numbers = pack(random_batch(random.Random(1), 0), sizes, padding_slot=SLOTS, block_tokens=4, changes=changes)
@@ -296,7 +294,7 @@ def test_changes_of_block_tables_are_part_of_the_numbers() -> None:
     assert inputs.block_ids[:2].tolist() == [70, 71]
 
 
-def test_a_chunk_of_one_token_is_no_row_that_decodes() -> None:
+def test_a_chunk_of_one_token_is_no_decode_row() -> None:
     batch = BatchPlan((row_plan(0, 3, 4, blocks=(1,), decodes=True), row_plan(1, 3, 4, blocks=(2,), decodes=False)))
     assert demand_of(batch) == (1, 1, 1, 0)
 
@@ -336,7 +334,7 @@ def test_the_key_with_the_least_padding_is_chosen() -> None:
     assert GraphKey(16, 0, 4, 16).sizes.num_tokens == 32
 
 
-def test_tables_change_where_a_row_got_blocks_or_another_owner() -> None:
+def test_block_table_changes_cover_new_blocks_and_new_owners() -> None:
     keeper = BlockTableMirror(3, WIDTH)
 
     def changes(start: int, stop: int, blocks: tuple[int, ...], *, decodes: bool) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Numbers on their way to the device: by memory that its kernels read, here the same memory under another name."""
+"""Uploads through host memory that kernels read; here, the mapped memory is the same memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def uploads(staging: torch.Tensor) -> Uploads:
     return Uploads(staging=staging, mapped=staging.view(torch.uint8))
 
 
-def test_numbers_of_one_step_lie_one_after_another_aligned(uploads: Uploads, staging: torch.Tensor) -> None:
+def test_numbers_of_a_step_are_consecutive_and_aligned(uploads: Uploads, staging: torch.Tensor) -> None:
     uploads.open(1)
     first = uploads.numbers([1.5], torch.float32)
     second = uploads.numbers([7, 8])
@@ -37,7 +37,7 @@ def test_numbers_of_one_step_lie_one_after_another_aligned(uploads: Uploads, sta
     assert not staging[0].any()  # another step's
 
 
-def test_what_was_fetched_outlives_its_slot(uploads: Uploads) -> None:  # H17
+def test_fetched_numbers_stay_valid_when_their_slot_is_reused(uploads: Uploads) -> None:  # H17
     uploads.open(0)
     kept = uploads.numbers([1, 2, 3])
     parts = uploads.together([torch.tensor([[4, 5]]), torch.tensor([6])])
@@ -47,7 +47,7 @@ def test_what_was_fetched_outlives_its_slot(uploads: Uploads) -> None:  # H17
     assert [part.tolist() for part in parts] == [[[4, 5]], [6]]
 
 
-def test_a_buffer_is_overwritten_whole(uploads: Uploads) -> None:
+def test_an_upload_overwrites_its_whole_target(uploads: Uploads) -> None:
     target = torch.full((4,), -1)
     uploads.into(target, np.arange(4))
     assert target.tolist() == [0, 1, 2, 3]
@@ -68,7 +68,7 @@ def test_captured_inputs_are_fetched_from_the_steps_own_region(
     assert uploads.fetches(torch.zeros(9, dtype=torch.int64)) == []  # 72 bytes
 
 
-def test_what_no_slot_has_room_for_comes_all_the_same(uploads: Uploads, staging: torch.Tensor) -> None:
+def test_numbers_larger_than_a_slot_are_uploaded_too(uploads: Uploads, staging: torch.Tensor) -> None:
     uploads.open(0)
     assert uploads.numbers([1] * 30).tolist() == [1] * 30  # 240 bytes
     before = staging.clone()
@@ -80,7 +80,7 @@ def test_what_no_slot_has_room_for_comes_all_the_same(uploads: Uploads, staging:
     assert staging[0, 240:].view(torch.int64).tolist() == [5, 6]
 
 
-def test_on_a_cpu_numbers_are_there_already() -> None:
+def test_on_a_cpu_uploads_return_the_same_tensor() -> None:
     uploads = Uploads.of(CpuDevice(compute_threads=1), num_regions=3)
     uploads.open(2)
     tensor, target = torch.arange(3), torch.zeros(3, dtype=torch.int64)
@@ -89,7 +89,7 @@ def test_on_a_cpu_numbers_are_there_already() -> None:
     assert (uploads.numbers([1]).tolist(), uploads.numbers([]).tolist(), target.tolist()) == ([1], [], [0, 1, 2])
 
 
-def test_steps_in_flight_have_regions_of_their_own_as_long_as_their_mailbox_entries(
+def test_each_step_in_flight_has_its_own_upload_region(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # H17
     device, model, opened = CpuDevice(compute_threads=1), ToyModel(), list[int]()

@@ -1,4 +1,4 @@
-"""Prompts, small pools and a look at plans. Blocks hold 4 tokens, chunks 8, and four rows share 16 blocks unless a test
+"""Prompts, small pools and checks of plans. Blocks hold 4 tokens, chunks 8, and four rows share 16 blocks unless a test
 says otherwise.
 """
 

@@ -1,5 +1,5 @@
-"""A world around the scheduler: the engine's loop, streams that run when they like, and KV whose every token is looked
-at.
+"""A world around the scheduler: the engine's loop, streams that run in random order, and KV of which every token is
+checked.
 
 A piece of work runs late and in any order that the fences allow, as chosen by a seed. Blocks hold `(token, position)`
 cells; steps check every cell that they read, stores check what they copy, and a token is drawn from what the blocks

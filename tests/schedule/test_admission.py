@@ -1,4 +1,4 @@
-"""Admission: order, room for running requests to grow, and a bound on the requests that a step considers."""
+"""Admission: order, blocks reserved for running requests, and a bound on the requests that a step considers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sidestream.schedule.request import State
 # ---------------------------------------------------------------------- admission and the token budget
 
 
-def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
+def test_requests_are_admitted_in_order_of_arrival() -> None:
     world = World(num_rows=2)
     requests = [world.submit(prompt(3, beginning=10 * index), outputs=2) for index in range(4)]
     world.step()
@@ -23,7 +23,7 @@ def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
     assert states(requests[2:]) == [State.RUNNING, State.RUNNING]
 
 
-def test_no_request_overtakes_the_first_in_line_for_lack_of_room() -> None:
+def test_no_request_overtakes_the_first_waiting_one_that_lacks_blocks() -> None:
     world = World(num_blocks=8)
     running = world.submit(prompt(17), outputs=4)
     world.step()
@@ -36,7 +36,7 @@ def test_no_request_overtakes_the_first_in_line_for_lack_of_room() -> None:
     world.run()
 
 
-def test_admission_leaves_every_running_request_a_block_to_grow() -> None:
+def test_admission_reserves_a_free_block_for_each_running_request() -> None:
     world = World(num_blocks=4)
     talker, guest = world.submit(prompt(3), outputs=4), world.submit(prompt(9, beginning=11), outputs=3)
     world.step()
@@ -45,7 +45,7 @@ def test_admission_leaves_every_running_request_a_block_to_grow() -> None:
     assert (talker.epoch, guest.epoch) == (0, 0)
 
 
-def test_a_step_looks_at_a_bounded_number_of_those_in_line() -> None:
+def test_a_step_considers_a_bounded_number_of_waiting_requests() -> None:
     world = World(limits=small_limits(max_probes=2))
     _, joined, behind = world.submit(prompt(18)), world.submit(prompt(18)), world.submit(prompt(3, beginning=11))
     world.step()

@@ -9,7 +9,7 @@ from sidestream.schedule.request import State
 from sidestream_kv.types import LoadPlan
 
 
-def test_blocks_and_row_of_an_aborted_request_wait_for_its_step() -> None:
+def test_blocks_and_row_of_an_aborted_request_keep_the_fence_of_its_step() -> None:
     """H2, H16: given back at once, while the step still reads and writes."""
     world = World()
     request = world.submit(prompt(18))
@@ -25,7 +25,7 @@ def test_blocks_and_row_of_an_aborted_request_wait_for_its_step() -> None:
     world.settle()
 
 
-def test_a_step_that_was_planned_before_a_preemption_or_an_abort_is_no_last_use() -> None:
+def test_launching_a_plan_ignores_requests_preempted_or_aborted_since() -> None:
     world = World()
     request = world.submit(prompt(6))
     plan = world.scheduler.plan()
@@ -38,7 +38,7 @@ def test_a_step_that_was_planned_before_a_preemption_or_an_abort_is_no_last_use(
     assert request.last_fence is None
 
 
-def test_blocks_of_an_ended_request_stay_used_until_transfers_settle() -> None:
+def test_blocks_of_a_finished_request_stay_in_use_until_transfers_settle() -> None:
     """H2, H10: no stream can wait for a transfer that the device has not been given yet, so the ledger does."""
     world = World()
     request = world.submit(prompt(18))
@@ -55,7 +55,7 @@ def test_blocks_of_an_ended_request_stay_used_until_transfers_settle() -> None:
     assert (world.blocks.num_available, world.blocks.is_settling) == (used, False)
 
 
-def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_step() -> None:
+def test_a_finished_request_keeps_the_fence_of_the_step_after_its_end() -> None:
     """The token that ends it is seen one step late: another step of it is in the air by then."""
     world = World()
     reference = world.submit(prompt(6), outputs=8)
@@ -73,7 +73,7 @@ def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_step() -> No
     world.settle()
 
 
-def test_a_step_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
+def test_a_step_waits_for_the_last_use_of_the_blocks_that_it_writes() -> None:
     world = World(num_blocks=5)
     request = world.submit(prompt(18))
     world.step()
@@ -92,7 +92,7 @@ def test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block() -> No
     world.run()
 
 
-def test_a_load_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
+def test_a_load_waits_for_the_last_use_of_the_blocks_that_it_writes() -> None:
     """H3: the old owner's step is still writing them."""
     world = World(num_blocks=5)
     request = world.submit(prompt(18))

@@ -25,9 +25,7 @@ def cuts_from(start: int, known: int, *, chunk_tokens: int, block_tokens: int) -
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(shape=SHAPES, data=st.data())
-def test_a_run_that_found_a_prefix_is_cut_where_the_run_that_found_nothing_was(
-    shape: tuple[int, int, int], data: st.DataObject
-) -> None:
+def test_chunks_after_a_cached_prefix_end_as_without_it(shape: tuple[int, int, int], data: st.DataObject) -> None:
     block, chunk, known = shape
     all_cuts = cuts_from(0, known, chunk_tokens=chunk, block_tokens=block)
     found = data.draw(st.integers(0, reusable_tokens(known, block) // block)) * block
@@ -37,7 +35,7 @@ def test_a_run_that_found_a_prefix_is_cut_where_the_run_that_found_nothing_was(
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(shape=SHAPES)
-def test_the_tail_is_a_chunk_of_its_own_and_no_chunk_is_longer_than_asked_for(shape: tuple[int, int, int]) -> None:
+def test_the_tail_is_its_own_chunk_and_no_chunk_exceeds_the_limit(shape: tuple[int, int, int]) -> None:
     block, chunk, known = shape
     stops = cuts_from(0, known, chunk_tokens=chunk, block_tokens=block)
     starts = [0, *stops[:-1]]
@@ -50,13 +48,13 @@ def test_the_tail_is_a_chunk_of_its_own_and_no_chunk_is_longer_than_asked_for(sh
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(known=st.integers(1, 200), block=st.integers(1, 16))
-def test_reuse_is_whole_blocks_and_never_the_last_token(known: int, block: int) -> None:
+def test_reusable_tokens_are_whole_blocks_without_the_last_token(known: int, block: int) -> None:
     reusable = reusable_tokens(known, block)
     assert reusable % block == 0
     assert reusable < known <= reusable + block
 
 
-def test_an_example() -> None:
+def test_example_prompts_are_cut_at_the_expected_tokens() -> None:
     assert cuts_from(0, 600, chunk_tokens=256, block_tokens=16) == [256, 512, 592, 600]
     assert cuts_from(592, 600, chunk_tokens=256, block_tokens=16) == [600]
     assert cuts_from(0, 592, chunk_tokens=256, block_tokens=16) == [

@@ -8,7 +8,7 @@ from scheduler_world import World
 from sidestream.schedule.request import Request
 
 
-def test_a_step_is_launched_before_the_one_before_is_seen() -> None:
+def test_a_step_is_launched_before_the_previous_one_is_committed() -> None:
     world = World()
     request = world.submit(prompt(3), outputs=4)
     world.step()
@@ -18,7 +18,7 @@ def test_a_step_is_launched_before_the_one_before_is_seen() -> None:
     assert request.num_outputs == 1
 
 
-def test_a_stop_token_ends_a_request_and_the_token_drawn_beyond_it_is_dropped() -> None:
+def test_a_token_sampled_after_a_stop_token_is_dropped() -> None:
     world = World()
     reference = world.submit(prompt(6), outputs=8)
     world.run()
@@ -36,7 +36,7 @@ def test_a_stop_token_before_min_tokens_does_not_end_a_request() -> None:
     assert [request.append_outputs([token]) for token in (5, 6, 5)] == [(1, None), (1, None), (1, "stop")]
 
 
-def test_of_tokens_that_come_together_those_behind_a_stop_token_are_dropped() -> None:
+def test_accepted_tokens_after_a_stop_token_are_dropped() -> None:
     request = Request(
         id=0, prompt=(5,), sampling=World().submit([1]).sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=0
     )
@@ -44,7 +44,7 @@ def test_of_tokens_that_come_together_those_behind_a_stop_token_are_dropped() ->
     assert request.tokens == [5, 6, 5]
 
 
-def test_a_result_of_an_ended_row_is_dropped_and_the_others_keep_their_own() -> None:
+def test_the_result_of_an_aborted_row_is_dropped_and_others_keep_theirs() -> None:
     """H21: the result of an aborted request comes in between two others."""
     world = World()
     one, two, three = (world.submit(prompt(3, beginning=beginning), outputs=4) for beginning in (1, 11, 21))

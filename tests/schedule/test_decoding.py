@@ -1,5 +1,5 @@
-"""Drafts in the scheduler: bounds that come down at commit, room that is not taken from anybody, and limits that hold
-whatever is right.
+"""Drafts in the scheduler: bounds that narrow at commit, blocks that are not taken from other requests, and limits that
+hold for any accept length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def decodes(world: World, request: Request) -> list[RowPlan]:
     ]
 
 
-def test_bounds_of_a_step_behind_drafts_narrow_when_accept_lengths_are_known() -> None:
+def test_bounds_of_a_row_narrow_once_accept_lengths_are_known() -> None:
     world = drafting_world(right=1)
     request = world.submit(prompt(6), outputs=20)
     while len(decodes(world, request)) < 4:
@@ -43,7 +43,7 @@ def test_bounds_of_a_step_behind_drafts_narrow_when_accept_lengths_are_known() -
 
 
 @pytest.mark.parametrize("right", [WRONG, 1, RIGHT])
-def test_no_position_behind_the_answers_end_is_written(right: int) -> None:
+def test_no_position_after_the_end_of_an_answer_is_written(right: int) -> None:
     for outputs in range(1, 12):
         world = drafting_world(right=right)
         request = world.submit(prompt(5), outputs=outputs)
@@ -52,7 +52,7 @@ def test_no_position_behind_the_answers_end_is_written(right: int) -> None:
         assert max((row.stop for row in decodes(world, request)), default=0) <= 5 + outputs
 
 
-def test_a_plan_says_how_many_rows_go_without_drafts_and_why() -> None:
+def test_a_plan_counts_rows_without_drafts_by_reason() -> None:
     world = drafting_world(right=RIGHT)
     request = world.submit(prompt(5), outputs=6)
     world.run()
@@ -63,7 +63,7 @@ def test_a_plan_says_how_many_rows_go_without_drafts_and_why() -> None:
     assert reasons["end"] == sum(not row.drafts for row in decodes(world, request))
 
 
-def test_right_drafts_save_steps() -> None:
+def test_correct_drafts_save_steps() -> None:
     steps = {}
     for right in (WRONG, RIGHT):
         world = drafting_world(right=right)
@@ -74,7 +74,7 @@ def test_right_drafts_save_steps() -> None:
     assert steps[WRONG] >= 23
 
 
-def test_a_row_without_room_for_drafts_decodes_without_them() -> None:
+def test_a_row_without_blocks_for_drafts_decodes_without_them() -> None:
     world = drafting_world(right=WRONG, num_blocks=7)
     older, younger = world.submit(prompt(7), outputs=10), world.submit(prompt(7, beginning=21), outputs=10)
     world.run()
@@ -83,7 +83,7 @@ def test_a_row_without_room_for_drafts_decodes_without_them() -> None:
     assert sum(plan.undrafted["blocks"] for plan in world.plans) > 0
 
 
-def test_a_row_has_all_its_drafts_if_the_last_block_just_holds_them() -> None:
+def test_a_row_gets_all_drafts_that_exactly_fill_its_last_block() -> None:
     world = drafting_world(right=WRONG, num_blocks=3)
     request = world.submit(prompt(8), outputs=5)  # its first decode row takes the positions 8 to 11 of the third block
     while not decodes(world, request):
@@ -91,7 +91,7 @@ def test_a_row_has_all_its_drafts_if_the_last_block_just_holds_them() -> None:
     assert [(row.stop, row.drafts) for row in decodes(world, request)] == [(12, 3)]
 
 
-def test_a_request_may_want_fewer_drafts_or_none() -> None:
+def test_a_request_may_ask_for_fewer_drafts_or_none() -> None:
     world = drafting_world(right=WRONG)
     beginnings = (1, 21, 31)
     plain, one, three = (
@@ -105,7 +105,7 @@ def test_a_request_may_want_fewer_drafts_or_none() -> None:
     world.run()
 
 
-def test_drafts_do_not_take_the_budget_of_prompts() -> None:
+def test_drafts_do_not_reduce_the_token_budget_of_prompts() -> None:
     world = drafting_world(right=WRONG, num_blocks=64)
     early = [world.submit(prompt(5, beginning=beginning), outputs=30) for beginning in (1, 21, 31)]
     while not all(decodes(world, request) for request in early):
@@ -116,7 +116,7 @@ def test_drafts_do_not_take_the_budget_of_prompts() -> None:
     world.run()
 
 
-def test_what_became_of_drafts_is_remembered_for_the_request() -> None:
+def test_accepted_and_rejected_drafts_change_the_requests_record() -> None:
     chances = {}
     for right in (WRONG, RIGHT):
         world = drafting_world(right=right)
@@ -128,7 +128,7 @@ def test_what_became_of_drafts_is_remembered_for_the_request() -> None:
     assert chances[WRONG] < 0 < chances[RIGHT]
 
 
-def test_logits_that_are_no_numbers_say_nothing_of_drafts() -> None:
+def test_non_finite_logits_do_not_change_the_record_of_drafts() -> None:
     world = drafting_world(right=RIGHT)
     request = world.submit(prompt(5), outputs=20)
     while not any(row.drafts for row in decodes(world, request)):
@@ -144,7 +144,7 @@ def test_logits_that_are_no_numbers_say_nothing_of_drafts() -> None:
     assert world.policy.records.debt[request.spec_record] == behind
 
 
-def test_a_prompt_that_is_computed_beside_drafts_is_held_up_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_computed_in_a_step_with_drafts_is_charged_for_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(num_blocks=32, drafts=3)
     held_up: list[list[int]] = []
     monkeypatch.setattr(world.policy, "charge", held_up.append)

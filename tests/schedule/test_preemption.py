@@ -1,4 +1,4 @@
-"""Preempted requests: who is preempted, what is dropped, and what comes back."""
+"""Preemption: the choice of the request, dropped results, and readmission."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sidestream.schedule.request import Request, State
 # ---------------------------------------------------------------------- preemption
 
 
-def test_the_younger_one_is_preempted_when_the_pool_is_full() -> None:
+def test_the_younger_request_is_preempted_when_the_pool_is_full() -> None:
     world, old, young = crowded_world()
     steps_until(world, lambda: young.epoch == 1)
     assert states([old, young]) == [State.RUNNING, State.WAITING]
@@ -33,7 +33,7 @@ def test_a_preempted_request_outputs_the_same_tokens() -> None:
     assert [len(begin.outputs) for begin in begins] == [0, said_before]
 
 
-def test_a_preempted_request_goes_on_while_no_new_requests_are_admitted() -> None:
+def test_a_preempted_request_is_readmitted_while_admission_is_paused() -> None:
     """New weights wait for all requests that have begun, so a preempted one must come to its end."""
     world, _, young = crowded_world()
     steps_until(world, lambda: young.epoch == 1)
@@ -42,7 +42,7 @@ def test_a_preempted_request_goes_on_while_no_new_requests_are_admitted() -> Non
     assert world.said(young) == world.expected(young)
 
 
-def test_a_request_may_be_preempted_in_the_middle_of_its_prompt() -> None:
+def test_a_request_may_be_preempted_during_its_prefill() -> None:
     """By a decode row of the same plan, which has looked for requests with a next chunk before."""
     world = World(num_blocks=18, limits=small_limits(chunk_tokens=4, token_budget=8))
     old, young = world.submit(prompt(3), outputs=20), world.submit(prompt(60, beginning=21), outputs=1)
@@ -71,7 +71,7 @@ def test_late_results_of_a_preempted_request_are_dropped() -> None:
     world.run()
 
 
-def test_a_late_result_is_dropped_even_when_its_request_runs_again() -> None:
+def test_a_late_result_is_dropped_even_if_its_request_runs_again() -> None:
     """The preempted request is back in a row, in epoch 1, when the step of epoch 0 lands."""
     world = World()
     request = world.submit(prompt(6), outputs=6)
@@ -89,7 +89,7 @@ def test_a_late_result_is_dropped_even_when_its_request_runs_again() -> None:
     assert world.said(request) == world.expected(request)
 
 
-def test_complete_blocks_of_a_preempted_request_are_found_again() -> None:
+def test_a_readmitted_request_reuses_its_complete_blocks() -> None:
     world, _, young = crowded_world()
     steps_until(world, lambda: young.epoch == 1)
     world.run()
@@ -121,7 +121,7 @@ def test_a_readmitted_request_runs_a_step_before_it_is_preempted_again() -> None
     assert steps <= 200
 
 
-def test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped() -> None:
+def test_only_the_first_request_may_preempt_one_that_has_run_no_step() -> None:
     world = World(num_blocks=16, num_rows=4)
     first, second, third = (world.submit(prompt(4, beginning=11 * index), outputs=9) for index in range(3))
     world.step()
@@ -184,7 +184,7 @@ def readmitted(world: World) -> Request:
 
 
 @pytest.mark.parametrize("reach", [waiting, joined, promoting, loading, flying, preempted, readmitted])
-def test_an_abort_gives_everything_back_whatever_the_request_was_doing(reach: object) -> None:
+def test_an_abort_in_any_state_releases_everything(reach: object) -> None:
     """H21, H22. `World.run` ends with empty pools; what is in the air at the abort comes in afterwards."""
     world = World()
     request = reach(world)  # type: ignore[operator]

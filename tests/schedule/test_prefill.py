@@ -10,7 +10,7 @@ from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import State
 
 
-def test_a_prompt_is_computed_in_chunks_and_then_one_token_a_step() -> None:
+def test_a_prompt_is_computed_in_chunks_and_an_answer_token_by_token() -> None:
     world = World()
     request = world.submit(prompt(18), outputs=3)
     assert [spans(world.step(), request) for _ in range(6)] == [
@@ -30,7 +30,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_one_token_a_step() -> None:
     world.settle()
 
 
-def test_decode_goes_first_and_prefill_takes_whole_chunks_from_what_is_left() -> None:
+def test_decode_comes_first_and_prefill_gets_whole_chunks_of_the_rest() -> None:
     world = World(num_blocks=32)
     talkers = [world.submit(prompt(2, beginning=10 * index), outputs=12) for index in (1, 2)]
     world.step()
@@ -45,7 +45,7 @@ def test_decode_goes_first_and_prefill_takes_whole_chunks_from_what_is_left() ->
     world.run()
 
 
-def test_a_short_tail_goes_along_where_a_chunk_does_not_fit() -> None:
+def test_a_short_tail_is_scheduled_where_a_chunk_does_not_fit() -> None:
     world = World(limits=small_limits(token_budget=12))
     long, short = world.submit(prompt(30)), world.submit(prompt(3, beginning=11))
     plan = world.step()
@@ -53,7 +53,7 @@ def test_a_short_tail_goes_along_where_a_chunk_does_not_fit() -> None:
     world.run()
 
 
-def test_the_oldest_prefill_gets_a_chunk_every_step_however_many_decode() -> None:
+def test_the_oldest_prefill_gets_a_chunk_in_every_step() -> None:
     world = World(num_blocks=32, num_rows=4)
     for index in range(3):
         world.submit(prompt(2, beginning=10 * index), outputs=20)
@@ -63,7 +63,7 @@ def test_the_oldest_prefill_gets_a_chunk_every_step_however_many_decode() -> Non
     world.run()
 
 
-def test_without_a_separate_tail_a_chunk_is_cut_at_a_block_border_to_fill_the_step() -> None:
+def test_a_chunk_is_cut_at_a_block_boundary_to_fill_a_step_without_tail_chunks() -> None:
     world = World(num_blocks=32, limits=small_limits(token_budget=14, tail_apart=False))
     first, second = world.submit(prompt(8)), world.submit(prompt(8, beginning=11))
     plan = world.step()
@@ -82,7 +82,7 @@ def test_without_a_separate_tail_a_chunk_is_cut_at_a_block_border_to_fill_the_st
         (48, 10.0, 256),  # fewer tokens would take as long
     ],
 )
-def test_beside_decode_rows_a_step_takes_the_prompt_tokens_of_the_target_gap(
+def test_a_target_gap_bounds_the_prompt_tokens_of_steps_with_decode_rows(
     num_decoding: int, rate: float | None, budget: int
 ) -> None:
     limits = Limits(16, 8192, 8448, tail_apart=False, target_gap_s=0.1)

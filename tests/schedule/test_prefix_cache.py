@@ -1,4 +1,4 @@
-"""What a request finds on the device, what it joins, and what is published and stored."""
+"""Prefix cache: reuse of blocks, waiting for pending blocks, publication and stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sidestream.types import CachedTokens, RowResult
 # ---------------------------------------------------------------------- what is found on the device
 
 
-def test_a_second_request_computes_only_what_the_first_did_not() -> None:
+def test_a_second_request_computes_only_tokens_after_the_shared_prefix() -> None:
     world = World()
     first = world.submit(prompt(16))
     world.run()
@@ -33,7 +33,7 @@ def test_the_last_token_is_always_computed_for_its_logits() -> None:
     assert world.computed_positions(again)[0] == 12
 
 
-def test_what_a_request_said_is_found_by_the_next_turn() -> None:
+def test_the_next_turn_reuses_blocks_of_the_answer_before() -> None:
     world = World()
     first = world.submit(prompt(6), outputs=7)
     world.run()
@@ -42,7 +42,7 @@ def test_what_a_request_said_is_found_by_the_next_turn() -> None:
     assert world.stories[1].request.cached == CachedTokens(device=12)
 
 
-def test_blocks_in_use_by_another_are_shared() -> None:
+def test_blocks_of_a_running_request_are_shared() -> None:
     world = World(num_blocks=8)
     talker = world.submit(prompt(17), outputs=9)
     steps_until(world, lambda: talker.num_outputs > 0)
@@ -53,7 +53,7 @@ def test_blocks_in_use_by_another_are_shared() -> None:
     world.run()
 
 
-def test_without_a_prefix_cache_nothing_is_found_stored_or_waited_for() -> None:
+def test_without_a_prefix_cache_no_block_is_reused_stored_or_waited_for() -> None:
     world = World(limits=small_limits(prefix_cache=False))
     one, two = world.submit(prompt(17)), world.submit(prompt(17))
     world.step()
@@ -68,7 +68,7 @@ def test_without_a_prefix_cache_nothing_is_found_stored_or_waited_for() -> None:
 # ---------------------------------------------------------------------- joining what another one does
 
 
-def test_two_samples_of_one_prompt_compute_it_once() -> None:
+def test_two_samples_of_a_prompt_compute_its_blocks_once() -> None:
     world = World(num_blocks=32)
     one, two = world.submit(prompt(18), outputs=3), world.submit(prompt(18), outputs=3)
     world.run()
@@ -77,7 +77,7 @@ def test_two_samples_of_one_prompt_compute_it_once() -> None:
     assert two.cached == CachedTokens(device=16)
 
 
-def test_one_that_joins_does_not_hold_up_those_behind_it() -> None:
+def test_a_request_that_waits_for_anothers_blocks_does_not_delay_others() -> None:
     world = World()
     _, joined, other = world.submit(prompt(18)), world.submit(prompt(18)), world.submit(prompt(3, beginning=11))
     world.step()
@@ -86,7 +86,7 @@ def test_one_that_joins_does_not_hold_up_those_behind_it() -> None:
 
 
 @pytest.mark.parametrize("after_steps", [1, 2, 3])
-def test_when_the_one_that_was_joined_is_aborted_the_other_goes_on_by_itself(after_steps: int) -> None:
+def test_a_request_computes_blocks_itself_if_their_first_request_is_aborted(after_steps: int) -> None:
     world = World()
     one, two = world.submit(prompt(18)), world.submit(prompt(18))
     for _ in range(after_steps):
@@ -96,7 +96,7 @@ def test_when_the_one_that_was_joined_is_aborted_the_other_goes_on_by_itself(aft
     assert world.said(two) == world.expected(two)
 
 
-def test_requests_that_need_the_same_blocks_join_the_load_in_flight() -> None:
+def test_a_request_waits_for_another_ones_load_of_the_same_blocks() -> None:
     world = World(num_blocks=32)
     loader = world.submit(prompt(18))
     world.tiers.where = dict.fromkeys(world.keys_of(loader)[:4], "host")
@@ -130,7 +130,7 @@ def test_requests_with_different_cache_salts_share_no_blocks() -> None:
     assert [request.cached for request in late] == [CachedTokens(device=16), CachedTokens(device=16), CachedTokens()]
 
 
-def test_a_load_that_is_done_is_nothing_to_join() -> None:
+def test_a_request_does_not_wait_for_a_finished_load() -> None:
     """Its blocks are on the device; when they are forgotten there, the next one starts at once."""
     world = World(num_blocks=32)
     loader = world.submit(prompt(18), outputs=20)
@@ -144,7 +144,7 @@ def test_a_load_that_is_done_is_nothing_to_join() -> None:
     world.run()
 
 
-def test_when_a_joined_load_fails_the_other_joins_the_computation() -> None:
+def test_after_a_failed_load_waiting_requests_share_the_computation() -> None:
     world = World(num_blocks=32)
     loader = world.submit(prompt(18))
     world.tiers.where = dict.fromkeys(world.keys_of(loader)[:4], "host")
@@ -158,7 +158,7 @@ def test_when_a_joined_load_fails_the_other_joins_the_computation() -> None:
 # ---------------------------------------------------------------------- publishing and storing
 
 
-def test_nothing_is_findable_before_its_step_was_seen() -> None:
+def test_blocks_are_found_only_after_their_step_is_committed() -> None:
     """H7, H12: launched is not computed."""
     world = World()
     request = world.submit(prompt(18))
@@ -187,7 +187,7 @@ def test_a_store_waits_for_the_step_that_filled_its_blocks() -> None:
     assert [store.after[0].tick for store in world.stored] == [1, 2]
 
 
-def test_a_store_names_the_whole_prefix_that_its_blocks_continue() -> None:
+def test_a_store_has_the_keys_of_its_blocks_whole_prefix() -> None:
     """What it continues was used too: a tier that evicts the start of a sequence before its end keeps nothing
     of use.
     """
@@ -198,7 +198,7 @@ def test_a_store_names_the_whole_prefix_that_its_blocks_continue() -> None:
     assert [store.prefix for store in world.stored] == [tuple(keys[:2]), tuple(keys[:4])]
 
 
-def test_what_another_request_published_is_not_stored_again() -> None:
+def test_blocks_that_another_request_published_are_not_stored_again() -> None:
     world = World(num_blocks=32, limits=small_limits(token_budget=20))
     for _ in range(2):
         world.submit(prompt(15))
@@ -207,7 +207,7 @@ def test_what_another_request_published_is_not_stored_again() -> None:
     assert len(keys) == len(set(keys))
 
 
-def test_what_came_from_a_tier_is_not_stored_again() -> None:
+def test_blocks_loaded_from_a_tier_are_not_stored_again() -> None:
     world = World()
     request = world.submit(prompt(18))
     keys = world.keys_of(request)
@@ -216,7 +216,7 @@ def test_what_came_from_a_tier_is_not_stored_again() -> None:
     assert not set(keys[:4]) & {key for store in world.stored for key in store.keys}
 
 
-def test_blocks_behind_logits_that_are_not_finite_are_not_published() -> None:
+def test_blocks_of_a_request_with_non_finite_logits_are_not_published() -> None:
     world = World()
     request = world.submit(prompt(18))
     world.step()

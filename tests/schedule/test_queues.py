@@ -43,7 +43,7 @@ def test_a_request_is_either_waiting_or_running_until_it_is_removed() -> None:
     assert (queues.unfinished, queues.waiting, queues.running, one.state) == ({}, {}, {}, State.FINISHED)
 
 
-def test_rank_is_priority_and_then_arrival() -> None:
+def test_requests_are_ranked_by_priority_and_then_arrival() -> None:
     first, urgent, last = request(0), request(1, priority=-1), request(2)
     queues = queues_of(first, urgent, last)
     for each in (last, first, urgent):
@@ -71,7 +71,7 @@ def test_a_plan_without_rows_ages_no_request() -> None:
     assert waiting.waited_steps == 0
 
 
-def test_rank_of_running_requests_follows_starts_and_ends() -> None:
+def test_running_requests_stay_ranked_after_starts_and_ends() -> None:
     first, last = request(0), request(1)
     queues = queues_of(first, last)
     queues.start(last)

@@ -1,6 +1,4 @@
-"""Loads that are ordered while a step is awaited: those that the next plan would order, and nobody is worse off
-for it.
-"""
+"""Loads planned while a step is awaited: those that the next plan would have, without harm to other requests."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ def rests(world: World, request: Request, source: str = "host", *, blocks: int =
     world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:blocks], source))  # type: ignore[arg-type]
 
 
-def test_a_load_is_planned_while_a_step_is_awaited_and_its_request_joins_the_next() -> None:
+def test_a_request_whose_load_was_planned_during_a_wait_joins_the_next_step() -> None:
     world, _ = busy_world()
     arrived: list[Request] = []
 
@@ -55,7 +53,7 @@ def test_loads_planned_during_a_wait_equal_those_of_the_next_plan() -> None:
     assert [type(plan) for plan in ordered[1]] == [LoadPlan, PromotePlan, LoadPlan]
 
 
-def test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken() -> None:
+def test_a_request_without_a_load_is_not_overtaken_during_a_wait() -> None:
     world, _ = busy_world()
     first, second = world.submit(prompt(6)), world.submit(prompt(18, beginning=11))
     rests(world, second)
@@ -66,7 +64,7 @@ def test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken() -> None:
     world.run()
 
 
-def test_no_request_overtakes_one_that_lacks_room() -> None:
+def test_no_load_is_planned_ahead_of_a_request_that_lacks_blocks() -> None:
     world, other = busy_world(num_blocks=8)
     large, small = world.submit(prompt(26)), world.submit(prompt(10, beginning=11))
     rests(world, large)
@@ -76,7 +74,7 @@ def test_no_request_overtakes_one_that_lacks_room() -> None:
     world.run()
 
 
-def test_the_first_in_rank_is_looked_at_first() -> None:
+def test_loads_are_planned_in_order_of_rank() -> None:
     world, _ = busy_world(num_rows=2)
     later, urgent = world.submit(prompt(18), priority=1), world.submit(prompt(18, beginning=11))
     rests(world, later)
@@ -95,7 +93,7 @@ def test_a_request_that_waits_for_pending_blocks_delays_no_other_request() -> No
     assert states([first, same, other]) == [State.RUNNING, State.WAITING, State.RUNNING]
 
 
-def test_no_new_request_is_admitted_during_a_wait_while_admission_is_paused() -> None:
+def test_no_load_is_planned_during_a_wait_while_admission_is_paused() -> None:
     world, _ = busy_world()
     rests(world, world.submit(prompt(18)))
     world.scheduler.pause_admission()
@@ -136,7 +134,7 @@ def full_world() -> World:
     return world
 
 
-def test_the_next_step_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile(full_world: World) -> None:
+def test_the_next_step_waits_for_the_last_use_of_blocks_taken_during_a_wait(full_world: World) -> None:
     assert full_world.previous is not None
     fence, request = full_world.previous.fence, change_owner(full_world)
     full_world.scheduler.load_ready(request.id, epoch=0)
@@ -146,7 +144,7 @@ def test_the_next_step_waits_for_the_last_use_of_blocks_that_were_taken_meanwhil
     assert full_world.scheduler.plan().after == ()
 
 
-def test_fences_are_owed_until_a_step_was_planned(full_world: World) -> None:
+def test_fences_of_blocks_taken_during_a_wait_are_kept_until_a_step_has_rows(full_world: World) -> None:
     assert full_world.previous is not None
     fence, request = full_world.previous.fence, change_owner(full_world)
     assert full_world.scheduler.plan().batch.rows == ()  # its load has no fences yet

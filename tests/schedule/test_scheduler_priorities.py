@@ -1,4 +1,4 @@
-"""Who goes before whom, and that nobody starves."""
+"""Priorities and aging: the order of requests, and no request starves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scheduler_world import World
 from sidestream.schedule.request import State
 
 
-def test_a_lower_number_runs_earlier() -> None:
+def test_a_request_with_a_lower_priority_number_runs_earlier() -> None:
     world = World(num_rows=1)
     requests = [
         world.submit(prompt(3, beginning=10 * index), priority=priority) for index, priority in enumerate([5, 0, 5, -1])
@@ -20,7 +20,7 @@ def test_a_lower_number_runs_earlier() -> None:
     assert ended == [3, 1, 0, 2]
 
 
-def test_room_is_taken_from_lower_priorities_only() -> None:
+def test_only_requests_of_lower_priority_are_preempted() -> None:
     world = World(num_rows=2)
     equal, lower = (
         world.submit(prompt(3), outputs=9, priority=0),
@@ -38,7 +38,7 @@ def test_room_is_taken_from_lower_priorities_only() -> None:
     assert world.said(lower) == world.expected(lower)
 
 
-def test_room_is_not_taken_from_one_that_has_not_stepped() -> None:
+def test_a_request_that_has_run_no_step_is_not_preempted() -> None:
     world = World(num_rows=1)
     lower = world.submit(prompt(3), outputs=5, priority=1)
     world.step()
@@ -50,7 +50,7 @@ def test_room_is_not_taken_from_one_that_has_not_stepped() -> None:
     world.run()
 
 
-def test_no_request_is_preempted_when_that_would_not_make_enough_room() -> None:
+def test_no_request_is_preempted_if_that_frees_too_few_blocks() -> None:
     world = World(num_blocks=11)
     large, small = (
         world.submit(prompt(17), outputs=10, priority=0),
@@ -66,7 +66,7 @@ def test_no_request_is_preempted_when_that_would_not_make_enough_room() -> None:
     world.run()
 
 
-def test_no_request_is_preempted_for_blocks_that_are_shared() -> None:
+def test_no_request_is_preempted_for_blocks_that_both_requests_share() -> None:
     """The urgent one finds most of its prompt in blocks that a running request of lower priority uses."""
     world = World(num_blocks=9)
     lower = world.submit(prompt(17), outputs=10, priority=1)
@@ -91,7 +91,7 @@ def test_no_request_is_preempted_for_one_that_waits_for_pending_blocks() -> None
     world.run()
 
 
-def test_waiting_improves_a_place_in_line_but_takes_no_room_from_equals_or_betters() -> None:
+def test_aging_improves_rank_but_preempts_no_request_of_equal_or_better_priority() -> None:
     """Else two requests of equal priority, or an aged one and a better one, would throw each other out in turns."""
     world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=2))
     talker = world.submit(prompt(3), outputs=30, priority=0)
@@ -104,7 +104,7 @@ def test_waiting_improves_a_place_in_line_but_takes_no_room_from_equals_or_bette
     assert [request.epoch for request in (talker, equal, lower)] == [0, 0, 0]
 
 
-def test_one_that_waited_long_enough_keeps_its_room() -> None:
+def test_a_request_aged_above_new_requests_is_not_preempted() -> None:
     world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=2))
     world.submit(prompt(3), outputs=8, priority=0)
     world.step()
@@ -118,7 +118,7 @@ def test_one_that_waited_long_enough_keeps_its_room() -> None:
     world.run()
 
 
-def test_one_that_waited_until_it_was_equal_keeps_its_room() -> None:
+def test_a_request_aged_to_equal_priority_is_not_preempted() -> None:
     world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=4))
     world.submit(prompt(3), outputs=5, priority=0)
     world.step()
@@ -162,7 +162,7 @@ def test_no_running_request_starves_under_a_stream_of_better_prompts() -> None:
     world.run()
 
 
-def test_a_request_that_is_skipped_moves_up_though_no_request_arrives_or_ends() -> None:
+def test_a_skipped_request_ages_even_if_no_request_arrives_or_ends() -> None:
     world = World(num_rows=2, num_blocks=64, limits=small_limits(aging_steps=3))
     low, high = world.submit(prompt(30), priority=1), world.submit(prompt(100, beginning=101), priority=0)
     for _ in range(8):
@@ -172,7 +172,7 @@ def test_a_request_that_is_skipped_moves_up_though_no_request_arrives_or_ends() 
     world.run()
 
 
-def test_a_turn_of_the_loop_without_a_step_ages_no_request() -> None:
+def test_an_engine_loop_without_a_step_ages_no_request() -> None:
     """An idle engine looks at its transfers two thousand times a second; that is not waiting for others."""
     world = World()
     request = promoting(world)

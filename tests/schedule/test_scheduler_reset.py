@@ -1,4 +1,4 @@
-"""A reset of the prefix cache, and the little that is left."""
+"""Resets of the prefix cache, and other small properties of the scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_reset_changes_no_token_of_running_or_waiting_requests(after_steps: in
 
 
 @pytest.mark.parametrize("after_steps", range(1, 4))
-def test_what_a_request_began_before_a_reset_is_never_found_or_stored(after_steps: int) -> None:
+def test_blocks_of_a_request_begun_before_a_reset_are_never_published_or_stored(after_steps: int) -> None:
     world = World()
     request = world.submit(prompt(18), outputs=8)
     for _ in range(after_steps):
@@ -41,7 +41,7 @@ def test_what_a_request_began_before_a_reset_is_never_found_or_stored(after_step
     assert world.said(request) == world.expected(request)
 
 
-def test_no_request_waits_for_blocks_that_were_begun_before_a_reset() -> None:
+def test_no_request_waits_for_pending_blocks_from_before_a_reset() -> None:
     world = World(num_blocks=32)
     one, two = world.submit(prompt(18), outputs=9), world.submit(prompt(18))
     world.step()
@@ -52,7 +52,7 @@ def test_no_request_waits_for_blocks_that_were_begun_before_a_reset() -> None:
     world.run()
 
 
-def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> None:
+def test_a_request_preempted_after_a_reset_publishes_its_blocks_again() -> None:
     world = World()
     request = world.submit(prompt(18), outputs=4)
     steps_until(world, lambda: request.num_outputs == 1)
@@ -64,7 +64,7 @@ def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> N
     assert world.blocks.match(world.keys_of(request)) != []
 
 
-def test_a_request_that_was_on_its_way_when_the_weights_changed_gets_the_new_keys() -> None:
+def test_a_request_checked_before_a_weight_change_gets_new_keys() -> None:
     """H14: its client's thread computed its keys before the change, and it arrives after it."""
     scheduler, tokens = World().scheduler, prompt(18)
     version, old = scheduler.keys_version, scheduler.keys_of(tokens)
@@ -77,7 +77,7 @@ def test_a_request_that_was_on_its_way_when_the_weights_changed_gets_the_new_key
     assert not set(request.keys) & set(old)
 
 
-def test_blocks_of_old_weights_take_no_room() -> None:
+def test_blocks_of_old_weights_are_freed() -> None:
     world = World()
     world.submit(prompt(18))
     world.run()
@@ -86,7 +86,7 @@ def test_blocks_of_old_weights_take_no_room() -> None:
     assert (world.blocks.num_cached, world.blocks.num_free) == (0, world.blocks.size)
 
 
-def test_a_scheduler_without_tiers_finds_nothing_in_them() -> None:
+def test_a_scheduler_works_without_tiers() -> None:
     world = World()
     scheduler = Scheduler(limits=world.limits, blocks=world.blocks, slots=world.slots, keys=world.keys)
     assert scheduler.plan() == StepPlan((), type(scheduler.plan().batch)(()), ())
@@ -94,7 +94,7 @@ def test_a_scheduler_without_tiers_finds_nothing_in_them() -> None:
     assert not NoTiers().worth_loading(["host"])
 
 
-def test_requests_are_listed_in_the_order_of_their_arrival_whatever_they_do() -> None:
+def test_requests_are_listed_in_order_of_arrival_in_any_state() -> None:
     world = World(num_rows=1)
     requests = [world.submit(prompt(3, beginning=10 * index), priority=-index) for index in range(3)]
     world.step()

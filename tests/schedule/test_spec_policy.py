@@ -1,4 +1,4 @@
-"""How many drafts a row gets, from what became of earlier ones and what steps took."""
+"""The number of drafts of each row, chosen from earlier accept lengths and step times."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def drafting(chances: Sequence[float], **options: float) -> tuple[SpecPolicy, li
 
 
 def proportional(cost: float) -> Callable[[int], float]:
-    """A step takes so much more for each draft of a row: as on a CPU."""
+    """Each draft of a row adds `cost` of a plain step, as on a CPU."""
     return lambda depth: PLAIN_S * (1 + cost * depth)
 
 
 def flat(ratio: float) -> Callable[[int], float]:
-    """A step takes so many times as long with drafts, however many: as a captured pass does."""
+    """Any number of drafts makes a step `ratio` times as long, as in a captured pass."""
     return lambda depth: PLAIN_S * (ratio if depth else 1.0)
 
 
 def chosen_of(policy: SpecPolicy, rows: Sequence[int], *, room: int = 4) -> list[int]:
-    """What each row gets in the next step."""
+    """Number of drafts of each row in the next step."""
     return (policy.reuse(len(rows)) or policy.choose(rows, [room] * len(rows))).counts
 
 
@@ -64,7 +64,7 @@ def test_the_first_step_with_drafts_measures_their_cost() -> None:
 @pytest.mark.parametrize(
     ("ratio", "chance", "expected"), [(1.7, 0.6, 4), (2.2, 0.6, 4), (2.4, 0.6, 0), (1.05, 0.1, 1), (4.0, 0.95, 4)]
 )
-def test_where_drafts_cost_the_same_however_many_all_are_made_or_none(
+def test_all_or_no_drafts_are_made_if_the_cost_is_independent_of_their_number(
     ratio: float, chance: float, expected: int
 ) -> None:
     """With a chance of 0.6, four drafts bring 1.3 tokens more."""
@@ -73,23 +73,23 @@ def test_where_drafts_cost_the_same_however_many_all_are_made_or_none(
 
 
 @pytest.mark.parametrize(("cost", "expected"), [(0.02, 4), (0.2, 2), (0.4, 1), (0.7, 0)])
-def test_where_each_draft_costs_as_many_are_made_as_pay(cost: float, expected: int) -> None:
+def test_only_drafts_that_pay_are_made_if_each_has_a_cost(cost: float, expected: int) -> None:
     policy, rows = drafting([0.6] * 8)
     assert settled(depths(policy, rows, proportional(cost), 60)[20:]) == expected
 
 
-def test_a_clock_that_does_not_move_says_nothing() -> None:
+def test_step_times_of_zero_do_not_stop_drafting() -> None:
     policy, rows = drafting([0.9] * 2)
     assert settled(depths(policy, rows, lambda depth: 0.0, 20)) == 4
 
 
-def test_no_row_gets_more_than_there_may_be() -> None:
+def test_no_row_gets_more_drafts_than_allowed() -> None:
     policy, rows = drafting([0.95] * 2)
     depths(policy, rows, flat(1.2), 10)
     assert [fly(policy, rows, flat(1.2), room=room) for room in (9, 2, 0, -1)] == [[4, 4], [2, 2], [0, 0], [0, 0]]
 
 
-def test_rows_whose_drafts_fail_do_without_beside_others_and_try_again_now_and_then() -> None:
+def test_rows_with_rejected_drafts_rarely_draft_beside_others() -> None:
     policy, rows = drafting([0.9] * 6 + [0.02], max_slowdown=math.inf)
     depths(policy, rows, flat(1.3), 10)
     counts = [fly(policy, rows, flat(1.3)) for _ in range(200)]
@@ -99,7 +99,7 @@ def test_rows_whose_drafts_fail_do_without_beside_others_and_try_again_now_and_t
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
-def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(num_rows: int) -> None:
+def test_trying_drafts_that_do_not_pay_costs_less_than_3_percent(num_rows: int) -> None:
     """Rows do not try one after another, each in a step that all of them pay for."""
     for ratio in [1.3, 2.0, 4.0]:
         for chance in [0.02, 0.5]:
@@ -158,7 +158,7 @@ def test_no_row_is_slowed_down_more_than_allowed_by_drafts_of_others(failing: in
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.22, 0.4])
-def test_where_each_draft_costs_no_row_loses_much_even_before_anything_is_known(cost: float) -> None:
+def test_new_rows_lose_little_time_if_each_draft_has_a_cost(cost: float) -> None:
     """As on a CPU, with short answers: a token, and what is to be found out, weigh most there."""
     for seed in range(8):
         policy, draws, ends = SpecPolicy(4), random.Random(seed), list[float]()
@@ -169,7 +169,7 @@ def test_where_each_draft_costs_no_row_loses_much_even_before_anything_is_known(
         assert max(ends[1:]) < 1.045
 
 
-def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
+def test_a_row_without_drafts_does_not_count_as_gaining_from_them() -> None:
     """0.05 is too little for a draft, and would be enough for a step that lasts 3 % longer."""
     policy, rows = drafting([0.05] * 8 + [0.9] * 8)
     depths(policy, rows, flat(1.03), 7)
@@ -180,7 +180,7 @@ def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
     assert policy.choose(rows, [4] * 16).counts == [1] + [0] * 7 + [4] * 8
 
 
-def test_a_row_at_its_answers_end_does_not_try_again_either() -> None:
+def test_a_row_at_the_end_of_its_answer_does_not_try_drafts_again() -> None:
     policy, rows = drafting([0.02, *[0.9] * 3], max_slowdown=math.inf)
     depths(policy, rows, flat(1.1), 8)
     policy.records.idle[rows[0]] = 100
@@ -193,7 +193,7 @@ def test_rows_with_equal_gain_all_get_drafts() -> None:
     assert max(together(policy, [0.8] * 64, flat(1.5))) < 0.6 * 400
 
 
-def test_a_request_that_wants_few_drafts_is_not_slowed_down() -> None:
+def test_a_request_limited_to_one_draft_is_not_slowed_down() -> None:
     def end(max_slowdown: float) -> float:
         """Of one whose only draft is right four times of five, beside others that gain by four."""
         policy, draws = SpecPolicy(4, max_slowdown=max_slowdown), random.Random(0)
@@ -213,7 +213,7 @@ def test_a_request_that_wants_few_drafts_is_not_slowed_down() -> None:
     assert end(math.inf) > 1.08
 
 
-def test_a_row_that_others_are_not_drafted_for_because_of_tries_again() -> None:
+def test_a_row_that_prevents_drafts_of_others_tries_again() -> None:
     policy, rows = drafting([0.02, *[0.9] * 31])
     for _ in range(300):
         counts = fly(policy, rows, flat(1.5))
@@ -225,7 +225,7 @@ def test_a_row_that_others_are_not_drafted_for_because_of_tries_again() -> None:
         assert steps < 100
 
 
-def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -> None:
+def test_a_request_without_drafts_is_not_slowed_down_by_others() -> None:
     policy = SpecPolicy(4)
     rows = [policy.add_request(0), *rows_of(policy, [0.9] * 3)]
     seconds = 0.0
@@ -237,7 +237,7 @@ def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -
     assert 2000 * PLAIN_S < seconds < 1.03 * 2000 * PLAIN_S
 
 
-def test_costs_are_estimated_from_steps_of_about_as_many_rows() -> None:
+def test_costs_are_estimated_from_steps_with_a_similar_number_of_rows() -> None:
     policy, rows = drafting([0.6] * 64)
     depths(policy, rows, flat(5.0), 10)
     depths(policy, rows[:2], flat(1.2), 200)
@@ -247,14 +247,14 @@ def test_costs_are_estimated_from_steps_of_about_as_many_rows() -> None:
     assert depths(policy, rows[:5], flat(1.2), 7) == [0, 0, 0, 0, 0, 4, 4]  # measured first
 
 
-def test_steps_go_without_drafts_now_and_then_so_that_their_cost_is_known() -> None:
+def test_some_steps_run_without_drafts_to_measure_their_cost() -> None:
     policy, rows = drafting([0.9] * 4)
     counts = depths(policy, rows, flat(1.4), 800)
     assert 12 <= counts.count(0) <= 16
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_where_the_host_is_the_bound_drafts_cost_what_the_host_needs_for_them(asynchronous: bool) -> None:
+def test_the_cost_of_drafts_includes_host_time_if_the_host_is_the_bottleneck(asynchronous: bool) -> None:
     """Between two commits the host reads what came of one step and plans another: drafts in either make a step without
     seem to take as long.
     """
@@ -270,7 +270,7 @@ def test_where_the_host_is_the_bound_drafts_cost_what_the_host_needs_for_them(as
     assert tokens / seconds > 0.97
 
 
-def test_who_comes_or_goes_is_chosen_for_at_once() -> None:
+def test_a_request_that_starts_or_ends_causes_a_new_choice() -> None:
     policy, rows = drafting([0.0] * 4)
     depths(policy, rows, flat(1.4), 6)
     policy.choose(rows, [4] * 4)
@@ -280,7 +280,7 @@ def test_who_comes_or_goes_is_chosen_for_at_once() -> None:
     assert policy.reuse(4) is None
 
 
-def test_a_measurement_goes_on_until_enough_was_seen() -> None:
+def test_a_measurement_continues_until_enough_steps_were_timed() -> None:
     """Steps with prompts measure nothing, and others may not."""
     policy, rows = drafting([0.9] * 8)
     depths(policy, rows, flat(1.2), 5 + 320)
@@ -293,7 +293,7 @@ def test_a_measurement_goes_on_until_enough_was_seen() -> None:
     assert policy._times(8).plain_s == pytest.approx(0.8 * PLAIN_S)
 
 
-def test_a_choice_of_no_drafts_holds_for_a_few_steps() -> None:
+def test_a_choice_without_drafts_is_reused_for_a_few_steps() -> None:
     policy, rows = drafting([0.0] * 4)
     depths(policy, rows, flat(1.4), 5)
     assert policy.reuse(4) is None  # they were measured
@@ -313,7 +313,7 @@ def test_a_choice_of_no_drafts_holds_for_a_few_steps() -> None:
     assert policy.reuse(4) is not None
 
 
-def test_a_row_alone_whose_drafts_failed_tries_one_every_so_many_steps() -> None:
+def test_a_single_row_with_rejected_drafts_tries_one_after_30_to_36_steps() -> None:
     policy, rows = drafting([0.9])
     depths(policy, rows, flat(1.0), 7)
     policy.records.chance[rows] = 0.02
@@ -336,7 +336,7 @@ def test_reusing_a_choice_does_not_delay_the_next_try() -> None:
     assert 40 < first(True) < 70
 
 
-def test_steps_are_compared_with_steps_over_as_much_kv() -> None:
+def test_steps_are_compared_with_steps_over_a_similar_amount_of_kv() -> None:
     """Over its life an answer's steps get half as long again: what drafts bring and cost in the mean would be 3 % too
     little.
     """
@@ -373,14 +373,14 @@ def test_one_late_host_step_does_not_change_the_cost_of_drafts(held_up: float) -
         assert chosen.count(0) < 25
 
 
-def test_a_machine_that_got_slower_is_measured_anew() -> None:
+def test_the_cost_ratio_stays_right_on_a_machine_that_became_slower() -> None:
     policy, rows = drafting([0.9] * 8)
     depths(policy, rows, flat(1.2), 5 + 320)
     depths(policy, rows, lambda depth: 1.5 * flat(1.2)(depth), 5 + 20)
     assert policy._ratios(8)[4] == pytest.approx(1.2, rel=0.01)
 
 
-def test_a_measurement_that_was_cut_short_by_prompts_is_not_made_up_of_an_old_one() -> None:
+def test_a_measurement_interrupted_by_prompts_does_not_reuse_an_old_one() -> None:
     """Over twice the KV all steps take longer by half; of those that go without drafts only one is seen."""
     policy, rows = drafting([0.9] * 8)
     depths(policy, rows, flat(1.2), 5 + 320)
@@ -394,7 +394,7 @@ def test_a_measurement_that_was_cut_short_by_prompts_is_not_made_up_of_an_old_on
     assert policy._ratios(8)[4] == pytest.approx(1.2, rel=0.01)
 
 
-def test_drafts_are_never_estimated_to_cost_less_than_nothing() -> None:
+def test_the_estimated_cost_of_drafts_is_never_negative() -> None:
     """Else every row would be given credit by each step with drafts, and could be slowed down for it later."""
     policy, rows = drafting([0.0] + [0.9] * 7)
     for number in range(1500):
@@ -405,7 +405,7 @@ def test_drafts_are_never_estimated_to_cost_less_than_nothing() -> None:
         assert policy.records.debt[rows[0]] >= -0.02 * (number + 1)
 
 
-def test_a_step_that_takes_no_time_by_a_coarse_clock_breaks_nothing() -> None:
+def test_a_step_time_of_zero_from_a_coarse_clock_raises_no_error() -> None:
     policy, rows = drafting([0.9] * 4)
     for number in range(50):
         counts = chosen_of(policy, rows)
@@ -418,7 +418,7 @@ def test_an_unmeasured_depth_is_estimated_to_cost_more_than_a_measured_one() -> 
     assert depths(policy, rows, flat(1.6), 500)[20:].count(0) > 460
 
 
-def test_a_step_that_was_to_be_measured_and_was_not_does_not_end_drafting() -> None:
+def test_a_missed_measurement_does_not_end_drafting() -> None:
     """Steps with prompts beside them measure nothing."""
     policy, rows = drafting([0.9] * 4)
     depths(policy, rows, flat(1.4), 5 + 320)
@@ -428,7 +428,7 @@ def test_a_step_that_was_to_be_measured_and_was_not_does_not_end_drafting() -> N
     assert counts == [0] * 16 + [4] * 34
 
 
-def test_drafts_that_were_too_dear_are_tried_by_all_rows_together_now_and_then() -> None:
+def test_all_rows_occasionally_try_drafts_that_were_too_expensive() -> None:
     policy, rows = drafting([0.9] * 4)
     depths(policy, rows, flat(6.0), 20)
     assert set(depths(policy, rows, flat(6.0), 400)) == {0}
@@ -436,7 +436,7 @@ def test_drafts_that_were_too_dear_are_tried_by_all_rows_together_now_and_then()
     assert settled(counts[-100:]) == 4
 
 
-def test_a_new_request_begins_with_how_others_fared_and_now_and_then_one_hopes_again() -> None:
+def test_new_requests_start_at_the_accept_rate_of_others_or_rarely_the_default() -> None:
     policy = SpecPolicy(4)
     chance = policy.records.chance
     assert chance[policy.add_request(4)] == pytest.approx(0.8)
@@ -452,7 +452,7 @@ def test_a_new_request_begins_with_how_others_fared_and_now_and_then_one_hopes_a
     assert chance[policy.add_request(0)] == 0
 
 
-def test_a_record_follows_what_became_of_its_drafts() -> None:
+def test_the_record_of_a_row_follows_its_accepted_drafts() -> None:
     policy, rows = drafting([0.5, 0.5])
     for _ in range(60):
         policy.record_accepted(rows, [4, 2], [4, 0])
@@ -461,7 +461,7 @@ def test_a_record_follows_what_became_of_its_drafts() -> None:
     assert policy.records.debt[rows].tolist() == [-240, 0]
 
 
-def test_a_request_that_ends_leaves_nothing_to_the_next_request_with_its_number() -> None:
+def test_a_reused_record_is_reset() -> None:
     policy = SpecPolicy(4)
     rows = [policy.add_request(4) for _ in range(200)]
     assert sorted(rows) == [*range(200)]
@@ -474,7 +474,7 @@ def test_a_request_that_ends_leaves_nothing_to_the_next_request_with_its_number(
     assert policy.records.chance[begun].min() > 0.7
 
 
-def test_why_rows_go_without_drafts_is_counted() -> None:
+def test_rows_without_drafts_are_counted_by_reason() -> None:
     policy, rows = drafting([0.9, 0.9, 0.9, 0.01])
     unwilling = policy.add_request(0)
     assert policy.choose([*rows, unwilling], [4, 4, 0, 4, 4]) == ([0] * 5, {"end": 1, "measuring": 3})
@@ -482,7 +482,7 @@ def test_why_rows_go_without_drafts_is_counted() -> None:
     assert policy.choose([*rows, unwilling], [4, 4, 0, 4, 4]) == ([4, 4, 0, 0, 0], {"end": 1, "chance": 1})
 
 
-def test_without_adapting_a_row_always_gets_what_there_may_be() -> None:
+def test_without_adapting_a_row_always_gets_the_allowed_drafts() -> None:
     for most in [0, 3]:
         policy = SpecPolicy(3, adaptive=False)
         row = policy.add_request(8)
@@ -491,7 +491,7 @@ def test_without_adapting_a_row_always_gets_what_there_may_be() -> None:
         assert policy.choose([policy.add_request(1)], [8]).counts == [1]
 
 
-def test_who_is_computed_beside_drafts_waits_for_them_too() -> None:
+def test_a_prompt_computed_beside_drafts_is_charged_their_cost() -> None:
     policy, rows = drafting([0.9] * 8)
     depths(policy, rows, flat(1.5), 12)
     newcomer = policy.add_request(4)

@@ -1,5 +1,5 @@
 """Recurrent states in the scheduler: which state each row reads and writes, where checkpoints are made, and when they
-are a hit. Steps end at once, unless a test holds their fences back.
+are a hit. Steps end at once, unless a test holds back their fences.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def spans(rows: list[RowPlan]) -> list[tuple[int, int]]:
     return [(row.min_start, row.stop) for row in rows]
 
 
-def test_a_prompt_is_cut_where_a_checkpoint_is_made_and_the_next_chunk_reads_it() -> None:
+def test_a_chunk_ends_at_each_checkpoint_and_the_next_chunk_reads_it() -> None:
     turns = Turns()
     first, tail = turns.answer(list(range(10)))
     assert spans([first, tail]) == [(0, 8), (8, 10)]
@@ -123,7 +123,7 @@ def test_a_prompt_is_cut_where_a_checkpoint_is_made_and_the_next_chunk_reads_it(
     assert turns.states.get(turns.key(list(range(8)))) == first.states.write
 
 
-def test_decoding_keeps_one_state_but_at_the_end_of_a_block() -> None:
+def test_decoding_changes_its_state_only_at_the_end_of_a_block() -> None:
     turns = Turns()
     rows = turns.answer([5, 6], outputs=8)  # no checkpoint in the prompt: it has no complete block
     states = [row.states for row in rows]
@@ -135,7 +135,7 @@ def test_decoding_keeps_one_state_but_at_the_end_of_a_block() -> None:
         assert (row.states.write == own) == (row.stop % SIZE != 0)
 
 
-def test_a_prompt_that_returns_continues_from_its_checkpoint() -> None:
+def test_a_repeated_prompt_continues_from_its_checkpoint() -> None:
     turns = Turns()
     first = turns.answer(list(range(10)))
     again = turns.answer(list(range(10)))
@@ -167,14 +167,14 @@ def test_a_checkpoint_is_made_where_prompts_were_seen_to_branch() -> None:
     assert third[0].min_start == 8
 
 
-def test_checkpoints_are_made_at_the_interval_that_was_asked_for() -> None:
+def test_checkpoints_are_made_at_the_configured_interval() -> None:
     turns = Turns(interval=2)
     rows = turns.answer(list(range(30)))
     assert [row.stop for row in rows] == [8, 16, 24, 28, 30]
     assert all(turns.states.get(turns.key(list(range(stop)))) is not None for stop in (8, 16, 24, 28))
 
 
-def test_the_newest_checkpoint_of_an_answer_replaces_the_one_before() -> None:
+def test_the_newest_checkpoint_of_an_answer_replaces_the_previous_one() -> None:
     turns = Turns()
     turns.answer(list(range(10)), outputs=12)
     kept = [
@@ -208,7 +208,7 @@ def test_a_request_without_a_state_waits() -> None:
     assert late.finish_reason == "length"
 
 
-def test_the_fences_of_a_states_last_uses_reach_its_next_writer() -> None:
+def test_the_next_writer_of_a_state_waits_for_its_last_uses() -> None:
     turns = Turns(num_states=1, num_slots=1)
     request = turns.submit([1, 2, 3], outputs=3)
     plan = turns.plan()
@@ -228,7 +228,7 @@ def test_the_fences_of_a_states_last_uses_reach_its_next_writer() -> None:
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1])
-def test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts(missing: int | None) -> None:
+def test_a_checkpoint_in_a_tier_is_a_hit_only_with_all_its_parts(missing: int | None) -> None:
     turns = Turns()
     prompt = list(range(10))
     keys: list[bytes] = []
@@ -259,7 +259,7 @@ def test_a_checkpoint_in_a_tier_counts_only_with_all_its_parts(missing: int | No
     assert not turns.stored  # and came from a tier
 
 
-def test_a_request_waits_for_two_states_if_it_loads_a_checkpoint_even_of_one_part() -> None:
+def test_a_request_that_loads_a_checkpoint_needs_two_free_states() -> None:
     turns = Turns(num_states=2, num_slots=2, layout=KVLayout(1, 1, 16, SIZE, "float32"))
     assert turns.region.blocks_per_state == 1
     first, prompt = turns.submit([1, 2, 3], outputs=3), list(range(10))
@@ -283,7 +283,7 @@ def test_checkpoints_of_prompts_are_stored_with_their_blocks() -> None:
     assert store.block_ids[2:] == tuple(turns.region.block_ids(rows[0].states.write))
 
 
-def test_the_newest_checkpoint_is_stored_when_its_request_leaves() -> None:
+def test_the_newest_checkpoint_is_stored_when_its_request_ends() -> None:
     turns = Turns()
     turns.answer(list(range(10)), outputs=12)
     latest = turns.scheduler.store_latest_states()
@@ -304,7 +304,7 @@ def superseded(turns: Turns) -> list[bytes]:
     return [key for plan in plans for key in plan.superseded]
 
 
-def test_the_next_turn_supersedes_the_states_of_the_turn_before() -> None:
+def test_the_next_turn_supersedes_the_states_of_the_previous_turn() -> None:
     turns = Turns(num_states=6)
     first = [*range(10)]
     turns.answer(first, outputs=12)
@@ -320,7 +320,7 @@ def test_the_next_turn_supersedes_the_states_of_the_turn_before() -> None:
     assert turns.states.get(turns.key([*second, *[1] * 10])) is not None
 
 
-def test_a_turn_that_continues_from_the_prompt_supersedes_the_answer_too() -> None:
+def test_a_turn_that_continues_the_previous_prompt_supersedes_its_answer_too() -> None:
     """As with models whose reasoning is left out of the next prompt."""
     turns = Turns()
     first = [*range(10)]
@@ -331,7 +331,7 @@ def test_a_turn_that_continues_from_the_prompt_supersedes_the_answer_too() -> No
 
 
 @pytest.mark.parametrize("steps", [1, 8])
-def test_a_request_that_was_preempted_knows_its_conversation(steps: int) -> None:
+def test_a_preempted_request_supersedes_states_as_if_it_was_not_preempted(steps: int) -> None:
     """It supersedes the turn before, from which it has started twice, and the next turn its own checkpoints."""
     turns = Turns(num_states=12)
     first = [*range(10)]
@@ -349,14 +349,14 @@ def test_a_request_that_was_preempted_knows_its_conversation(steps: int) -> None
     assert {*own} <= {*superseded(turns)}
 
 
-def test_an_answer_that_is_made_again_supersedes_nothing() -> None:
+def test_a_repeated_prompt_supersedes_no_state() -> None:
     turns = Turns()
     turns.answer([*range(10)], outputs=12)
     turns.answer([*range(10)], outputs=5)
     assert superseded(turns) == []
 
 
-def test_a_state_from_which_two_turns_continue_is_superseded_once() -> None:
+def test_a_state_continued_by_two_turns_in_sequence_is_superseded_once() -> None:
     turns = Turns()
     first = [*range(10)]
     turns.answer(first)
@@ -367,7 +367,7 @@ def test_a_state_from_which_two_turns_continue_is_superseded_once() -> None:
     assert superseded(turns) == []
 
 
-def test_a_state_from_which_two_turns_continue_at_once_is_not_superseded() -> None:
+def test_a_state_continued_by_two_turns_at_once_is_not_superseded() -> None:
     turns = Turns()
     first = [*range(10)]
     turns.answer(first)
@@ -389,7 +389,7 @@ def test_a_state_where_prompts_branch_is_not_superseded() -> None:
     assert superseded(turns) == []
 
 
-def test_only_so_many_states_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_number_of_states_can_be_superseded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream.schedule.states._NUM_REMEMBERED", 2)
     turns = Turns()
     prompts = [[number] * 10 for number in (1, 2, 3)]
@@ -400,7 +400,7 @@ def test_only_so_many_states_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
     assert superseded(turns) == part_keys(turns.key(prompts[2][:8]), 2)
 
 
-def test_after_a_reset_nothing_is_superseded() -> None:
+def test_after_a_reset_no_state_is_superseded() -> None:
     turns = Turns()
     first = [*range(10)]
     turns.answer(first)
@@ -409,7 +409,7 @@ def test_after_a_reset_nothing_is_superseded() -> None:
     assert superseded(turns) == []
 
 
-def test_a_state_is_forgotten_with_its_block_and_with_the_cache() -> None:
+def test_a_state_is_evicted_with_its_block_and_by_a_reset() -> None:
     turns = Turns(num_blocks=8, num_slots=1)
     turns.answer(list(range(10)))
     assert turns.states.num_keys == 1
@@ -420,7 +420,7 @@ def test_a_state_is_forgotten_with_its_block_and_with_the_cache() -> None:
     assert turns.states.num_keys == 0
 
 
-def test_checkpoints_of_a_broken_request_are_not_found_again() -> None:
+def test_checkpoints_of_a_request_with_non_finite_logits_are_dropped() -> None:
     turns = Turns()
     request = turns.submit(list(range(10)))
     turns.commit(turns.plan())
@@ -430,7 +430,7 @@ def test_checkpoints_of_a_broken_request_are_not_found_again() -> None:
     assert turns.states.num_keys == 0
 
 
-def test_the_checkpoint_from_which_a_broken_request_began_is_not_found_again() -> None:
+def test_non_finite_logits_drop_the_checkpoint_from_which_the_request_began() -> None:
     turns = Turns()
     keys = [turns.key(list(range(4))), turns.key(list(range(8)))]
     for length in (5, 10):
@@ -443,7 +443,7 @@ def test_the_checkpoint_from_which_a_broken_request_began_is_not_found_again() -
 
 
 @pytest.mark.parametrize("end", ["length", "abort", "preempt"])
-def test_every_state_comes_back(end: str) -> None:
+def test_all_states_of_a_request_are_released_at_its_end(end: str) -> None:
     turns = Turns()
     request = turns.submit(list(range(10)), outputs=9)
     for _ in range(5):
@@ -458,7 +458,7 @@ def test_every_state_comes_back(end: str) -> None:
     turns.states.check()
 
 
-def test_a_request_that_was_preempted_continues_from_its_newest_checkpoint() -> None:
+def test_a_preempted_request_continues_from_its_newest_checkpoint() -> None:
     turns = Turns()
     request = turns.submit(list(range(10)), outputs=9)
     for _ in range(6):
@@ -495,7 +495,7 @@ class Decoding:
         self.cache.publish(self.states, self.keys, complete, num_prompt_tokens=5, findable=lambda key: findable)
 
 
-def test_a_row_behind_drafts_gets_a_state_for_the_border_that_it_may_reach() -> None:
+def test_a_row_that_drafts_gets_a_state_for_a_block_boundary_it_may_reach() -> None:
     decoding = Decoding()
     own = decoding.states.own.ids[0]
     assert decoding.plan(5) == (own, own, -1)  # token 5; 6 and 7 are drafts, and reach no state
@@ -504,7 +504,7 @@ def test_a_row_behind_drafts_gets_a_state_for_the_border_that_it_may_reach() -> 
     assert decoding.plan(9, in_flight=2).checkpoint not in (ids.checkpoint, -1)  # it may cover 8 only now
 
 
-def test_a_checkpoint_is_found_only_if_the_accepted_drafts_reached_its_border() -> None:
+def test_a_checkpoint_is_published_once_accepted_drafts_reach_its_boundary() -> None:
     decoding = Decoding()
     first, second, third = decoding.plan(5), decoding.plan(8, in_flight=2), decoding.plan(9, in_flight=2)
     decoding.commit(first, 5, 6)  # no draft was accepted
@@ -535,7 +535,7 @@ def test_a_checkpoint_is_not_published_without_its_block(findable: bool) -> None
     assert decoding.pool.num_used == 0
 
 
-def test_a_candidate_behind_a_border_that_was_reached_is_released_behind_its_step() -> None:
+def test_an_unneeded_checkpoint_is_released_with_the_fence_of_its_step() -> None:
     decoding, fence = Decoding(), Step(3, done=False)
     first, second, third = decoding.plan(5), decoding.plan(8, in_flight=2), decoding.plan(9, in_flight=2)
     decoding.commit(first, 5, 7)
@@ -547,7 +547,7 @@ def test_a_candidate_behind_a_border_that_was_reached_is_released_behind_its_ste
     assert after[second.checkpoint] == (fence,)  # it is findable, and other ranks may still read it in this step
 
 
-def test_a_request_without_drafts_again_makes_checkpoints_without_a_copy() -> None:
+def test_a_request_that_stops_drafting_makes_checkpoints_without_a_copy() -> None:
     decoding = Decoding()
     first, second = decoding.plan(5), decoding.plan(8, in_flight=2)
     decoding.commit(first, 5, 7)
@@ -561,7 +561,7 @@ def test_a_request_without_drafts_again_makes_checkpoints_without_a_copy() -> No
 
 
 @pytest.mark.parametrize("committed", range(4))
-def test_every_candidate_comes_back(committed: int) -> None:
+def test_all_checkpoints_not_yet_published_are_released(committed: int) -> None:
     decoding = Decoding()
     plans = [decoding.plan(5), decoding.plan(8, in_flight=2), decoding.plan(9, in_flight=2)]
     for number, ids in enumerate(plans[:committed]):
@@ -570,7 +570,7 @@ def test_every_candidate_comes_back(committed: int) -> None:
     assert decoding.pool.num_used == 0
 
 
-def test_the_fences_of_a_candidates_last_uses_reach_its_writer() -> None:
+def test_a_step_waits_for_the_last_uses_of_its_new_checkpoint_state() -> None:
     turns, fence = Turns(num_states=4, num_slots=1), Step(7, done=False)
     request = turns.submit([1, 2, 3, 4, 5], outputs=9)
     turns.commit(turns.plan())
@@ -583,13 +583,13 @@ def test_the_fences_of_a_candidates_last_uses_reach_its_writer() -> None:
     assert step.after == [fence]
 
 
-def test_a_candidate_is_taken_only_if_each_waiting_request_still_gets_a_state() -> None:
+def test_a_draft_row_makes_no_checkpoint_if_a_waiting_request_needs_the_state() -> None:
     decoding = Decoding(num_states=2)
     decoding.plan(5)
     assert decoding.plan(8, in_flight=2).checkpoint == -1
 
 
-def test_states_take_whole_blocks_behind_those_of_the_pool() -> None:
+def test_states_use_whole_blocks_after_those_of_the_pool() -> None:
     region = StateRegion(STATES, LAYOUT.block_bytes, 9, 3)
     assert region.blocks_per_state == 2
     assert list(region.block_ids(1)) == [11, 12]

@@ -1,4 +1,4 @@
-"""Blocks that come from host memory and disk."""
+"""Requests whose blocks are in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sidestream.types import CachedTokens
 from sidestream_kv.types import LoadPlan, PromotePlan
 
 
-def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:
+def test_blocks_in_the_host_tier_are_loaded_and_others_computed() -> None:
     world = World()
     request = world.submit(prompt(22))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
@@ -27,7 +27,7 @@ def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:
     world.run()
 
 
-def test_a_request_joins_no_step_before_its_load_is_ready_and_others_do() -> None:  # H5
+def test_a_request_joins_a_step_only_once_its_load_is_ready() -> None:  # H5
     world = World()
     request, other = world.submit(prompt(22)), world.submit(prompt(6, beginning=11))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
@@ -39,7 +39,7 @@ def test_a_request_joins_no_step_before_its_load_is_ready_and_others_do() -> Non
     assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
 
 
-def test_those_that_decode_do_not_wait_for_a_load_of_somebody_else() -> None:
+def test_decoding_requests_do_not_wait_for_the_load_of_another_request() -> None:
     world = World()
     other = world.submit(prompt(6, beginning=11), outputs=20)
     steps_until(world, lambda: other.begun and other.can_decode)
@@ -66,7 +66,7 @@ def arriving(world: World, count: int) -> list[Request]:
     return requests
 
 
-def test_a_prompt_that_needs_no_load_does_not_wait_for_that_of_somebody_else() -> None:
+def test_a_prompt_without_a_load_does_not_wait_for_the_load_of_another_request() -> None:
     world = World()
     [request] = arriving(world, 1)
     cold = world.submit(prompt(6, beginning=11))
@@ -75,19 +75,19 @@ def test_a_prompt_that_needs_no_load_does_not_wait_for_that_of_somebody_else() -
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]  # nobody else waits now
 
 
-def test_of_two_whose_loads_are_on_their_way_the_first_does_not_wait_for_the_other() -> None:
+def test_the_first_of_two_loading_requests_does_not_wait_for_the_second() -> None:
     world = World()
     first, _ = arriving(world, 2)
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [first.id]
 
 
-def test_alone_a_request_begins_while_its_load_is_on_its_way() -> None:
+def test_a_single_request_begins_while_its_load_runs() -> None:
     world = World()
     [request] = arriving(world, 1)
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]
 
 
-def test_an_event_of_an_abandoned_load_lets_no_request_join_a_step() -> None:  # H5
+def test_the_end_of_a_load_of_an_earlier_epoch_is_ignored() -> None:  # H5
     world = World()
     request = world.submit(prompt(22))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
@@ -102,7 +102,7 @@ def test_an_event_of_an_abandoned_load_lets_no_request_join_a_step() -> None:  #
     assert len(world.scheduler.plan().batch.rows) == 1
 
 
-def test_what_is_on_the_device_is_not_loaded() -> None:
+def test_blocks_on_the_device_are_not_loaded() -> None:
     world = World()
     world.submit(prompt(9))
     world.run()
@@ -116,7 +116,7 @@ def test_what_is_on_the_device_is_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_load_that_is_not_worth_it_is_computed(tier: str) -> None:
+def test_blocks_whose_load_does_not_pay_are_computed(tier: str) -> None:
     world = World()
     request = world.submit(prompt(22))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], tier)
@@ -126,7 +126,7 @@ def test_a_load_that_is_not_worth_it_is_computed(tier: str) -> None:
     assert request.cached == CachedTokens()
 
 
-def test_a_request_waits_for_the_disk_without_holding_anything_or_anyone() -> None:
+def test_a_request_waiting_for_the_disk_holds_no_blocks_and_delays_no_request() -> None:
     world = World()
     request = world.submit(prompt(18))
     keys = world.keys_of(request)
@@ -143,7 +143,7 @@ def test_a_request_waits_for_the_disk_without_holding_anything_or_anyone() -> No
     assert request.cached == CachedTokens(host=8, disk=8)
 
 
-def test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to() -> None:
+def test_at_most_as_many_requests_wait_for_the_disk_as_there_are_rows() -> None:
     world = World(num_rows=2, num_blocks=32)
     requests = [world.submit(prompt(18, beginning=20 * index)) for index in range(3)]
     for request in requests:
@@ -157,7 +157,7 @@ def test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to() -> 
     world.run()
 
 
-def test_no_request_is_preempted_for_one_that_will_wait_for_the_disk() -> None:
+def test_no_request_is_preempted_for_one_that_waits_for_the_disk() -> None:
     world = World(num_rows=2, num_blocks=8)
     lower = world.submit(prompt(17), outputs=8, priority=1)
     steps_until(world, lambda: lower.num_outputs > 0)
@@ -169,7 +169,7 @@ def test_no_request_is_preempted_for_one_that_will_wait_for_the_disk() -> None:
     world.run()
 
 
-def test_after_an_incomplete_promotion_the_disk_is_left_alone() -> None:
+def test_after_an_incomplete_promotion_a_request_does_not_wait_for_the_disk() -> None:
     world = World()
     request = world.submit(prompt(18))
     keys = world.keys_of(request)
@@ -183,7 +183,7 @@ def test_after_an_incomplete_promotion_the_disk_is_left_alone() -> None:
     assert request.cached == CachedTokens(host=8)
 
 
-def test_a_request_gives_up_on_a_disk_whose_blocks_are_always_gone_again() -> None:
+def test_a_request_stops_promoting_blocks_that_are_evicted_each_time() -> None:
     """Another request's promotion evicts them from the host tier each time: bounded, not for ever."""
     world = World()
     request = world.submit(prompt(18))
@@ -233,7 +233,7 @@ def test_events_of_abandoned_promotions_and_loads_are_ignored() -> None:
     world.run()
 
 
-def test_a_failed_load_is_a_miss() -> None:
+def test_blocks_of_a_failed_load_are_computed() -> None:
     """H9, H10: computed again, without the tiers, in other blocks than those that the load may still write to."""
     world = World()
     request = loading(world)
@@ -276,7 +276,7 @@ def test_a_failed_load_voids_the_step_that_read_it() -> None:
     assert world.said(request) == world.expected(request)
 
 
-def test_a_preempted_request_comes_back_from_the_host_tier() -> None:
+def test_a_preempted_request_loads_its_blocks_from_the_host_tier() -> None:
     """Its complete blocks were stored as they were committed; by the time it runs again, the device has lost them."""
     world = World()
     request = world.submit(prompt(18), outputs=6)

@@ -1,4 +1,4 @@
-"""A front end checks requests and makes keys as the engine itself does, from the few facts that it is told."""
+"""A front end checks requests and makes keys like the engine, from the few facts that the engine sends it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_keys(tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.lists(st.integers(0, 1 << 31), max_size=40), st.text(max_size=4), st.text(max_size=4))
-def test_keys_from_a_root_are_those_of_the_engine(tokens: list[int], salt: str, cache_salt: str) -> None:
+def test_keys_made_from_a_root_equal_those_of_the_engine(tokens: list[int], salt: str, cache_salt: str) -> None:
     own = BlockKeys(fingerprint="model", layout=LAYOUT, salt=salt)
     theirs = BlockKeys.from_root(own.root, LAYOUT.block_tokens)
     expected: list[Key] = []
@@ -40,7 +40,7 @@ def test_keys_from_a_root_are_those_of_the_engine(tokens: list[int], salt: str, 
     assert len(made) == len(tokens) // 4
 
 
-def test_keys_of_different_roots_have_none_in_common() -> None:
+def test_different_roots_share_no_keys() -> None:
     tokens, made = list(range(40)), list[list[Key]]()
     for salt in ("", "a"):
         made.append([])
@@ -68,13 +68,13 @@ def test_a_checked_request_has_all_that_the_engine_needs() -> None:
     )
 
 
-def test_a_seed_of_the_params_counts_before_the_one_that_was_drawn() -> None:
+def test_the_seed_of_the_params_is_used_before_a_random_one() -> None:
     checker = RequestChecker(BOUNDS, no_keys)
     assert [checker.check([1], SamplingParams(seed=seed), seed=5).seed for seed in (None, 0, -3)] == [5, 0, -3]
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 38), (5, 5), (38, 38), (100, 38)])
-def test_an_answer_has_room_up_to_the_smaller_of_model_and_pool(max_tokens: int | None, expected: int) -> None:
+def test_max_tokens_is_clipped_to_the_smaller_limit_of_model_and_pool(max_tokens: int | None, expected: int) -> None:
     assert (
         RequestChecker(BOUNDS, no_keys).check([1] * 10, SamplingParams(max_tokens=max_tokens)).max_outputs == expected
     )
@@ -124,7 +124,7 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
         ),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_by_its_field(
+def test_a_refusal_names_the_field_of_the_request(
     prompt: Any, params: Any, options: Any, words: str, param: str
 ) -> None:
     def no_work(tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
@@ -137,5 +137,5 @@ def test_a_request_that_cannot_be_served_is_refused_by_its_field(
 
 
 @pytest.mark.parametrize("bound", [1, 1000])
-def test_bounds_follow_the_smaller_one(bound: int) -> None:
+def test_the_longest_context_is_the_smaller_limit_of_model_and_pool(bound: int) -> None:
     assert dataclasses.replace(BOUNDS, max_model_len=bound).longest == min(bound, 48)

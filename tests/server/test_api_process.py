@@ -77,7 +77,9 @@ def test_an_api_process_that_has_lost_its_engine_ends_soon(tmp_path: Path, monke
     ],
     ids=["nested ranges", "one wide number"],
 )
-def test_a_chat_template_that_hangs_fails_alone(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_chat_template_fails_only_its_own_request(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(api_process, "freeze_gc_heap", lambda: None)  # this process would stay frozen
     bounds = ProcessBounds(cpu_s=0.5, memory_bytes=256 << 20)
     monkeypatch.setattr(ProcessBounds, "for_context", lambda max_model_len: bounds)

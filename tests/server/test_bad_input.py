@@ -202,7 +202,7 @@ def _expect_400(reply: Any, param: str) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_too_long_prompts_are_refused_by_their_length(
+def test_too_long_prompts_are_refused_with_their_length(
     shared: Served, path: str, fields: dict[str, Any], param: str
 ) -> None:
     reply = shared.post_raw(json.dumps({"model": "fake", **fields}).encode(), path)
@@ -211,16 +211,16 @@ def test_too_long_prompts_are_refused_by_their_length(
     assert "the model takes 4096" in error["message"]
 
 
-def test_fields_that_ask_for_nothing_are_accepted(shared: Served) -> None:
+def test_null_and_empty_fields_are_accepted(shared: Served) -> None:
     assert shared.chat(stream_options=None, stop=[], top_logprobs=0).status_code == 200
 
 
-def test_an_unknown_field_names_the_nearest_known_one(shared: Served) -> None:
+def test_an_error_about_an_unknown_field_names_the_nearest_known_one(shared: Served) -> None:
     assert "did you mean temperature?" in shared.chat(temprature=1).json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", [*OTHER_SERVERS, "n_predicts", "prompt_cache", "optional", "streaming"])
-def test_a_field_of_another_server_is_explained_and_never_taken_for_another(shared: Served, name: str) -> None:
+def test_an_error_about_another_servers_field_explains_it(shared: Served, name: str) -> None:
     """With `n_predict` taken for `prediction`, which has no effect, a client would lose its limit."""
     for reply in (shared.chat(**{name: 8}), shared.text(**{name: 8})):
         error = reply.json()["error"]
@@ -228,7 +228,7 @@ def test_a_field_of_another_server_is_explained_and_never_taken_for_another(shar
         assert error["message"] == f"no field {name}: {OTHER_SERVERS.get(name, 'leave it out')}"
 
 
-def test_the_fields_to_send_in_place_of_another_servers_exist(shared: Served) -> None:
+def test_fields_suggested_in_place_of_other_servers_fields_exist(shared: Served) -> None:
     """Each field that an explanation names is accepted by one of the APIs."""
     for text in OTHER_SERVERS.values():
         if text.endswith("has this meaning here"):
@@ -238,7 +238,7 @@ def test_the_fields_to_send_in_place_of_another_servers_exist(shared: Served) ->
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_limit_of_minus_one_is_as_many_as_fit(name: str) -> None:
+def test_max_tokens_minus_1_means_as_many_as_fit(name: str) -> None:
     with serving() as served:
         assert served.chat(**{name: -1}).status_code == 200
         assert served.backend.params[0].max_tokens == served.backend.max_model_len
@@ -280,19 +280,19 @@ def test_a_bad_body_is_a_400_that_says_why(shared: Served, body: bytes, says: st
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_a_type_that_a_web_page_may_post_unasked_is_refused(shared: Served, kind: str | None) -> None:
+def test_content_types_that_web_pages_may_post_without_preflight_are_refused(shared: Served, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     body = json.dumps({"model": "fake", "messages": HI}).encode()
     assert shared.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 415
 
 
-def test_wrong_model_is_the_clients_not_found(shared: Served) -> None:
+def test_a_wrong_model_raises_not_found_in_the_openai_client(shared: Served) -> None:
     with pytest.raises(openai.NotFoundError) as failure:
         shared.openai.chat.completions.create(model="gpt-4", messages=HI)  # type: ignore[arg-type]
     assert (failure.value.code, failure.value.param) == ("model_not_found", "model")
 
 
-def test_unknown_path_and_method_have_openai_bodies(shared: Served) -> None:
+def test_errors_about_unknown_paths_and_methods_have_openai_bodies(shared: Served) -> None:
     unknown = shared.http.get("/v1/embeddings")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
     wrong = shared.http.get("/v1/completions")
@@ -319,14 +319,14 @@ _NAMES = (
     path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
     fields=st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=4),
 )
-def test_no_field_value_whatsoever_is_a_500(shared: Served, path: str, fields: dict[str, Any]) -> None:
+def test_no_field_value_causes_a_500(shared: Served, path: str, fields: dict[str, Any]) -> None:
     base = {"model": "fake"} | ({"messages": HI} if "chat" in path else {"prompt": "hi"})
     _expect_sane(shared.post_raw(json.dumps(base | fields).encode(), path))
 
 
 @settings(max_examples=75, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=64) | st.text('{}[]",:0123456789eE+-.truefalsn\\u', max_size=64).map(str.encode))
-def test_no_body_whatsoever_is_a_500(shared: Served, body: bytes) -> None:
+def test_no_body_causes_a_500(shared: Served, body: bytes) -> None:
     assert shared.post_raw(body).status_code == 400
 
 

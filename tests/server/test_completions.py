@@ -30,7 +30,7 @@ def test_chat_replies_with_text_finish_reason_and_usage(shared: Served) -> None:
     assert reply.usage.prompt_tokens_details.to_dict()["cached_tokens_by_tier"] == {"device": 1, "host": 2, "disk": 3}
 
 
-def test_streamed_chat_carries_the_same_text_and_usage(shared: Served) -> None:
+def test_a_streamed_chat_has_the_same_text_and_usage_as_a_whole_one(shared: Served) -> None:
     whole = shared.openai.chat.completions.create(model="fake", messages=HI)
     with shared.openai.chat.completions.create(
         model="fake", messages=HI, stream=True, stream_options={"include_usage": True}
@@ -45,7 +45,7 @@ def test_streamed_chat_carries_the_same_text_and_usage(shared: Served) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stream_without_include_usage_never_mentions_usage(shared: Served) -> None:
+def test_a_stream_without_include_usage_has_no_usage_field(shared: Served) -> None:
     assert "usage" not in shared.chat(stream=True).text
 
 
@@ -71,13 +71,13 @@ def test_text_completion_generates_16_tokens_by_default() -> None:
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_length_limit_ends_with_length(shared: Served, field: str) -> None:
+def test_an_answer_cut_by_its_token_limit_has_finish_reason_length(shared: Served, field: str) -> None:
     choice = shared.chat(**{field: 5}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello", "length")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_n_samples_of_many_prompts_are_numbered_prompt_by_prompt(shared: Served, stream: bool) -> None:
+def test_choices_of_many_prompts_and_samples_are_indexed_prompt_by_prompt(shared: Served, stream: bool) -> None:
     def prompts() -> list[str]:
         return ["one", "two accents"]
 
@@ -93,7 +93,7 @@ def test_n_samples_of_many_prompts_are_numbered_prompt_by_prompt(shared: Served,
     assert texts == {0: "Hello, world", 1: "Hello, world", 2: "héé", 3: "héé"}
 
 
-def test_n_samples_of_a_streamed_chat_each_begin_with_a_role_and_end_once(shared: Served) -> None:
+def test_each_streamed_chat_sample_begins_with_a_role_and_ends_once(shared: Served) -> None:
     with shared.openai.chat.completions.create(model="fake", messages=HI, n=2, stream=True) as stream:
         chunks = [chunk.choices[0] for chunk in stream]
     for index in range(2):
@@ -134,7 +134,7 @@ def test_every_accepted_field_reaches_the_engine() -> None:
         assert served.backend.params == [dataclasses.replace(expected, logit_bias={65: -100, 66: 1.5})]
 
 
-def test_null_means_the_default() -> None:
+def test_a_null_field_means_its_default() -> None:
     with serving() as served:
         drawing = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         nothing = dict.fromkeys(
@@ -145,13 +145,13 @@ def test_null_means_the_default() -> None:
     assert params == SamplingParams()
 
 
-def test_fields_that_are_left_out_are_left_to_the_models_sampling_defaults() -> None:
+def test_omitted_fields_use_the_models_sampling_defaults() -> None:
     with serving() as served:
         assert served.chat().status_code == served.text(max_tokens=7).status_code == 200
         assert served.backend.params == [SamplingParams(), SamplingParams(max_tokens=7)]
 
 
-def test_chat_logprobs_hold_tokens_bytes_and_alternatives(shared: Served) -> None:
+def test_chat_logprobs_have_tokens_bytes_and_alternatives(shared: Served) -> None:
     reply = shared.openai.chat.completions.create(
         model="fake", messages=HI, logprobs=True, top_logprobs=3, max_tokens=2
     )
@@ -163,7 +163,7 @@ def test_chat_logprobs_hold_tokens_bytes_and_alternatives(shared: Served) -> Non
     assert [entry.token for entry in logprobs.content] == ["H", "e"]
 
 
-def test_token_in_a_character_has_its_byte_and_the_last_one_has_the_text(shared: Served) -> None:
+def test_tokens_of_one_character_have_their_bytes_and_the_last_one_the_text(shared: Served) -> None:
     reply = shared.openai.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "accents"}], logprobs=True
     )
@@ -173,7 +173,7 @@ def test_token_in_a_character_has_its_byte_and_the_last_one_has_the_text(shared:
     assert entries == [("h", [104]), ("", [0xC3]), ("é", [0xA9])]
 
 
-def test_streamed_logprobs_are_the_whole_ones_cut_in_pieces(shared: Served) -> None:
+def test_joined_streamed_logprobs_equal_those_of_a_whole_reply(shared: Served) -> None:
     fields = {"prompt": "accents", "logprobs": 2}
     whole = shared.text(**fields).json()["choices"][0]["logprobs"]
     assert whole["tokens"] == ["h", "", "é", "", "é"]
@@ -187,7 +187,7 @@ def test_streamed_logprobs_are_the_whole_ones_cut_in_pieces(shared: Served) -> N
     assert joined == whole
 
 
-def test_alternatives_with_equal_text_are_all_given(shared: Served) -> None:
+def test_alternatives_with_equal_text_are_all_listed(shared: Served) -> None:
     """In a character, the sampled byte completes none, and its alternatives break it."""
     whole = shared.text(prompt="accents", logprobs=5).json()["choices"][0]["logprobs"]
     assert [len(alternatives) for alternatives in whole["top_logprobs"]] == [5, 6, 6, 6, 6]
@@ -196,7 +196,7 @@ def test_alternatives_with_equal_text_are_all_given(shared: Served) -> None:
     )
 
 
-def test_tokens_are_named_by_id_where_that_is_asked(shared: Served) -> None:
+def test_tokens_are_named_by_id_on_request(shared: Served) -> None:
     fields = {"max_tokens": 1, "return_tokens_as_token_ids": True}
     text = shared.text(**fields, logprobs=2).json()["choices"][0]["logprobs"]
     assert text["tokens"] == ["token_id:72"]
@@ -249,7 +249,7 @@ def test_echo_leaves_token_ids_that_the_tokenizer_lacks_to_the_engine() -> None:
     assert (call.prompts, call.echo) == (((97, 256, 2147483647),), ("a",))
 
 
-def test_an_answer_continues_a_prompt_or_a_final_message_and_begins_a_turn() -> None:
+def test_prompts_and_final_messages_are_continued_and_chats_begin_a_new_turn() -> None:
     with serving() as served:
         assert served.text().status_code == 200
         assert served.chat().status_code == 200
@@ -257,12 +257,12 @@ def test_an_answer_continues_a_prompt_or_a_final_message_and_begins_a_turn() -> 
         assert served.backend.continues == [True, False, True]
 
 
-def test_logprobs_0_names_the_drawn_token_only(shared: Served) -> None:
+def test_logprobs_0_lists_the_sampled_token_only(shared: Served) -> None:
     assert shared.text(logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"]["top_logprobs"] == [{"H": -0.5}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_empty_answer_is_an_answer(shared: Served, stream: bool) -> None:
+def test_an_empty_answer_has_finish_reason_stop(shared: Served, stream: bool) -> None:
     reply = shared.text(prompt="nothing", stream=stream)
     assert reply.status_code == 200
     assert '"finish_reason":"stop"' in reply.text
@@ -277,6 +277,6 @@ def test_models_are_listed_and_found_by_name() -> None:
         assert served.text(model="fake").status_code == 404
 
 
-def test_a_cold_prompt_has_no_cached_tokens() -> None:
+def test_an_uncached_prompt_has_0_cached_tokens_in_its_usage() -> None:
     with serving(FakeBackend(Script(cached=CachedTokens()))) as served:
         assert served.text().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,4 +1,4 @@
-"""Bounds on connections, and what is logged of those that are cut. Real sockets on the loopback interface."""
+"""Limits of connections, and log lines about connections that were ended. Real sockets on the loopback interface."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_half_a_request_head_is_refused_after_the_head_timeout() -> None:
         assert served.refused("head_timeout") == 1
 
 
-def test_a_head_that_trickles_in_gets_no_more_time() -> None:
+def test_a_head_sent_byte_by_byte_gets_no_more_than_the_head_timeout() -> None:
     with serving(head_timeout_s=0.3) as served, served.connect() as slow:
         slow.sendall(HALF_HEAD)
         assert trickle(slow, b"x").startswith(b"HTTP/1.1 408")
@@ -93,7 +93,7 @@ def test_a_head_that_trickles_in_gets_no_more_time() -> None:
 @pytest.mark.parametrize(
     "first", [b"", HEALTH + b"GET /he"], ids=["in the next packet", "in the packet of the request before"]
 )
-def test_the_next_head_on_a_used_connection_has_the_head_timeout_too(first: bytes) -> None:
+def test_the_head_timeout_applies_to_later_requests_of_a_connection(first: bytes) -> None:
     with serving(head_timeout_s=0.3) as served, served.connect() as kept:
         kept.sendall(first or HEALTH)
         assert read_reply(kept).startswith(b"HTTP/1.1 200")
@@ -101,7 +101,7 @@ def test_the_next_head_on_a_used_connection_has_the_head_timeout_too(first: byte
         assert served.refused("head_timeout") == 1
 
 
-def test_the_rest_of_a_body_that_was_answered_early_has_the_head_timeout_too() -> None:
+def test_the_head_timeout_applies_to_the_rest_of_a_body_answered_early() -> None:
     with serving(head_timeout_s=0.3) as served, served.connect() as slow:
         slow.sendall(head(99999, kind="text/plain"))
         assert read_reply(slow).startswith(b"HTTP/1.1 415")
@@ -109,14 +109,14 @@ def test_the_rest_of_a_body_that_was_answered_early_has_the_head_timeout_too() -
         assert served.refused("head_timeout") == 1
 
 
-def test_a_connection_that_is_never_used_is_closed_without_a_word(warnings: queue.Queue[str]) -> None:
+def test_an_unused_connection_is_closed_without_reply_or_log(warnings: queue.Queue[str]) -> None:
     with serving(head_timeout_s=0.2) as served, served.connect() as idle:
         assert read_to_end(idle) == b""
         assert served.refused("head_timeout") == 0
     assert warnings.empty()
 
 
-def test_a_request_that_takes_longer_than_a_head_may_is_answered() -> None:
+def test_a_request_that_takes_longer_than_the_head_timeout_is_answered() -> None:
     with serving(FakeBackend(Script(hold_after=1)), head_timeout_s=0.1) as served:
         stream = served.openai.completions.create(model="fake", prompt="hi", stream=True)
         with served.connect() as idle:
@@ -126,7 +126,7 @@ def test_a_request_that_takes_longer_than_a_head_may_is_answered() -> None:
         assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, world"
 
 
-def test_many_half_heads_delay_no_request_and_are_one_line(warnings: queue.Queue[str]) -> None:
+def test_many_unfinished_heads_delay_no_request_and_log_one_line(warnings: queue.Queue[str]) -> None:
     with serving(head_timeout_s=0.5) as served, contextlib.ExitStack() as opened:
         halves = [opened.enter_context(served.connect()) for _ in range(50)]
         peers = ["{}:{}".format(*half.getsockname()) for half in halves]
@@ -141,7 +141,7 @@ def test_many_half_heads_delay_no_request_and_are_one_line(warnings: queue.Queue
     assert warnings.empty()
 
 
-def test_lines_left_out_are_counted_after_their_period(
+def test_suppressed_log_lines_are_counted_after_their_period(
     warnings: queue.Queue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_LOG_PERIOD_S", 0.01)
@@ -166,7 +166,7 @@ def test_lines_left_out_are_counted_after_their_period(
 
 
 @pytest.mark.parametrize("line", [b"GET /health", b"GET /llm/health", b"POST /ping", b"GET /ping?x"])
-def test_a_health_check_is_answered_while_half_heads_hold_all_connections(line: bytes) -> None:
+def test_a_health_check_is_answered_while_unfinished_heads_use_all_connections(line: bytes) -> None:
     with serving(max_connections=2, root_path="/llm") as served, contextlib.ExitStack() as opened:
         for _ in range(2):
             opened.enter_context(served.connect()).sendall(HALF_HEAD)
@@ -182,7 +182,7 @@ def test_a_health_check_is_answered_while_half_heads_hold_all_connections(line: 
         assert served.backend.metrics.snapshot().values["connections_refused_total"] == {("limit",): 1}
 
 
-def test_one_connection_too_many_is_refused_until_another_ends(warnings: queue.Queue[str]) -> None:
+def test_a_connection_beyond_the_limit_is_refused_until_another_ends(warnings: queue.Queue[str]) -> None:
     with serving(max_connections=2) as served, served.connect() as one, served.connect() as two:
         for connection in (one, two):
             connection.sendall(HEALTH)
@@ -201,7 +201,7 @@ def test_one_connection_too_many_is_refused_until_another_ends(warnings: queue.Q
             assert read_reply(another).startswith(b"HTTP/1.1 200")
 
 
-def test_an_address_with_too_many_connections_leaves_room_for_others() -> None:
+def test_the_limit_per_address_does_not_affect_other_addresses() -> None:
     with serving(max_connections_per_address=1) as served, served.connect() as held:
         held.sendall(HEALTH)
         assert read_reply(held).startswith(b"HTTP/1.1 200")
@@ -218,7 +218,7 @@ def test_an_address_with_too_many_connections_leaves_room_for_others() -> None:
             assert read_reply(other).startswith(b"HTTP/1.1 200")
 
 
-def test_refused_connections_that_stay_open_have_a_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_refused_connections_still_open_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_LINGER_S", 3600.0)
     monkeypatch.setattr(connections, "_MOST_LINGERING", 2)
     with serving(max_connections=1) as served, contextlib.ExitStack() as opened:
@@ -232,7 +232,7 @@ def test_refused_connections_that_stay_open_have_a_bound_too(monkeypatch: pytest
             assert read_to_end(connection).startswith(b"HTTP/1.1 503")
 
 
-def test_bytes_that_are_no_request_are_refused_and_logged_with_their_peer(warnings: queue.Queue[str]) -> None:
+def test_invalid_http_is_refused_and_logged_with_its_peer(warnings: queue.Queue[str]) -> None:
     with serving() as served:
         for number in range(20):
             with served.connect() as wrong:
@@ -247,7 +247,7 @@ def test_bytes_that_are_no_request_are_refused_and_logged_with_their_peer(warnin
     assert warnings.empty()
 
 
-def test_a_head_without_end_is_refused_by_its_length() -> None:
+def test_a_too_long_request_head_is_refused() -> None:
     with serving() as served, served.connect() as endless:
         endless.sendall(HALF_HEAD + b"x" * (1 << 17))
         assert read_to_end(endless)[:12] in (b"HTTP/1.1 400", b"")  # nothing: it was reset with unread bytes
@@ -255,7 +255,7 @@ def test_a_head_without_end_is_refused_by_its_length() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
-def test_an_upgrade_is_not_done_and_no_library_is_advised(protocol: str, warnings: queue.Queue[str]) -> None:
+def test_an_upgrade_header_is_ignored_and_no_library_is_suggested(protocol: str, warnings: queue.Queue[str]) -> None:
     upgrade = {"connection": "Upgrade", "upgrade": protocol, "sec-websocket-version": "13", "sec-websocket-key": "x"}
     with serving() as served:
         assert served.http.get("/v1/models", headers=upgrade).status_code == 200
@@ -263,7 +263,7 @@ def test_an_upgrade_is_not_done_and_no_library_is_advised(protocol: str, warning
     assert warnings.empty()
 
 
-def test_more_connections_than_open_files_are_refused_before_anything_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_connections_above_the_open_file_limit_is_refused_before_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""Fields that common clients send beyond the API: honoured, or accepted where they ask for nothing; else a 400."""
+"""Fields beyond the API that common clients send: supported, accepted without effect, or refused with a 400."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_requests_of_common_clients_are_accepted(shared: Served, fields: str) ->
     assert reply.status_code == 200, reply.text
 
 
-def test_requests_of_clients_of_completions_are_accepted(shared: Served) -> None:
+def test_fields_of_completions_clients_are_accepted(shared: Served) -> None:
     reply = shared.text(
         best_of=1, echo=False, suffix=None, logit_bias={}, use_beam_search=False, top_k=-1, user="ann", logprobs=None
     )
@@ -75,7 +75,7 @@ def _send(served: Served, place: str, name: str, value: Any) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: f"{extra.name} of {'+'.join(extra.places)}")
-def test_extras_that_ask_for_nothing_are_accepted_and_others_refused_by_name(shared: Served, extra: Extra) -> None:
+def test_extra_fields_without_effect_are_accepted_and_other_values_refused(shared: Served, extra: Extra) -> None:
     other = {"something": ["else"]}
     for place in extra.places:
         for value in (None, *((other, "x", True, 5) if extra.values is None else extra.values)):
@@ -87,7 +87,7 @@ def test_extras_that_ask_for_nothing_are_accepted_and_others_refused_by_name(sha
             assert "which this server does not support: leave it out" in reply.json()["error"]["message"]
 
 
-def test_the_documented_extras_are_those_of_the_code() -> None:
+def test_the_documented_extra_fields_are_those_of_the_code() -> None:
     def row(extra: Extra) -> str:
         values = (
             "any"
@@ -101,7 +101,7 @@ def test_the_documented_extras_are_those_of_the_code() -> None:
     assert lines[first : first + len(EXTRAS) + 1] == [*map(row, EXTRAS), ""]
 
 
-def test_continuous_usage_is_in_every_chunk_and_grows_to_the_whole(shared: Served) -> None:
+def test_continuous_usage_is_in_every_chunk_and_grows_to_the_total(shared: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     with shared.openai.chat.completions.create(
         model="fake", messages=HI, stream=True, stream_options=options
@@ -123,13 +123,13 @@ def test_continuous_usage_alone_adds_no_last_chunk(shared: Served) -> None:
     assert all(chunk["choices"] and chunk["usage"]["completion_tokens"] for chunk in chunks)
 
 
-def test_top_k_of_minus_one_is_off() -> None:
+def test_top_k_minus_1_means_off() -> None:
     with serving() as served:
         assert served.chat(top_k=-1).status_code == 200
         assert served.backend.params[0].top_k == 0
 
 
-def test_a_request_id_is_the_requests_name_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_given_request_id_is_used_in_reply_log_and_engine(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sidestream.server")
     with serving() as served:
         reply = served.chat(request_id="bench-7/a:1")
@@ -157,14 +157,14 @@ def _knowing(*options: str) -> FakeBackend:
     return backend
 
 
-def test_options_of_the_chat_template_reach_it() -> None:
+def test_chat_template_kwargs_reach_the_chat_template() -> None:
     with serving(_knowing("enable_thinking", "style")) as served:
         assert served.chat(chat_template_kwargs={"enable_thinking": False, "style": ["short"]}).status_code == 200
         ((_, options),) = served.backend.tokenizer.chats
     assert options == {"enable_thinking": False, "style": ["short"]}
 
 
-def test_reasoning_effort_reaches_templates_that_know_it_and_no_others() -> None:
+def test_reasoning_effort_reaches_only_templates_that_use_it() -> None:
     with serving(_knowing("reasoning_effort")) as served:
         assert served.chat(reasoning_effort="high").status_code == 200
         assert (
@@ -181,7 +181,7 @@ def test_reasoning_effort_reaches_templates_that_know_it_and_no_others() -> None
         assert served.backend.tokenizer.chats[0][1] == {}
 
 
-def test_a_conversation_may_end_without_the_start_of_an_answer_or_within_one() -> None:
+def test_a_chat_may_omit_the_generation_prompt_or_continue_its_final_message() -> None:
     answered = [*HI, {"role": "assistant", "content": "Well"}]
     with serving() as served:
         assert served.chat(add_generation_prompt=False).status_code == 200
@@ -214,7 +214,7 @@ def test_names_and_reasoning_of_messages_reach_the_template() -> None:
     ]
 
 
-def test_calls_of_tools_and_their_results_reach_a_template_that_knows_them() -> None:
+def test_tool_calls_and_results_reach_templates_that_use_them() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}}
     messages = [
         *HI,

@@ -1,4 +1,4 @@
-"""What the engine refuses, what breaks, who leaves: every end of a request but a good one."""
+"""Refusals by the engine, errors, and clients that leave: every end of a request except success."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .serving import ASK_LONG, HI, LONG, WAIT_S, head, read_to_end, request_line
         (ZeroDivisionError("secret"), openai.InternalServerError, "internal_error"),
     ],
 )
-def test_a_refusal_is_an_exception(
+def test_a_refused_request_raises_the_clients_exception(
     stream: bool, refusal: Exception, expected: type[openai.APIStatusError], code: str | None
 ) -> None:
     with serving(FakeBackend(Script(refuse=refusal))) as served:
@@ -48,7 +48,7 @@ def test_a_refusal_is_an_exception(
         assert "secret" not in str(failure.value)
 
 
-def test_queue_full_says_when_to_try_again() -> None:
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
     with serving(FakeBackend(Script(refuse=QueueFull("full"))), retry_after_s=3) as served:
         reply = served.chat()
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "3")
@@ -64,7 +64,7 @@ def test_one_refused_prompt_aborts_the_others() -> None:
         assert aborted.endswith(".0")
 
 
-def test_an_unexpected_failure_is_logged_with_its_trace_and_reported_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_with_a_traceback_and_sent_without(caplog: pytest.LogCaptureFixture) -> None:
     with serving(FakeBackend(Script(refuse=ZeroDivisionError("secret")))) as served:
         reply = served.chat()
     assert reply.status_code == 500
@@ -75,7 +75,7 @@ def test_an_unexpected_failure_is_logged_with_its_trace_and_reported_without(cap
     assert reply.headers["x-request-id"] in reply.json()["error"]["message"]
 
 
-def test_a_failure_within_a_stream_is_an_error_event_and_no_done() -> None:
+def test_a_failure_during_a_stream_is_an_error_event_without_done() -> None:
     with serving(FakeBackend(Script(fail_after=3, failure=EngineStopped("the engine stops")))) as served:
         reply = served.chat(stream=True)
         assert reply.status_code == 200
@@ -89,12 +89,12 @@ def test_a_failure_within_a_stream_is_an_error_event_and_no_done() -> None:
             list(stream)
 
 
-def test_a_failure_within_a_whole_reply_is_an_error_reply() -> None:
+def test_a_failure_before_a_whole_reply_is_an_error_reply() -> None:
     with serving(FakeBackend(Script(fail_after=3))) as served:
         assert served.chat().status_code == 500
 
 
-def test_an_engine_that_stops_talking_before_the_end_is_not_taken_for_a_reply() -> None:
+def test_a_generation_without_a_finish_reason_is_an_error_reply() -> None:
     class Mumbling(FakeBackend):
         async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Delta, None]:
             yield Delta(0, "Hel", (1,), (), None, 1, CachedTokens())
@@ -105,7 +105,7 @@ def test_an_engine_that_stops_talking_before_the_end_is_not_taken_for_a_reply() 
 
 
 @pytest.mark.parametrize(("ending", "code"), [("error", "internal_error"), ("abort", "engine_stopped")])
-def test_a_sample_that_ends_badly_is_an_error(ending: str, code: str) -> None:
+def test_a_sample_with_a_failing_finish_reason_is_an_error_reply(ending: str, code: str) -> None:
     class Failing(FakeBackend):
         async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Delta, None]:
             yield Delta(0, "", (), (), ending, 1, CachedTokens(), error="secret")
@@ -137,7 +137,7 @@ def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
         served.backend.wait_until(lambda fake: sorted(fake.aborted) == sorted(fake.held))
 
 
-def test_a_client_that_leaves_within_its_body_disturbs_no_other_client(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_during_its_body_affects_no_other_client(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as served:
         leaving = served.connect()
         leaving.sendall(head(99) + b"{")
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_within_its_body_disturbs_no_other_client(caplog: p
     assert not warned(caplog)
 
 
-def test_a_client_that_does_not_read_delays_no_other_client_and_loses_nothing() -> None:
+def test_a_client_that_does_not_read_delays_no_other_and_gets_its_whole_reply() -> None:
     with serving(FakeBackend(lambda prompt: LONG if prompt == "long" else Script())) as served:
         slow = send(served, ASK_LONG, "/v1/completions")
         served.backend.wait_until(lambda fake: len(fake.names) == 1)
@@ -167,7 +167,7 @@ def test_a_slow_client_that_leaves_aborts_its_request() -> None:
         served.backend.wait_until(lambda fake: len(fake.aborted) == 1)
 
 
-def test_a_request_is_aborted_by_the_time_its_failure_is_known() -> None:
+def test_a_failed_request_is_aborted_before_its_error_is_raised() -> None:
     backend = FakeBackend()
     call = Call("text", ((1,), (2,)), SamplingParams(), priority=0, stream=False, include_usage=False)
 
@@ -200,7 +200,7 @@ def test_encoding_a_long_prompt_delays_no_other_client() -> None:
             assert b"Hello, world" in read_to_end(waiting)
 
 
-def test_short_prompts_are_encoded_on_the_event_loop_and_long_ones_beside_it() -> None:
+def test_short_prompts_are_encoded_on_the_event_loop_and_long_ones_in_a_thread() -> None:
     threads: list[threading.Thread] = []
 
     class WatchedTokenizer(FakeTokenizer):
@@ -249,27 +249,27 @@ def test_the_response_starts_before_any_event_of_any_prompt() -> None:
     assert set(sent[1:]) == {"http.response.body"}
 
 
-def test_a_body_that_announces_too_many_bytes_is_refused_before_it_comes() -> None:
+def test_a_too_large_content_length_is_refused_before_the_body() -> None:
     with serving(max_body_bytes=1000) as served, served.connect() as announcing:
         announcing.sendall(head(1001))
         assert announcing.recv(12) == b"HTTP/1.1 413"
 
 
-def test_a_chunked_body_that_is_too_long_is_refused_while_it_is_read() -> None:
+def test_a_too_long_chunked_body_is_refused_while_it_is_read() -> None:
     with serving(max_body_bytes=1000) as served, served.connect() as endless:
         endless.sendall(head(None))
         endless.sendall(b"3e9\r\n" + b"x" * 1001 + b"\r\n")  # and the last chunk never comes
         assert endless.recv(12) == b"HTTP/1.1 413"
 
 
-def test_the_default_bound_of_a_body_follows_the_context() -> None:
+def test_the_default_body_limit_grows_with_the_context_length() -> None:
     for tokens, bound in ((2048, (1 << 20) + 2048 * 64), (1 << 20, (1 << 20) + (64 << 20))):
         with serving(FakeBackend(max_model_len=tokens)) as served, served.connect() as announcing:
             announcing.sendall(head(bound + 1))
             _read_until(announcing, b"exceeds %d bytes" % bound)
 
 
-def test_unfinished_bodies_fill_a_bound_of_the_process_and_short_ones_still_pass() -> None:
+def test_unfinished_bodies_have_a_total_bound_and_short_bodies_still_pass() -> None:
     size = 100_000
     unfinished = head(size) + b" " * (size - 1)
     with serving(max_body_bytes=size, max_buffered_bytes=size * 2) as served, contextlib.ExitStack() as opened:
@@ -292,13 +292,13 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
         assert served.post_raw(body + b" ").status_code == 413
 
 
-def test_a_body_that_does_not_arrive_is_refused() -> None:
+def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
     with serving(body_timeout_s=0) as served, served.connect() as late:
         late.sendall(head(9) + b"{")
         assert late.recv(12) == b"HTTP/1.1 408"
 
 
-def test_only_the_right_key_is_let_in_and_health_is_open() -> None:
+def test_requests_need_the_right_key_and_health_needs_none() -> None:
     with serving(api_key="s3cret") as served:
         assert served.chat().status_code == 200
         for wrong in ("Bearer s3cre", "Bearer s3cret2", "Bearer", "Basic s3cret", "s3cret", "Bearer s3crét"):
@@ -313,7 +313,7 @@ def test_only_the_right_key_is_let_in_and_health_is_open() -> None:
             served.openai.with_options(api_key="wrong").models.list()
 
 
-def test_secrets_are_in_no_repr() -> None:
+def test_repr_shows_no_secret() -> None:
     assert "s3cret" not in repr(ServerOptions(api_key="s3cret", ssl_keyfile_password="s3cret"))
 
 

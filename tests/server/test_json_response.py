@@ -39,13 +39,13 @@ def test_json_is_compact_and_characters_are_not_escaped() -> None:
     )
 
 
-def test_half_of_a_surrogate_pair_is_refused_and_not_sent() -> None:
+def test_half_a_surrogate_pair_is_never_sent() -> None:
     with pytest.raises(UnicodeEncodeError):
         to_json("\ud800")
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf])
-def test_a_logprob_that_json_cannot_hold_is_an_error_of_ours(logprob: float) -> None:
+def test_a_non_finite_logprob_raises_an_invariant_error(logprob: float) -> None:
     for token in (TokenLogprob(65, logprob, ()), TokenLogprob(65, -0.5, ((66, logprob),))):
         with pytest.raises(InvariantError, match=r"log-probability is (nan|inf)"):
             TokenSpeller(FakeTokenizer().detokenizer()).add([token], "A", ended=False)

@@ -31,14 +31,14 @@ def test_the_engines_values_are_served_with_their_labels() -> None:
     assert samples["sidestream_blocks_free", ()] == 7
 
 
-def test_every_declared_metric_is_there_before_its_first_write() -> None:
+def test_every_declared_metric_is_rendered_before_its_first_write() -> None:
     text = render(Metrics().snapshot()).decode()
     names = {family.name for family in text_string_to_metric_families(text)}
     assert names == {f"sidestream_{name.removesuffix('_total')}" for name in METRICS}
     assert _samples(text)["sidestream_steps_total", ()] == 0
 
 
-def test_values_observed_together_count_as_one_by_one() -> None:
+def test_values_observed_together_equal_values_observed_one_by_one() -> None:
     at_once, one_by_one = Metrics(), Metrics()
     at_once.observe_all("itl_seconds", {0.002: 3, 0.3: 2, 1000.0: 1})
     for seconds in (0.002, 0.002, 0.002, 0.3, 0.3, 1000.0):
@@ -63,7 +63,7 @@ def test_histogram_buckets_are_cumulative() -> None:
     assert samples["sidestream_ttft_seconds_sum", ()] == 1000.303
 
 
-def test_the_name_of_a_replica_is_a_label_of_all_metrics_and_a_header_of_all_replies() -> None:
+def test_the_replica_name_is_a_label_of_metrics_and_a_header_of_replies() -> None:
     backend = FakeBackend()
     backend.metrics.inc("requests_total", 2, "stop")
     backend.metrics.observe("ttft_seconds", 0.3)
@@ -77,6 +77,6 @@ def test_the_name_of_a_replica_is_a_label_of_all_metrics_and_a_header_of_all_rep
 
 
 @pytest.mark.parametrize("name", ["two words", 'quo"te', "ä", "x" * 129])
-def test_a_replica_with_a_name_that_no_header_can_carry_is_refused(name: str) -> None:
+def test_a_replica_name_that_is_no_valid_header_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"replica is .*: give up to 128 letters, digits"):
         ServerOptions(replica=name)

@@ -1,4 +1,4 @@
-"""`sidestream serve` as real processes: which of them may die, and what their clients and the terminal get to see."""
+"""`sidestream serve` as real processes: ends of single processes, and their effect on clients and the terminal."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def shared(tiny: Path) -> Iterator[Server]:
         yield server
 
 
-def test_connections_are_spread_and_each_process_shows_the_metrics_of_all(shared: Server) -> None:
+def test_any_api_process_shows_the_metrics_of_all_processes(shared: Server) -> None:
     for pid in shared.apis:
         assert shared.stream(pid, max_tokens=4).ended.get(timeout=WAIT_S) == "done"
         malformed = shared.connect(pid).sock
@@ -248,7 +248,7 @@ def test_connections_are_spread_and_each_process_shows_the_metrics_of_all(shared
         assert told['connections_refused_total{reason="malformed"}'] == 2
 
 
-def test_signals_to_every_process_but_the_supervisor_disturb_no_request(shared: Server) -> None:
+def test_signals_to_processes_other_than_the_supervisor_affect_no_request(shared: Server) -> None:
     streams = [shared.stream(pid, max_tokens=50) for pid in shared.apis]
     processes = [shared.engine, *shared.apis]
     for pid in processes:
@@ -262,7 +262,7 @@ def test_signals_to_every_process_but_the_supervisor_disturb_no_request(shared: 
     assert [shared.engine, *shared.apis] == processes
 
 
-def test_a_stopped_api_process_holds_up_no_other_and_its_clients_get_everything(shared: Server) -> None:
+def test_a_stopped_api_process_delays_no_other_and_completes_its_replies_later(shared: Server) -> None:
     stopped, other = shared.apis
     waiting, connected = shared.stream(stopped, max_tokens=300), shared.connect(other)
     os.kill(stopped, signal.SIGSTOP)
@@ -275,7 +275,7 @@ def test_a_stopped_api_process_holds_up_no_other_and_its_clients_get_everything(
     assert waiting.num_tokens == 300
 
 
-def test_a_killed_api_process_takes_its_own_clients_along_and_another_one_starts(shared: Server) -> None:
+def test_a_killed_api_process_loses_only_its_own_clients_and_is_restarted(shared: Server) -> None:
     killed, other = shared.apis
     lost, kept = shared.stream(killed), shared.stream(other)
     watching = shared.connect(other)
@@ -299,7 +299,7 @@ def test_a_killed_api_process_takes_its_own_clients_along_and_another_one_starts
     )
 
 
-def test_a_killed_engine_is_an_error_of_clients_and_ends_the_server(tiny: Path) -> None:
+def test_clients_of_a_killed_engine_get_an_error_and_the_server_ends(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 1) as server, httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
         streams = [server.stream() for _ in range(3)]
         processes = [server.engine, *server.apis]
@@ -332,7 +332,7 @@ if any("engine_main" in argument for argument in sys.orig_argv):
 """
 
 
-def test_a_failed_engine_is_named_in_the_last_line_and_its_kv_is_stored(tiny: Path, tmp_path: Path) -> None:
+def test_the_last_log_line_names_a_failed_engine_and_its_kv_is_stored(tiny: Path, tmp_path: Path) -> None:
     flag, kv = tmp_path / "fail", tmp_path / "kv"
     (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)))
     options = ("--api-processes", 1, "--offload-disk", kv, "--offload-host", "8MiB")
@@ -381,7 +381,7 @@ if any("engine_main" in argument for argument in sys.orig_argv):
 """
 
 
-def test_a_signal_while_the_kv_is_stored_leaves_no_process(tiny: Path, tmp_path: Path) -> None:
+def test_a_second_signal_while_kv_is_stored_ends_all_processes(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANGING_END)
     with serving(tiny, "--api-processes", 1, faults=tmp_path) as server:
         assert server.url
@@ -404,7 +404,7 @@ if any(argument == "serve" for argument in sys.orig_argv):
 """
 
 
-def test_a_stopped_engine_process_is_noticed_and_does_not_delay_the_end_for_long(tiny: Path, tmp_path: Path) -> None:
+def test_a_stopped_engine_process_is_noticed_and_delays_shutdown_only_briefly(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANGING_ENGINE)
     options = ("--api-processes", 1, "--watchdog-timeout", 1)
     with (
@@ -445,7 +445,7 @@ if "--single-process" in sys.orig_argv:
 """
 
 
-def test_an_engine_that_does_not_close_ends_a_single_process_after_a_bound(tiny: Path, tmp_path: Path) -> None:
+def test_a_single_process_ends_after_a_bound_if_its_engine_does_not_close(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANGING_END_IN_ONE_PROCESS)
     with serving(tiny, "--single-process", faults=tmp_path) as server:
         assert server.url
@@ -463,7 +463,7 @@ def test_no_process_outlives_a_killed_supervisor(tiny: Path) -> None:
         until(lambda: not any(map(lives, processes)), within_s=10.0)
 
 
-def test_a_signal_during_the_start_ends_everything(tiny: Path) -> None:
+def test_a_signal_during_startup_ends_all_processes(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 2) as server:
         until(lambda: children(server.process.pid, "engine_main"))
         processes = [server.engine, *server.apis]
@@ -490,7 +490,7 @@ if any("api_process" in argument for argument in sys.orig_argv):
 """
 
 
-def test_signal_between_the_starts_of_api_processes_drains(tiny: Path, tmp_path: Path) -> None:
+def test_a_signal_between_the_starts_of_api_processes_drains(tiny: Path, tmp_path: Path) -> None:
     """A shell ignores SIGINT in all background jobs of a script."""
     (tmp_path / "sitecustomize.py").write_text(ALL_API_PROCESSES_BUT_ONE_HANG.format(flag=str(tmp_path / "first")))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -590,7 +590,7 @@ def test_an_engine_that_ends_before_api_processes_serve_ends_the_server(monkeypa
         supervisor.run(_Engine("it was killed by SIGKILL"), on_ready=lambda running: None)  # type: ignore[arg-type]
 
 
-def test_a_port_of_several_processes_that_do_not_listen_yet_is_taken() -> None:
+def test_a_port_bound_by_processes_that_do_not_listen_yet_is_in_use() -> None:
     for reuse in (0, 1):  # 1: connections of an earlier server were still there
         first = socket.socket()
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
@@ -602,7 +602,7 @@ def test_a_port_of_several_processes_that_do_not_listen_yet_is_taken() -> None:
                 bind(ServerOptions(port=first.getsockname()[1]))
 
 
-def test_an_api_process_does_without_torch(shared: Server) -> None:
+def test_an_api_process_does_not_load_torch(shared: Server) -> None:
     def has_torch(pid: int) -> bool:
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 

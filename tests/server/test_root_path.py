@@ -28,7 +28,7 @@ def test_every_route_answers_with_and_without_the_prefix(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["/llm", ""], ids=["not stripped", "stripped"])
-def test_errors_keys_and_the_log_are_as_without_a_prefix(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_keys_and_log_lines_are_the_same_with_a_prefix(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sidestream.server")
     with serving(root_path="/llm", api_key="k") as served:
         nobody = {"authorization": ""}
@@ -46,12 +46,12 @@ def test_errors_keys_and_the_log_are_as_without_a_prefix(prefix: str, caplog: py
 
 
 @pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//llm", "/l m", "/l%6Dm", "/llm?x", "/é"])
-def test_a_prefix_that_no_proxy_sends_is_refused(path: str) -> None:
+def test_an_invalid_root_path_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"root_path is .*: it must begin with a slash, end without one"):
         ServerOptions(root_path=path)
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/llm"])
-def test_a_prefix_that_the_apis_own_paths_have_is_refused(path: str) -> None:
+def test_a_root_path_of_the_apis_own_paths_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"root_path is .*: the API's own paths begin with /v1"):
         ServerOptions(root_path=path)

@@ -29,7 +29,7 @@ def _begin_stream(served: Served) -> Any:
     return stream
 
 
-def test_stopping_lets_a_running_request_finish_and_takes_no_new_one() -> None:
+def test_stop_lets_running_requests_finish_and_refuses_new_ones() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=WAIT_S) as served:
         with _begin_stream(served) as stream:
             served.running.stop()
@@ -66,7 +66,7 @@ def wait_closed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("wait_closed")
-def test_the_second_stop_ends_a_stream_that_is_being_sent() -> None:
+def test_the_second_stop_ends_a_running_stream() -> None:
     """Its client does not read: it can neither be told the end nor be waited for. Half of it is more than any buffer
     takes.
     """
@@ -83,7 +83,7 @@ def test_the_second_stop_ends_a_stream_that_is_being_sent() -> None:
 
 
 @pytest.mark.usefixtures("wait_closed")
-def test_the_first_stop_lets_a_stream_that_is_being_sent_go_on() -> None:
+def test_the_first_stop_lets_a_running_stream_finish() -> None:
     with serving(FakeBackend(LONG), drain_s=3600) as served, send(served, ASK_LONG, "/v1/completions") as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
         served.running.stop()
@@ -93,7 +93,7 @@ def test_the_first_stop_lets_a_stream_that_is_being_sent_go_on() -> None:
 
 
 @pytest.mark.usefixtures("wait_closed")
-def test_the_second_stop_quits_at_once() -> None:
+def test_the_second_stop_ends_the_server_at_once() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=3600) as served:
         with _begin_stream(served), served.connect() as half:
             half.sendall(head(9) + b"{")
@@ -141,7 +141,7 @@ def test_signals_abort_running_requests_and_return_to_the_caller(
             child.kill()
 
 
-def test_a_bound_address_refuses_connections_until_it_is_served() -> None:
+def test_a_bound_address_refuses_connections_until_the_server_listens() -> None:
     with bind(ServerOptions(port=0)) as bound:
         address = bound.getsockname()
         with pytest.raises(ConnectionRefusedError), socket.create_connection(address, WAIT_S):
@@ -161,7 +161,7 @@ def test_a_bound_address_refuses_connections_until_it_is_served() -> None:
         assert urls == [f"http://127.0.0.1:{address[1]}"]
 
 
-def test_a_port_is_free_again_as_soon_as_its_server_has_ended() -> None:
+def test_a_port_can_be_reused_as_soon_as_its_server_has_ended() -> None:
     """Connections that the server closed hold the port for a minute, for others than servers."""
     with serving() as served:
         assert served.chat().status_code == 200
@@ -171,7 +171,7 @@ def test_a_port_is_free_again_as_soon_as_its_server_has_ended() -> None:
         bind(ServerOptions(port=port)).close()
 
 
-def test_a_port_that_needs_a_right_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binding_a_port_without_permission_raises_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def bind_as_a_user(self: socket.socket, address: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -184,12 +184,12 @@ def test_a_port_that_needs_a_right_is_an_error_that_says_so(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_an_address_that_is_not_ours_is_an_error(host: str) -> None:
+def test_an_address_of_another_machine_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
         serve(FakeBackend(), ServerOptions(host=host, port=0))
 
 
-def test_listening_to_the_world_without_a_key_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_listening_on_all_addresses_without_a_key_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with serving(host="0.0.0.0"):
         pass
     assert any("without an API key" in record.getMessage() for record in caplog.records)
@@ -226,7 +226,7 @@ def test_listening_to_the_world_without_a_key_is_warned_about(caplog: pytest.Log
     ],
     ids=str,
 )
-def test_a_bad_option_is_an_error_that_names_it(options: dict[str, Any]) -> None:
+def test_an_error_about_a_bad_option_names_it(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerOptions(**options)
 

@@ -1,4 +1,4 @@
-"""Clients that take their reply slowly, or not at all. Real sockets with small buffers; the reply is longer than any
+"""Clients that read their reply slowly or not at all. Real sockets with small buffers; the reply is longer than any
 buffer.
 """
 
@@ -53,7 +53,7 @@ def _ask(served: Served, **fields: Any) -> socket.socket:
     return send(served, ASK_LONG | fields, "/v1/completions")
 
 
-def test_a_client_that_stops_reading_is_cut_and_no_other_client_slowed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_stops_reading_is_disconnected_and_slows_no_other(caplog: pytest.LogCaptureFixture) -> None:
     backend = Endless()
     with serving(backend, stall_timeout_s=0.5) as served, _ask(served) as first, _ask(served) as second:
         assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"
@@ -67,20 +67,20 @@ def test_a_client_that_stops_reading_is_cut_and_no_other_client_slowed(caplog: p
     )
 
 
-def test_a_client_on_a_unix_socket_that_stops_reading_is_cut_too(tmp_path: Path) -> None:
+def test_a_client_that_stops_reading_a_unix_socket_is_disconnected(tmp_path: Path) -> None:
     backend = Endless()
     with serving(backend, uds=str(tmp_path / "s"), stall_timeout_s=0.3) as served, _ask(served):
         backend.wait_until(lambda fake: len(fake.aborted) == 1)
     assert served.refused("stall_timeout") == 1
 
 
-def test_a_reply_that_was_made_whole_is_cut_too() -> None:
+def test_a_client_that_stops_reading_a_whole_reply_is_disconnected() -> None:
     with serving(FakeBackend(LONG), stall_timeout_s=0.3) as served, _ask(served, stream=False) as slow:
         assert slow.recv(12) == b"HTTP/1.1 200"
         _wait_for(served, 1)
 
 
-def test_a_complete_reply_is_cut_although_too_little_of_it_waits_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_client_is_disconnected_even_without_a_transport_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below its high-water mark a transport does not ask for a pause; here it never does."""
     monkeypatch.setattr(connections._LimitedProtocol, "pause_writing", H11Protocol.pause_writing)
     with serving(FakeBackend(LONG), stall_timeout_s=0.3) as served, _ask(served, stream=False) as slow:
@@ -88,7 +88,7 @@ def test_a_complete_reply_is_cut_although_too_little_of_it_waits_for_a_pause(mon
         _wait_for(served, 1)
 
 
-def test_a_client_that_takes_its_reply_slowly_gets_all_of_it() -> None:
+def test_a_client_that_reads_slowly_gets_its_whole_reply() -> None:
     """Slower than the stall timeout in all, but never idle for so long."""
     with serving(FakeBackend(LONG), stall_timeout_s=0.4) as served, _ask(served) as slow:
         received, size = b"", 0
@@ -102,7 +102,7 @@ def test_a_client_that_takes_its_reply_slowly_gets_all_of_it() -> None:
     assert served.refused("stall_timeout") == 0
 
 
-def test_a_request_that_computes_longer_than_the_stall_timeout_is_not_cut() -> None:
+def test_a_request_that_computes_longer_than_the_stall_timeout_is_answered() -> None:
     with serving(FakeBackend(Script(hold_after=2)), stall_timeout_s=0.1) as served:
         stream = served.openai.completions.create(model="fake", prompt="hi", stream=True)
         served.backend.wait_until(lambda fake: len(fake.held) == 1)

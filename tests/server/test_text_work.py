@@ -52,7 +52,7 @@ def test_a_short_body_does_not_wait_for_long_ones() -> None:
         asyncio.run(run(gate, work))
 
 
-def test_bodies_that_wait_count_against_the_queues_room_and_leave_with_their_clients() -> None:
+def test_waiting_bodies_count_towards_max_waiting_until_their_clients_leave() -> None:
     async def run(gate: Gate, work: TextWork) -> None:
         tasks = [asyncio.create_task(work.run(f"body {number}", LONG)) for number in range(3)]
         await _begun(gate)
@@ -99,19 +99,19 @@ def _hang(kind: str, body: bytes) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["loop", "one call of C code", "memory"])
-def test_work_that_never_ends_is_ended_and_the_next_is_done(kind: str) -> None:
+def test_text_work_that_hangs_is_stopped_and_the_next_one_runs(kind: str) -> None:
     hung, *others = _in_processes(_hang, (kind, bytearray()), *[("next", bytearray())] * 3)
     assert isinstance(hung, RequestRejected)
     assert "the model's chat template is at fault" in str(hung)
     assert others == ["next"] * 3
 
 
-def test_a_long_bodys_process_ends_and_gives_its_memory_back() -> None:
+def test_the_process_of_a_long_body_ends_after_it() -> None:
     first, second = _in_processes(lambda kind, body: os.getpid(), ("x", LONG), ("x", LONG))
     assert len({first, second, os.getpid()}) == 3
 
 
-def test_errors_of_a_text_process_arrive_whole() -> None:
+def test_errors_of_a_text_process_keep_all_their_fields() -> None:
     errors: dict[str, Exception] = {
         "api": ApiError(404, "no", kind="k", param="p", code="c", headers={"a": "b"}),
         "rejected": RequestRejected("no", param="p"),

@@ -59,14 +59,14 @@ def _cut(connection: socket.socket) -> bool:
         return True
 
 
-def test_requests_are_served_over_tls_and_the_url_says_so() -> None:
+def test_requests_are_served_over_tls_at_an_https_url() -> None:
     with _serving() as served:
         assert served.running.url.startswith("https://127.0.0.1:")
         assert served.chat().json()["choices"][0]["message"]["content"] == "Hello, world"
         assert served.chat(stream=True).text.endswith("data: [DONE]\n\n")
 
 
-def test_a_key_in_the_certificates_file_and_an_encrypted_key_are_read(tmp_path: Path) -> None:
+def test_the_key_may_be_in_the_certificate_file_or_encrypted(tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_text(Path(CERTIFICATE).read_text() + Path(KEY).read_text())
     with _serving(ssl_certfile=str(both), ssl_keyfile=None) as served:
@@ -75,7 +75,7 @@ def test_a_key_in_the_certificates_file_and_an_encrypted_key_are_read(tmp_path: 
         assert served.chat().status_code == 200
 
 
-def test_clients_without_a_certificate_are_refused_where_one_is_asked() -> None:
+def test_clients_without_a_required_certificate_are_refused() -> None:
     known = _trusting()
     known.load_cert_chain(CERTIFICATE, KEY)
     with serving(verify=known, **TLS, ssl_ca_certs=CERTIFICATE) as served:
@@ -120,14 +120,14 @@ def test_clients_without_a_certificate_are_refused_where_one_is_asked() -> None:
     ],
     ids=str,
 )
-def test_an_unusable_certificate_is_refused_before_the_address_is_taken(options: dict[str, Any], said: str) -> None:
+def test_an_unusable_certificate_is_refused_before_the_address_is_bound(options: dict[str, Any], said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as refusal:
         bind(ServerOptions(port=taken.getsockname()[1], **options))
     assert said in str(refusal.value)
     assert "wrong" not in str(refusal.value)
 
 
-def test_a_key_that_this_user_may_not_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_an_unreadable_key_names_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(self: Path, *arguments: Any, **named: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -139,12 +139,12 @@ def test_a_key_that_this_user_may_not_read_is_named(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["ssl_keyfile", "ssl_ca_certs"])
-def test_a_key_or_clients_certificates_without_the_servers_are_refused(name: str) -> None:
+def test_tls_options_without_ssl_certfile_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is x without ssl_certfile: give the server's certificate too"):
         ServerOptions(**{name: "x"})  # type: ignore[arg-type]
 
 
-def test_a_handshake_that_is_never_finished_is_cut_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unfinished_handshake_is_ended_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with _serving(head_timeout_s=0.2) as served, served.connect() as silent, served.connect() as half:
         half.sendall(b"\x16\x03\x01\x02\x00\x01")
         assert _cut(silent)
@@ -154,14 +154,14 @@ def test_a_handshake_that_is_never_finished_is_cut_counted_and_logged(caplog: py
     assert line.endswith(": its TLS handshake failed, or did not end within 0.2 s")
 
 
-def test_plain_http_to_a_tls_port_is_cut_and_counted() -> None:
+def test_plain_http_to_a_tls_port_is_ended_and_counted() -> None:
     with _serving() as served, served.connect() as plain:
         plain.sendall(HEALTH)
         assert _cut(plain)
     assert served.refused("tls_handshake") == 1
 
 
-def test_a_client_that_leaves_within_its_handshake_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_during_its_handshake_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with _serving(max_connections=1) as served:
         served.connect().close()
         half = served.connect()
@@ -194,7 +194,7 @@ def _answered(served: Served) -> bool:
     return False
 
 
-def test_a_request_that_comes_with_the_end_of_its_handshake_is_answered() -> None:
+def test_a_request_in_the_last_packet_of_the_handshake_is_answered() -> None:
     """The last bytes of the handshake and the request's are one packet."""
     with _serving() as served, served.connect() as raw:
         received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -223,7 +223,7 @@ def test_half_a_request_head_is_refused_after_the_head_timeout_with_tls_too() ->
         assert served.refused("head_timeout") == 1
 
 
-def test_a_client_that_never_says_goodbye_is_hung_up_on() -> None:
+def test_a_client_that_never_closes_tls_is_disconnected() -> None:
     """TLS is closed by both ends; this client only listens below TLS."""
     with _serving(head_timeout_s=0.3) as served, _connect(served) as idle:
         raw = socket.socket(fileno=idle.detach())
@@ -232,14 +232,14 @@ def test_a_client_that_never_says_goodbye_is_hung_up_on() -> None:
             read_to_end(raw)
 
 
-def test_a_client_that_reads_nothing_over_tls_is_cut_after_the_stall_timeout() -> None:
+def test_a_tls_client_that_does_not_read_is_disconnected_after_stall_timeout() -> None:
     with _serving(FakeBackend(LONG), stall_timeout_s=0.5) as served, _connect(served) as slow:
         slow.sendall(request(ASK_LONG, "/v1/completions"))
         served.backend.wait_until(lambda fake: fake.aborted == fake.names != [])
     assert served.refused("stall_timeout") == 1
 
 
-def test_a_long_reply_is_complete_over_tls_although_the_connection_closes_after_it() -> None:
+def test_a_long_tls_reply_is_complete_even_if_the_connection_then_closes() -> None:
     with _serving(FakeBackend(LONG)) as served, _connect(served) as slow:
         slow.sendall(request(ASK_LONG, "/v1/completions"))
         received = read_to_end(slow)

@@ -15,18 +15,18 @@ from sidestream.version import VERSION
 from .serving import HI, Served, serving
 
 
-def test_a_text_becomes_token_ids_with_their_count(shared: Served) -> None:
+def test_tokenize_returns_token_ids_and_their_count(shared: Served) -> None:
     reply = shared.http.post("/tokenize", json={"prompt": "né"})
     assert reply.status_code == 200
     assert reply.json() == {"count": 3, "max_model_len": 4096, "tokens": [110, 195, 169], "token_strs": None}
 
 
-def test_tokens_are_spelled_where_that_is_asked(shared: Served) -> None:
+def test_tokenize_returns_token_strings_on_request(shared: Served) -> None:
     reply = shared.http.post("/tokenize", json={"model": "fake", "prompt": "hi", "return_token_strs": True})
     assert reply.json()["token_strs"] == ["<0x68>", "<0x69>"]
 
 
-def test_special_tokens_may_be_left_out() -> None:
+def test_tokenize_can_omit_special_tokens() -> None:
     with serving() as served:
         for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
             assert served.http.post("/tokenize", json={"prompt": "hi", **fields}).status_code == 200
@@ -43,7 +43,7 @@ def test_special_tokens_may_be_left_out() -> None:
     ],
     ids=str,
 )
-def test_a_conversation_has_the_tokens_that_a_chat_request_computes(fields: dict[str, Any]) -> None:
+def test_tokenize_returns_the_tokens_that_a_chat_request_computes(fields: dict[str, Any]) -> None:
     backend = FakeBackend()
     backend.tokenizer = FakeTokenizer(["style"])
     with serving(backend) as served:
@@ -53,7 +53,7 @@ def test_a_conversation_has_the_tokens_that_a_chat_request_computes(fields: dict
     assert backend.tokenizer.chats[0] == backend.tokenizer.chats[1]
 
 
-def test_token_ids_become_text(shared: Served) -> None:
+def test_detokenize_returns_text(shared: Served) -> None:
     reply = shared.http.post("/detokenize", json={"model": "fake", "tokens": [110, 195, 169]})
     assert (reply.status_code, reply.json()) == (200, {"prompt": "né"})
     assert shared.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
@@ -117,7 +117,7 @@ def test_a_bad_field_is_a_400_that_names_it(
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-def test_bodies_have_the_same_bounds_as_elsewhere(path: str) -> None:
+def test_bodies_of_token_routes_have_the_usual_limits(path: str) -> None:
     with serving(max_body_bytes=100, api_key="k") as served:
         assert served.http.post(path, json={"model": "other", "prompt": "a", "tokens": [1]}).status_code == 400
         assert (
@@ -129,7 +129,7 @@ def test_bodies_have_the_same_bounds_as_elsewhere(path: str) -> None:
         assert served.http.get(path).status_code == 405
 
 
-def test_another_model_is_not_found(shared: Served) -> None:
+def test_token_routes_return_404_for_another_model(shared: Served) -> None:
     for path, fields in (
         ("/tokenize", {"prompt": "a"}),
         ("/tokenize", {"messages": HI}),
@@ -140,7 +140,7 @@ def test_another_model_is_not_found(shared: Served) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 200), ("draining", 503), ("failed", 503)])
-def test_ping_answers_like_health(status: str, code: int) -> None:
+def test_ping_and_health_have_the_same_reply(status: str, code: int) -> None:
     backend = FakeBackend()
     backend.status = Health(status, "because")
     with serving(backend) as served:
@@ -158,20 +158,20 @@ def test_the_version_needs_the_key_and_a_ping_does_not() -> None:
 
 
 @pytest.mark.parametrize("path", ["org/name", "org%2Fname", "org%2fname", "%6Frg/name"])
-def test_a_models_name_may_have_a_slash_written_in_any_way(path: str) -> None:
+def test_a_slash_in_a_model_name_may_be_escaped_in_the_path(path: str) -> None:
     with serving(served_model_name="org/name") as served:
         reply = served.http.get(f"/v1/models/{path}")
         assert (reply.status_code, reply.json()["id"]) == (200, "org/name")
         assert served.http.get(f"/v1/models/{path}x").json()["error"]["code"] == "model_not_found"
 
 
-def test_an_unknown_path_is_answered_with_every_known_one(shared: Served) -> None:
+def test_an_error_about_an_unknown_path_lists_all_known_paths(shared: Served) -> None:
     message = shared.http.get("/v1/embeddings").json()["error"]["message"]
     for route in create_app(FakeBackend(), options=ServerOptions()).routes:
         assert str(getattr(route, "path", "")).partition("/{")[0] in message
 
 
-def test_special_tokens_are_spelled_out_in_the_text_of_token_ids() -> None:
+def test_detokenize_keeps_special_tokens() -> None:
     class WithStart(FakeTokenizer):
         def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
             return ("" if skip_special_tokens else "<s>") + super().decode(token_ids[1:])

@@ -1,4 +1,4 @@
-"""Log-probabilities spell the answer: the tokens' texts, joined, are its text, and their bytes, too."""
+"""Joined texts and bytes of tokens in log-probabilities equal the text and bytes of the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ any_bytes = st.one_of(
     reason=st.sampled_from(["stop", "length"]),
     include=st.booleans(),
 )
-def test_texts_and_bytes_of_tokens_join_to_the_answer(
+def test_joined_texts_and_bytes_of_tokens_equal_the_answer(
     tokens: list[int], sizes: list[int], stop: list[str], reason: str, include: bool
 ) -> None:
     params = SamplingParams(stop=tuple(stop), include_stop=include, logprobs=0)

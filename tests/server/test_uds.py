@@ -32,7 +32,7 @@ def _refused(path: Path, because: str) -> None:
     assert str(refusal.value) == f"cannot listen on the Unix socket {path}: {because}"
 
 
-def test_requests_come_over_the_socket_and_its_file_goes_at_the_end(tmp_path: Path) -> None:
+def test_requests_are_served_over_a_unix_socket_whose_file_is_removed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with serving(uds=str(path)) as served:
         assert (served.running.url, served.running.uds) == ("http://localhost", str(path))
@@ -41,19 +41,21 @@ def test_requests_come_over_the_socket_and_its_file_goes_at_the_end(tmp_path: Pa
     assert not path.exists()
 
 
-def test_a_relative_path_is_removed_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_socket_path_is_removed_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with _bound(Path("s")):
         monkeypatch.chdir("/")
     assert not (tmp_path / "s").exists()
 
 
-def test_the_socket_refuses_connections_until_it_is_served(tmp_path: Path) -> None:
+def test_the_unix_socket_refuses_connections_until_the_server_listens(tmp_path: Path) -> None:
     with _bound(tmp_path / "s"), socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
         early.connect(str(tmp_path / "s"))
 
 
-def test_the_file_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_file_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
@@ -93,14 +95,14 @@ def test_a_file_that_is_no_socket_is_refused_and_kept(tmp_path: Path) -> None:
     assert path.read_text() == "notes"
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+def test_an_error_about_a_missing_directory_names_it(tmp_path: Path) -> None:
     folder = tmp_path / "none"
     _refused(folder / "s", f"the directory {folder} does not exist: create it, or give another path")
     (tmp_path / "file").write_text("")
     _refused(tmp_path / "file" / "s", f"{tmp_path / 'file'} is not a directory: give a path in a directory")
 
 
-def test_a_directory_that_may_not_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_an_unwritable_directory_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bind_as_another_user(self: socket.socket, address: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -146,7 +148,7 @@ def test_connections_are_limited_by_user_and_logged_by_process(
     assert line.startswith(f"cut the connection of process {os.getpid()} of user {os.getuid()}: ")
 
 
-def test_a_missing_key_is_no_warning_on_a_unix_socket(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_unix_socket_without_a_key_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(FakeBackend(), uds=str(tmp_path / "s")):
         pass
     assert not warned(caplog)

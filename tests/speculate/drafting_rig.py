@@ -1,4 +1,4 @@
-"""What tests of proposers share."""
+"""Helpers of tests of proposers."""
 
 from __future__ import annotations
 

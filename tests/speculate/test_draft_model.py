@@ -1,4 +1,4 @@
-"""A smaller model drafts through the engine what it would go on with by itself, wherever its KV was meanwhile."""
+"""A draft model in the engine proposes its own greedy tokens, from whichever tier its KV is loaded."""
 
 from __future__ import annotations
 
@@ -63,13 +63,15 @@ class Alone:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_drafts_of_every_source_are_the_draft_models(model: Path, draft: Path, asynchronous: bool, seen: Seen) -> None:
+def test_drafts_equal_the_draft_models_own_tokens_from_every_tier(
+    model: Path, draft: Path, asynchronous: bool, seen: Seen
+) -> None:
     expected, alone = plain_tokens(model), Alone(draft)
     with engine(model, draft, asynchronous=asynchronous, chunk_tokens=32, offload=OffloadConfig(host="4MiB")) as llm:
         check_drafts_from_every_source(llm, expected, seen, alone.goes_on)
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(model: Path) -> None:
+def test_all_drafts_of_a_model_for_itself_are_accepted(model: Path) -> None:
     expected = plain_tokens(model)
     with engine(model, model) as llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
@@ -78,7 +80,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [51, 56])
-def test_nothing_is_drafted_from_beyond_the_last_position_that_a_draft_model_has(length: int, tmp_path: Path) -> None:
+def test_no_draft_is_made_beyond_the_draft_models_last_position(length: int, tmp_path: Path) -> None:
     """A model with learned positions has none behind its last; a row at its end shares steps with one that drafts as
     much as may be.
     """
@@ -97,7 +99,7 @@ def test_nothing_is_drafted_from_beyond_the_last_position_that_a_draft_model_has
         ]
 
 
-def test_blocks_beside_another_draft_model_or_none_are_no_hits(model: Path, draft: Path, tmp_path: Path) -> None:
+def test_blocks_stored_with_another_draft_model_or_none_are_no_hits(model: Path, draft: Path, tmp_path: Path) -> None:
     other = tiny_model_dir("llama", tmp_path / "other", 5, **SMALLER)
     loaded = [load_model(str(model), block_tokens=16) for _ in range(3)]
     for served, drafting in zip(loaded[1:], (draft, other), strict=True):
@@ -127,7 +129,7 @@ def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path
         engine(other, stranger)
 
 
-def test_half_a_choice_is_refused() -> None:
+def test_incomplete_draft_model_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="but model is not given: give a smaller model"):
         SpeculativeConfig("draft")
     with pytest.raises(

@@ -76,7 +76,9 @@ def engine(model: Path, head: Path, **options: Any) -> LLM:
     [("llama", True), ("llama", False), ("gemma2", True), ("gemma3", True), ("glm4_moe", True)],
     indirect=["model"],
 )
-def test_drafts_of_every_source_are_those_of_the_head(model: Path, head: Path, asynchronous: bool, seen: Seen) -> None:
+def test_drafts_equal_those_of_the_head_alone_from_every_tier(
+    model: Path, head: Path, asynchronous: bool, seen: Seen
+) -> None:
     with LLM(model, dtype="float32", compute_threads=1) as plain:
         expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
     reference = Reference(model, head)
@@ -84,7 +86,7 @@ def test_drafts_of_every_source_are_those_of_the_head(model: Path, head: Path, a
         check_drafts_from_every_source(llm, expected, seen, reference.drafts)
 
 
-def test_a_row_without_drafts_keeps_up_so_that_it_may_draft_later(model: Path, head: Path, seen: Seen) -> None:
+def test_a_row_without_drafts_keeps_its_head_state_for_later_drafts(model: Path, head: Path, seen: Seen) -> None:
     reference = Reference(model, head)
     with engine(model, head) as llm:
         first = llm.generate(PROMPTS[:1], dataclasses.replace(GREEDY, max_drafts=0, max_tokens=20))[0]
@@ -127,7 +129,7 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
         SpeculativeConfig(head="x")
 
 
-def test_a_head_that_other_weights_taught_is_taken_with_a_warning_that_names_both(
+def test_a_head_trained_on_other_weights_is_used_with_a_warning(
     model: Path, head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tiny_model_dir("llama", tmp_path / "other", 4)
@@ -150,7 +152,9 @@ def test_a_head_that_other_weights_taught_is_taken_with_a_warning_that_names_bot
         engine(tiny_model_dir("llama", tmp_path / "wider", 3, hidden_size=96), tmp_path / "taught.safetensors")
 
 
-def test_kv_beside_another_head_or_none_has_other_names(model: Path, head: Path, tmp_path: Path) -> None:  # H14, H15
+def test_kv_stored_with_another_head_or_none_has_another_fingerprint(
+    model: Path, head: Path, tmp_path: Path
+) -> None:  # H14, H15
     other = save_head(model, tmp_path / "other.safetensors", seed=8)
     fingerprints = set()
     for options in (
@@ -165,7 +169,7 @@ def test_kv_beside_another_head_or_none_has_other_names(model: Path, head: Path,
 
 @pytest.mark.parametrize("names", ["qwen", "deepseek"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_head_in_a_checkpoint_is_found_by_the_names_of_its_makers(family: str, names: Any, tmp_path: Path) -> None:
+def test_a_head_in_a_checkpoint_is_found_by_its_familys_tensor_names(family: str, names: Any, tmp_path: Path) -> None:
     directory = tiny_model_dir(family, tmp_path / "model", 3)
     file = save_head(directory, tmp_path / "head.safetensors", seed=7)
     carry_head(directory, file, names=names)

@@ -23,7 +23,7 @@ def looked_up(tokens: list[int], count: int, longest: int, shortest: int) -> lis
 
 
 def given(history: torch.Tensor, lengths: torch.Tensor) -> Context:
-    """It reads no hidden states, and attends to nothing."""
+    """Without hidden states and attention."""
     return Context(
         history,
         torch.arange(len(lengths)),
@@ -63,6 +63,6 @@ def test_tokens_after_the_end_of_a_row_are_ignored(garbage: int) -> None:
     assert proposed(rows, 3, garbage=garbage) == proposed(rows, 3)
 
 
-def test_a_row_that_never_began_gets_drafts_that_mean_nothing_and_no_error() -> None:
+def test_proposing_for_a_row_that_never_began_raises_no_error() -> None:
     context = given(torch.zeros(2, WIDTH, dtype=torch.int32), torch.tensor([0, WIDTH]))
     assert NgramProposer().propose(context, 3).shape == (2, 3)

@@ -25,7 +25,7 @@ def marked(directory: Path, text: str) -> Path:
     return directory
 
 
-def test_a_head_is_carried_for_the_demo_model_and_says_how_it_was_made(tmp_path: Path) -> None:
+def test_the_demo_models_shipped_head_records_how_it_was_made(tmp_path: Path) -> None:
     head = shipped_head(marked(tmp_path, json.dumps({"model": DEMO})))
     assert head is not None
     assert head.name == CATALOG[DEMO].head
@@ -37,7 +37,7 @@ def test_a_head_is_carried_for_the_demo_model_and_says_how_it_was_made(tmp_path:
 
 
 @pytest.mark.parametrize("text", [json.dumps({"model": "another"}), json.dumps({}), "[]", "no json"])
-def test_there_is_none_for_other_models(text: str, tmp_path: Path) -> None:
+def test_other_models_have_no_shipped_head(text: str, tmp_path: Path) -> None:
     assert shipped_head(tmp_path) is None
     assert shipped_head(marked(tmp_path, text)) is None
     assert shipped_head(tiny_model_dir("llama", tmp_path / "tiny", 1)) is None

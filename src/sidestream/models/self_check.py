@@ -7,7 +7,7 @@ as much as by a real error. So there are two passes:
 reference   the whole text at once. Both attentions get the same queries, keys and values in each layer and must agree
             up to rounding; the next layer gets transformers' output.
 replay      chunk by chunk through the block pool. The next layer gets the reference's attention output, so a token with
-            a different expert changes no other token. The bound applies to the median token.
+            a different expert changes no other token. Only the median error is bounded.
 
 Error messages say "its" for the model, because `loader.naming_model` puts the model's name in front.
 """

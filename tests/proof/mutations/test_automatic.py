@@ -96,7 +96,7 @@ def test_every_mutant_of_the_product_compiles() -> None:
         assert code != function.__code__
 
 
-def test_a_mutant_is_applied_inside_and_gone_outside() -> None:
+def test_a_mutant_is_applied_inside_its_context_only() -> None:
     before = Lease.release.__code__
     mutant = find_mutant("auto:kv.pool:Lease.release:delete:0")
     assert mutant.change == "self.pool._release(self.ids, tuple(after)) → pass"

@@ -63,7 +63,7 @@ def test_a_rule_that_an_exempt_row_refers_to_exists() -> None:
         ("total = len(self._blocks)", []),
     ],
 )
-def test_the_scan_sees_what_looks_like_a_rule(line: str, found: list[str]) -> None:
+def test_the_scan_finds_sites_that_look_like_a_rule(line: str, found: list[str]) -> None:
     text = f"class Room:\n    def method(self):\n        {line}\n"
     assert [site.name for site in sites_of(Path("room.py"), text)] == found
 

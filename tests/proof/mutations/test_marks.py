@@ -66,7 +66,7 @@ def test_a_mark_knows_its_module_and_its_outermost_function() -> None:
     assert (mark.module, mark.qualname, str(mark)) == ("room.pool", "outer", "one (room.pool:3)")
 
 
-def test_text_that_only_looks_like_a_mark_is_none() -> None:
+def test_a_string_that_looks_like_a_mark_is_no_mark() -> None:
     assert marked('def f():\n    return "# rule: no-comment"\n') == {}
 
 
@@ -98,7 +98,7 @@ def test_marks_of_a_package_are_those_of_all_its_modules_but_the_folders_left_ou
     assert {name: mark.module for name, mark in found.items()} == {"of-the-room": "package.room"}
 
 
-def test_a_mark_that_stands_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_duplicate_mark_is_an_error(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").write_text("def f():\n    return 1  # rule: one\n")
     with pytest.raises(

@@ -76,7 +76,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Modu
         monkeypatch.delitem(importlib.sys.modules, name)  # type: ignore[attr-defined]
 
 
-def test_a_rule_is_gone_inside_and_back_outside_for_older_objects_too() -> None:
+def test_a_mutation_is_applied_inside_its_context_only_also_for_older_objects() -> None:
     pool = FencedPool("blocks", 2)
     bound = pool.take(1).release
     with applied(mutation("release-keeps-its-fences", Delete())):
@@ -107,7 +107,7 @@ def test_two_mutations_of_one_function_at_once_are_refused_and_the_first_stays()
         pass
 
 
-def test_a_mutation_of_which_one_change_does_not_fit_changes_nothing() -> None:
+def test_a_mutation_with_one_change_that_does_not_fit_is_not_applied() -> None:
     before = Lease.release.__code__
     broken = mutation("release-keeps-its-fences", Delete(), Change("no-such-mark", Delete()))
     with pytest.raises(InvariantError, match="`# rule: no-such-mark`"), applied(broken):

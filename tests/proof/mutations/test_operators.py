@@ -130,7 +130,7 @@ def test_an_operator_changes_the_marked_statement(body: str, operator: Operator,
     ],
     ids=lambda value: str(value) if isinstance(value, Operator) else "",
 )
-def test_an_operator_that_does_not_fit_says_why(body: str, operator: Operator, message: str) -> None:
+def test_an_operator_that_does_not_fit_raises_with_the_reason(body: str, operator: Operator, message: str) -> None:
     with pytest.raises(InvariantError, match="does not fit the mark it") as caught:
         changed(body, operator)
     assert message in str(caught.value)
@@ -141,7 +141,7 @@ def test_changes_of_one_function_are_made_in_their_order() -> None:
     assert changed(body, Delete(), Change("other", DropOperand("c"))) == "if b:\n    d()"
 
 
-def test_a_change_of_a_statement_that_is_gone_is_refused() -> None:
+def test_a_change_of_a_missing_statement_is_refused() -> None:
     with pytest.raises(InvariantError, match="was removed by an earlier change of the same mutation"):
         changed("if a:  # rule: it\n    b()  # rule: other", Delete(), Change("other", Become("c()")))
 

@@ -51,7 +51,7 @@ def lines_of(code: CodeType) -> set[int]:
     return {line for _, _, line in code.co_lines() if line is not None}
 
 
-def test_names_are_unique_and_are_no_miniatures() -> None:
+def test_no_mutation_or_miniature_shares_a_name() -> None:
     names = [mutation.name for mutation in ALL] + [miniature.name for miniature in MINIATURES]
     assert len(set(names)) == len(names)
 

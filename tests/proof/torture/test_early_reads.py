@@ -64,7 +64,9 @@ def run(workload: Workload, reference: Reference, seed: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_a_read_before_its_load_is_reported(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_reads_blocks_before_their_load_is_reported(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workload = again_after_another(captured=captured)
     reference = reference_of(workload)
     rule = find("captured-layer-waits-for-its-load" if captured else "layer-waits-for-its-load")

@@ -63,7 +63,7 @@ def test_copies_that_fail_are_misses_and_no_wrong_byte(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_checker_has_nothing_to_say_against_the_traffic(device: str) -> None:
+def test_the_checker_has_no_finding_in_the_traffic(device: str) -> None:
     report = torture_device(device, blocks=4_000, seed=3, check_order=True)
 
     assert report.objections == ()
@@ -95,7 +95,7 @@ def test_every_rule_of_transfers_is_hunted_or_said_not_to_be() -> None:
     assert not [name for name in ON_HARDWARE if name.startswith(tuple(NOT_ON_HARDWARE))]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="no device gpu"):
         torture_device("gpu", blocks=1)
     with pytest.raises(ConfigError, match="blocks is 0: give a whole number from 1"):

@@ -27,7 +27,7 @@ def test_no_oracle_objects_to_any_of_two_thousand_schedules(report: Report) -> N
     assert (report.schedules, report.num_failures, report.interrupted) == (SCHEDULES, 0, False)
 
 
-def test_they_are_worth_their_name(report: Report) -> None:
+def test_the_2000_schedules_have_enough_steps_and_few_missing_pairs(report: Report) -> None:
     assert report.steps / report.schedules > 20
     assert report.decisions / report.schedules > 80
     assert 100 * len(POLICIES) < SCHEDULES

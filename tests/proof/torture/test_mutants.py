@@ -44,7 +44,7 @@ def test_schedules_detect_a_mutant_and_have_no_finding_without_it() -> None:
     assert (found.finding, found.tried, found.is_clean) == ("error", 1, True), "a pool that never frees a block"
 
 
-def test_an_interrupted_hunt_goes_on(tmp_path: Path, found: dict[str, str]) -> None:
+def test_an_interrupted_hunt_can_be_continued(tmp_path: Path, found: dict[str, str]) -> None:
     def interrupt(step: str, report: MutantHunt) -> None:
         if report.rows:
             raise KeyboardInterrupt
@@ -93,7 +93,7 @@ def test_a_mutant_without_an_effect_is_open_unless_a_row_gives_the_reason(
         ("", {"workers": 0}, "workers is 0: give a whole number from 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(pattern: str, options: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(pattern: str, options: dict[str, int], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         hunt_mutants(pattern, save=tmp_path, **options)
     assert message in str(refused.value)

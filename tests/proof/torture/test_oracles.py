@@ -279,7 +279,7 @@ def spoiling(deed: str) -> AbstractContextManager[None]:
         ("parts.device.stall('queue full')", "checker", "the host waited for the reason `queue full`"),
     ],
 )
-def test_what_is_spoilt_at_the_end_is_noticed(spoilt: str, oracle: str, text: str) -> None:
+def test_a_state_left_wrong_at_the_end_is_noticed(spoilt: str, oracle: str, text: str) -> None:
     with spoiling(spoilt):
         outcome = run(PLAIN)
     assert any(finding.oracle == oracle and text in finding.text for finding in outcome.findings), outcome.findings
@@ -303,7 +303,7 @@ def test_a_block_that_is_wrong_when_it_becomes_findable_is_noticed() -> None:
     assert finding.text.startswith("published: ")
 
 
-def test_a_reset_that_forgets_nothing_is_noticed_at_once() -> None:
+def test_a_reset_that_removes_no_key_is_noticed_at_once() -> None:
     reset = dataclasses.replace(PLAIN, events=(Event(6, "reset"),))
     assert run(reset).findings == ()
     with applied(find("reset-reaches-the-scheduler")):
@@ -324,7 +324,7 @@ def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files
     assert any("cannot be read" in finding.text for finding in outcome.findings)
 
 
-def test_an_exception_says_where_it_came_from() -> None:
+def test_an_objection_about_an_exception_names_its_origin() -> None:
     broken = doctored(Verdict.judge_idle, 'self.judge_balance(life, clients, "idle")', Become("self._nobody"))
     with broken():
         outcome = run(PLAIN)

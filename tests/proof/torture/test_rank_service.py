@@ -34,7 +34,7 @@ def conversations(model: Path) -> list[Conversation]:
     return hold_conversations(model, 3, seed=4, margin=0.02)
 
 
-def test_answers_of_a_conversation_are_what_the_model_draws(model: Path, conversations: list[Conversation]) -> None:
+def test_answers_of_a_conversation_equal_the_models_own_tokens(model: Path, conversations: list[Conversation]) -> None:
     talk = conversations[1]
     start = random.Random(0).choice([start for start in talk.starts if talk.ends[start] > start + 3])
     stop = talk.ends[start]
@@ -154,7 +154,7 @@ def test_two_gpus_answer_right_from_every_tier_unless_a_rule_is_missing(without:
         assert min(*least, report.aborted, report.accepted) > 0
 
 
-def test_what_makes_no_sense_is_refused_before_any_process_starts() -> None:
+def test_invalid_options_are_refused_before_any_process_starts() -> None:
     with pytest.raises(ConfigError, match="blocks is 0: give a whole number from 1"):
         torture_ranks("cpu", ranks=2, blocks=0)
     with pytest.raises(ConfigError, match="no device gpu"):

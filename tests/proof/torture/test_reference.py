@@ -20,7 +20,7 @@ PLAIN = Workload(
 )
 
 
-def test_greedy_tokens_are_those_of_the_model_alone() -> None:
+def test_greedy_tokens_equal_those_of_the_model_alone() -> None:
     (samples,) = reference_of(PLAIN).samples
     assert samples[0, 0].tokens == ToyModel().expected(PROMPT, 6)
     assert samples[0, 0].reason == "length"
@@ -55,7 +55,7 @@ def test_a_synchronous_engine_gives_the_closed_form_answers(weights: int) -> Non
     assert {"penalties", "bias", "min_tokens", "states", "length"} <= compared
 
 
-def test_it_knows_every_sample_and_every_version_of_the_weights() -> None:
+def test_the_reference_covers_every_sample_and_version_of_the_weights() -> None:
     before, after = reference_of(dataclasses.replace(PLAIN, events=(Event(3, "weights"),))).samples
     assert before.keys() == after.keys() == {(0, 0), (1, 0), (1, 1)}
     assert before[0, 0].tokens != after[0, 0].tokens

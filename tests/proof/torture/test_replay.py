@@ -58,14 +58,14 @@ def test_another_version_is_refused_with_both(path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "7", "{}", '{"kind": "something else"}', '{"bench": "torture", "figures": []}']
 )
-def test_what_is_no_schedule_is_refused_with_the_remedy(content: str, path: Path) -> None:
+def test_a_file_without_a_schedule_is_refused_with_the_remedy(content: str, path: Path) -> None:
     path.write_text(content, encoding="utf-8")
     said = refusal(path)
     assert str(path) in said
     assert "give a file that `python -m proof torture` wrote" in said
 
 
-def test_what_is_no_text_is_refused(path: Path) -> None:
+def test_a_file_that_is_no_text_is_refused(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     assert "give a file that `python -m proof torture` wrote" in refusal(path)
 
@@ -97,7 +97,9 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
         (lambda v: v.update(mutation="finish-release"), "finish-releases"),
     ],
 )
-def test_damage_is_named(edit: Callable[[dict[str, Any]], object], part: str, path: Path) -> None:
+def test_an_error_names_the_damaged_part_of_a_schedule_file(
+    edit: Callable[[dict[str, Any]], object], part: str, path: Path
+) -> None:
     said = refusal(change(path, edit))
     assert f"schedule {path} is damaged" in said
     assert part in said

@@ -97,7 +97,7 @@ def test_a_schedule_runs_the_same_twice_in_a_process_and_in_others() -> None:
     assert there.stdout.strip() == here
 
 
-def test_two_processes_do_what_one_does() -> None:
+def test_two_processes_give_the_results_of_one() -> None:
     assert said(torture(schedules=SCHEDULES, seed=3, workers=2)) == said(torture(schedules=SCHEDULES, seed=3))
 
 

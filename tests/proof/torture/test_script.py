@@ -55,7 +55,7 @@ def test_every_fault_befalls_its_operation_and_no_oracle_objects(
     assert suffered == {(operation, kind): 1}
 
 
-def test_a_fault_comes_back_as_often_as_it_says() -> None:
+def test_a_fault_is_repeated_its_number_of_times() -> None:
     script = Script(workload(Fault("read", "lost", first=2, every=3), Fault("write", "full", first=1)))
     assert [script.next("read") is not None for _ in range(9)] == [
         False,
@@ -184,7 +184,7 @@ def test_a_close_right_after_a_loss_ends_the_running_request(
 
 
 @pytest.mark.parametrize("first", [12, 13])
-def test_a_close_ends_though_the_step_in_flight_fails_on_one_rank(first: int) -> None:
+def test_close_ends_even_if_the_step_in_flight_fails_on_one_rank(first: int) -> None:
     failing = dataclasses.replace(workload(Fault("forward", "lost", first, 0)), ranks=2, closes_at=23)
     outcome = run(failing)
     assert outcome.findings == ()
@@ -207,7 +207,7 @@ def test_an_error_of_the_last_commit_of_a_close_is_noticed(ranks: int, monkeypat
 
 
 @pytest.mark.parametrize("at", [14, 102, 104])
-def test_after_a_loss_clients_repeat_every_request_also_if_the_last_one_was_running(at: int) -> None:
+def test_clients_repeat_all_requests_after_device_loss_even_if_the_last_was_running(at: int) -> None:
     outcome = run(dataclasses.replace(workload(), events=(Event(at, "device_lost"),)))
     assert outcome.findings == ()
     texts = [line.text for line in outcome.lines]

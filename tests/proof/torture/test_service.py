@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_answer_is_what_the_model_draws_without_a_pool(device: str) -> None:
+def test_every_answer_equals_the_models_without_a_pool(device: str) -> None:
     report = torture_service(device, requests=120, seed=1)
 
     assert report.findings == []
@@ -93,7 +93,7 @@ def _wrong_without(name: str, device: str, requests: int) -> bool:
     return report.wrong > 0 and any(found in report.findings[0] for found in ("is wrong", *DEVICE_FAULTS))
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="requests is 0: give a whole number from 1"):
         torture_service("cpu", requests=0)
     with pytest.raises(ConfigError, match="no device gpu"):

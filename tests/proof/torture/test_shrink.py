@@ -97,7 +97,7 @@ def test_every_simpler_workload_differs_and_can_be_served() -> None:
             assert size(simpler) <= size(workload) + len("True") + 2  # a flag may become longer, nothing else
 
 
-def test_simplifying_ends() -> None:
+def test_simplification_of_a_workload_ends() -> None:
     workload = draw_workload(2)
     for step in itertools.count():
         simpler = next(simpler_workloads(workload), None)
@@ -109,7 +109,7 @@ def test_simplifying_ends() -> None:
     assert (workload.requests[0].prompt, workload.requests[0].max_tokens) == (workload.requests[0].prompt[:1], 1)
 
 
-def test_minimise_keeps_what_is_needed_and_nothing_else() -> None:
+def test_minimise_keeps_only_necessary_items() -> None:
     needed = {3, 17, 30}
     tried = []
 

@@ -14,7 +14,7 @@ from sidestream_kv.types import Access
 from sidestream_order.shadow import HOST, Cell, Clock, Item, Lease, Op, Pool, Shadow, Site
 
 Where = tuple[str, int, int]
-"""Memory, start and stop. For a pool without a memory: its name, the id, and the id + 1."""
+"""Memory, start and stop. If the pool has no memory: pool name, block id, block id + 1."""
 
 _LISTED = 8
 
@@ -30,7 +30,7 @@ class Finding:
     streams         the stream of each operation, in the same order
     works           `stream:tick` of each operation, or `"host"`, in the same order
     accesses        `"reads"` or `"writes"` for each operation; empty for kinds that are not about an access
-    memory, start, stop   the bytes. For a pool without a memory: its name, the id, and the id + 1
+    memory, start, stop   the bytes. If the pool has no memory: pool name, block id, block id + 1
     """
 
     kind: str
