@@ -1,4 +1,4 @@
-"""The benchmark of models with recurrent state compares all ways to an answer, with and without drafts."""
+"""The benchmark of models with recurrent state compares answers from all tiers, with or without drafts."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_keys_made_by_a_front_end_equal_those_of_the_engine() -> None:
 # ------------------------------------------------------------------ front ends that go
 
 
-def test_a_front_end_receives_no_outputs_of_the_lost_one_before_it() -> None:
+def test_a_front_end_receives_no_outputs_of_its_predecessor() -> None:
     with border("remote") as made:
         gone, hold = Raw(made), made.rig.hold("compute")
         gone.submit(PROMPT, 60, n=3)

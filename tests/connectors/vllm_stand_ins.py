@@ -77,7 +77,7 @@ class Factory:
 
 @dataclasses.dataclass
 class Vllm:
-    """A version in place of vLLM. `current` is the configuration that is set while a connector is made."""
+    """A fake vLLM of one version. `current` is the configuration that is set while a connector is made."""
 
     version: str
     tiers: Factory = dataclasses.field(default_factory=Factory)

@@ -306,7 +306,7 @@ def test_a_prepared_copy_in_two_parts_copies_the_same_bytes(
 
 
 @pytest.mark.parametrize("has_batch", [True, False])
-def test_a_driver_without_batch_copies_copies_segments_one_by_one(has_batch: bool) -> None:
+def test_segments_are_copied_singly_if_the_driver_has_no_batches(has_batch: bool) -> None:
     gpu = FakeGpu(has_batch=has_batch)
     device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
     kv, slots = memory("kv", 4 * KERNEL_BELOW), memory("host", 4 * KERNEL_BELOW)
@@ -348,7 +348,7 @@ def test_many_small_segments_need_several_launches_and_odd_ones_go_by_byte(
     assert len(kernels) == 3
 
 
-def test_without_a_free_table_the_copy_engine_copies_small_segments(
+def test_the_copy_engine_copies_when_no_segment_table_is_free(
     device: CudaDevice, gpu: FakeGpu, kernels: list[str]
 ) -> None:
     device._tables = []

@@ -206,7 +206,7 @@ class Rig:
         return self.engine.parts.device
 
     def _stream(self, name: str) -> HostStream:
-        """One that a test made before the offload worker asked for it, or a new one."""
+        """The stream of that name: one that a test made earlier, or a new one."""
         with self._making:
             return self.device._streams.get(name) or self._make_stream(name)
 

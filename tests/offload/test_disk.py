@@ -121,7 +121,7 @@ def test_a_lowered_capacity_evicts_the_oldest_at_open(tmp_path: Path) -> None:
 
 
 def test_the_later_of_two_files_with_one_key_is_served(tmp_path: Path) -> None:
-    """Several keys, so that the directory lists some earlier files first and some later ones."""
+    """Several keys, so that the earlier file is listed first for some, the later for others."""
     tier, wanted = open_tier(tmp_path), keys(*range(12))
     store(tier, *wanted)
     earlier = {file_of(tmp_path, one): file_of(tmp_path, one).read_bytes() for one in wanted}

@@ -42,7 +42,7 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["sidestream-tier.json", "sidestream-tier.lock"])
-def test_a_tier_whose_own_file_is_a_link_is_refused_and_keeps_its_target(made: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_as_a_tiers_own_file_is_refused_and_its_target_kept(made: Path, tmp_path: Path, name: str) -> None:
     target = tmp_path / "target"
     (made / name).rename(target)
     content = target.read_bytes()

@@ -55,7 +55,7 @@ def test_deferred_blocks_are_requested_again_oldest_first_as_the_tier_grows() ->
 
 
 def test_a_growing_tier_evicts_no_block_for_a_store() -> None:
-    """With a third of its memory, least recently used first would lose each conversation just before it comes back."""
+    """With a third of the memory, LRU eviction would lose each conversation just before it comes back."""
     rig = Rig(ready_slots=2)
     rig.stored(keys("a", "b"))
     rig.stored(keys("c", "d"))

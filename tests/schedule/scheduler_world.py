@@ -202,7 +202,7 @@ class World:
     """The engine's loop around one scheduler, asynchronous: step N+1 is launched before step N is committed.
 
     Without a seed, streams run only when somebody waits for them, so that what a step launched is in the air after it.
-    Rows draft up to `drafts` tokens, of which so many are right as chance will have it.
+    Rows draft up to `drafts` tokens, of which a random number are right.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ _TABLE_COLUMNS = 110
 
 
 class _Help:
-    """Help without a type for the option `--help`, and as a plain list in a narrow terminal, so that no name is cut."""
+    """Help that shows no type for `--help`, and is a plain list in a narrow terminal, so that no name is cut."""
 
     rich_markup_mode: Any
 

@@ -432,7 +432,7 @@ def _metrics(snapshot: Snapshot) -> MetricsSnapshot:
 
 
 def _last_known(known: tuple[float, Snapshot] | None) -> MetricsSnapshot:
-    """Metrics and when they came, with their age as a gauge."""
+    """The metrics that came last, with their age as a gauge."""
     if known is None:
         raise EngineStopped("the engine's process does not answer, and has sent no metrics yet")
     came_s, snapshot = known

@@ -41,7 +41,7 @@ def on_stop_signal(act: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """During the block, stop signals and SIGUSR1 to this thread wait. A process that is started in the block begins
+    """In this block, SIGUSR1 and stop signals are blocked. A process that is started in the block begins
     with them blocked; `ignore_stop_signals` unblocks them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1))

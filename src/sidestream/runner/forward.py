@@ -289,7 +289,7 @@ class Forward:
         logits_indices int64 `[N]` · rows: None if no proposer has its own KV · before_layer: called with each of the
         proposer's layers, in order, before the proposer reads or writes any of them · proposed: the drafts among the
         tokens · continues: each row has one token and continues its last step, and `before_layer` waits for nothing.
-        Then the proposer's inputs are known before the model runs, and both run at the same time
+        If so, the proposer's inputs are known early, and it runs beside the model.
         """
         hidden, proposer, at_logits = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:

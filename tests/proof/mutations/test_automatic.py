@@ -56,7 +56,7 @@ def test_an_operator_changes_a_marked_statement(body: str, returns: str, expecte
     assert made(body, returns) == expected
 
 
-def test_statements_without_a_mark_and_comments_make_no_mutants() -> None:
+def test_comments_and_statements_without_a_mark_make_no_mutants() -> None:
     assert made('"""Takes 1 block."""\na.wait(b)  # a comment, and no rule\nif a < 1:\n    return 2') == {}
 
 

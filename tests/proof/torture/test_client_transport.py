@@ -55,7 +55,7 @@ class AlwaysAhead(random.Random):
 
 @pytest.mark.parametrize("after_a_loss", [False, True])
 @pytest.mark.parametrize("error", [InvariantError("injected: a step"), KeyError("injected: a step")], ids=repr)
-def test_an_error_of_a_step_inside_the_call_of_a_front_end_is_found(
+def test_an_error_of_a_step_during_a_front_ends_call_is_found(
     monkeypatch: pytest.MonkeyPatch, error: Exception, after_a_loss: bool
 ) -> None:
     """The server would take it for a rejection or for the end of a front end. A lost device does not excuse it."""

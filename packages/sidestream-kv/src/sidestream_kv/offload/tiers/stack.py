@@ -294,7 +294,7 @@ class Checksums:
         self._by_slot: dict[int, int] = {}
 
     def compute(self, slots: Sequence[int]) -> None:
-        """Compute the checksums of the chosen ones among blocks that become findable now. The caller has leases of
+        """Compute checksums of randomly chosen blocks that become findable now. The caller has leases of
         the slots, and the bytes are complete.
         """
         if not self._share:
