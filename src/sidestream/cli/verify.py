@@ -40,7 +40,7 @@ def verify(
     seed: Annotated[int, option("--seed", "S", "Seed of the prompts.", parse=whole)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a server the same again after its cache had to work, and report answers that changed.
+    """Repeat requests after a server has cached, evicted or restored their KV, and report answers that changed.
 
     Exit status 0: no wrong answer; 1: wrong answers; 2: the server could not be checked.
     """
