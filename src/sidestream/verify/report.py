@@ -41,7 +41,7 @@ def _summary(part: Round) -> str:
     reused = "" if part.reused is None else f", {part.reused} prompt tokens reused"
     rounding = f", {part.rounding} with other tokens by rounding" if part.rounding else ""
     note = f"; {part.note}" if part.note else ""
-    apart = f", at most {part.farthest:.4f} apart" if part.farthest else ""
+    apart = f", at most {part.farthest:.2g} nats apart" if part.farthest else ""
     return f"{part.compared} answers{reused}{rounding}{apart}{note}"
 
 
