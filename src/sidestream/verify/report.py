@@ -16,7 +16,10 @@ def as_text(report: Report) -> Iterator[str]:
         for wrong in part.wrong:
             yield from (f"    {line}" for line in _lines(wrong))
     if not any(part.reused for part in report.rounds):
-        yield "The server did not say that it reused anything: is its prefix cache on?"
+        yield (
+            "The server did not say that it reused anything: is its prefix cache on? "
+            "(vLLM says it with --enable-prompt-tokens-details)"
+        )
     found = len(report.wrong)
     yield (
         f"{found} wrong answers in {report.requests} requests; log-probabilities may differ by {report.tolerance:.3f}"
