@@ -166,14 +166,14 @@ EQUIVALENT = (
         "H14",
         "a directory serves chunks of other weights",
         _OTHER_MODEL,
-        change=DropOperand("weights"),
+        change=DropOperand(0),
     ),
     _unreached(
         "fingerprint-has-the-overrides",
         "H14",
         "a directory serves chunks of another RoPE",
         _OTHER_MODEL,
-        change=DropOperand("effective"),
+        change=DropOperand(1),
         at="fingerprint-has-all-parts",
     ),
 )
