@@ -1,6 +1,6 @@
 #!/bin/sh
 # vLLM with its KV cache in host memory and on disk: serve.sh MODEL DIRECTORY [further options of vllm serve]
-#   pip install sidestream-kv      in the environment of vLLM (0.25.1 to 0.32)
+#   pip install sidestream-kv      in the environment of vLLM 0.32
 # Stop it, start it again, and ask the same: the log says "blocks reused". docs/vllm.md has the options.
 set -eu
 model=$1 directory=$2

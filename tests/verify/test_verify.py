@@ -167,6 +167,16 @@ def test_a_sound_server_gives_no_alarm_in_a_thousand_requests(serve: Any, salts:
     assert requests > 1_000 and server.resets == 5
 
 
+def test_answers_as_far_apart_as_uncached_ones_are_rounding(serve: Any) -> None:
+    server = serve()
+
+    def progress(name: str) -> None:
+        server.rounding = 0.4 if name == "repeated" else server.rounding  # more than was measured at first
+
+    report = verify(Endpoint(server.url), SMALL, on_progress=progress)
+    assert not report.wrong and sum(part.rounding for part in report.rounds) > 10
+
+
 def test_a_block_that_is_wrong_once_in_a_hundred_times_is_found(serve: Any) -> None:
     report = verify(Endpoint(serve(rounding=0.01, fault=0.01).url), SMALL)
     assert report.wrong
@@ -179,9 +189,17 @@ def test_the_smallest_pair_of_a_frequent_fault_is_short(serve: Any) -> None:
     assert smallest is not None and len(smallest.prompt) == BLOCK + 1
 
 
-def test_reuse_across_salts_is_noted(serve: Any) -> None:
-    rounds = {part.name: part for part in verify(Endpoint(serve(leaks=True).url), SMALL).rounds}
+def test_a_server_that_ignores_salts_is_noted_and_hides_no_fault(serve: Any) -> None:
+    report = verify(Endpoint(serve(leaks=True, fault=0.3).url), SMALL)
+    assert report.wrong and not report.salts
+    rounds = {part.name: part for part in report.rounds}
     assert "although the salt is new" in rounds["another salt"].note
+
+
+def test_first_answers_that_were_cached_are_noted(serve: Any) -> None:
+    server = serve()
+    notes = [verify(Endpoint(server.url), SMALL).rounds[0].note for _ in range(2)]
+    assert not notes[0] and "use another --seed" in notes[1]
 
 
 def test_a_second_server_must_answer_alike(serve: Any) -> None:
@@ -197,8 +215,11 @@ def test_a_second_server_must_answer_alike(serve: Any) -> None:
 
 def test_the_command_says_what_it_found_and_exits_with_1(serve: Any) -> None:
     options = ["--questions", "8", "--longest", "200", "--output-tokens", "6", "--pressure-tokens", "1000"]
-    sound = CliRunner().invoke(app, ["verify", serve().url, *options])
-    assert sound.exit_code == 0, sound.output
+    server = serve()
+    for _ in range(2):  # by default, each run asks other questions
+        sound = CliRunner().invoke(app, ["verify", server.url, *options])
+        assert sound.exit_code == 0, sound.output
+        assert "first answers: 8 answers, 0 prompt tokens reused" in sound.output and "--seed" in sound.output
     assert "0 wrong answers" in sound.output and "after a restart: left out" in sound.output
     broken = CliRunner().invoke(app, ["verify", serve(fault=0.3).url, *options, "--json"])
     assert broken.exit_code == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Annotated
 
 import typer
@@ -37,7 +38,9 @@ def verify(
         str | None,
         option("--beside", "URL", "Server of the same model that must answer alike, such as one without drafts."),
     ] = None,
-    seed: Annotated[int, option("--seed", "S", "Seed of the prompts.", parse=whole)] = 0,
+    seed: Annotated[
+        int | None, option("--seed", "S", "Seed of the prompts.", show_default="another in each run", parse=whole)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Repeat requests after a server has cached, evicted or restored their KV, and report answers that changed.
@@ -50,6 +53,8 @@ def verify(
     from sidestream.verify.rounds import Plan
     from sidestream.verify.rounds import verify as run
 
+    if seed is None:  # prompts of an earlier run would be cached already
+        seed = secrets.randbelow(1 << 31)
     plan = Plan(questions, output_tokens, block_tokens, longest, pressure_tokens, restart_command, seed=seed)
     with Steps() as steps:
         steps.update("asking what the server takes")

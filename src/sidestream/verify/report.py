@@ -23,7 +23,8 @@ def as_text(report: Report) -> Iterator[str]:
     found = len(report.wrong)
     yield (
         f"{found} wrong answers in {report.requests} requests; log-probabilities may differ by {report.tolerance:.3f}"
-        + ("" if report.salts else ", an assumption: without `cache_salt`, rounding could not be measured")
+        + ("" if report.salts else ", an assumption: without separate salts, rounding could not be measured")
+        + f"; --seed {report.seed} asks the same"
     )
 
 
@@ -34,6 +35,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "requests": report.requests,
         "tolerance": report.tolerance,
         "rounding_measured": report.salts,
+        "seed": report.seed,
         "rounds": [dataclasses.asdict(part) for part in report.rounds],
     }
 

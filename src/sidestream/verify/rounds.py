@@ -96,12 +96,14 @@ class Report:
     """All rounds.
 
     tolerance   in nats
-    salts       whether uncached answers could be asked for at any time
+    salts       whether uncached answers could be asked for at any time, by a new `cache_salt`
+    seed        of the prompts
     requests    number of requests sent
     """
 
     tolerance: float
     salts: bool
+    seed: int
     requests: int = 0
     rounds: list[Round] = field(default_factory=list)
 
@@ -138,17 +140,19 @@ class _Run:
         self._random = random.Random(plan.seed)
         self._salts = 0
         self._references: dict[Ask, Answer] = {}
-        self._report = Report(_NO_SALTS_TOLERANCE, endpoint.salts)
+        self._report = Report(_NO_SALTS_TOLERANCE, endpoint.salts, plan.seed)
 
     def run(self) -> Report:
         """All rounds, in an order in which each has what it needs."""
         questions = self._questions()
-        if self._endpoint.salts:
+        if self._report.salts:
             self._measure_noise(questions)
         first = self._begin("first answers")
         for ask in questions:
             self._references[ask] = self._answer(ask, first)
         first.compared = len(questions)
+        if first.reused and self._report.salts:
+            first.note = "these prompts were cached already, so wrong references are possible: use another --seed"
         self._compared("repeated", questions)
         self._compared("repeated, at once", questions, at_once=True)
         self._families()
@@ -193,6 +197,9 @@ class _Run:
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             together = list(threads.map(self._uncached, few))
         self._report.requests += 2 * len(few)
+        if any(answer.cached for answer in (*alone, *together)):  # they were not uncached, so they may be wrong
+            self._report.salts = False
+            return
         noise = [compare(first, second).distance for first, second in zip(alone, together, strict=True)]
         self._report.tolerance = tolerance_of(noise)
 
@@ -214,7 +221,7 @@ class _Run:
 
     def _reference(self, ask: Ask) -> Answer:
         self._report.requests += 1
-        return self._uncached(ask) if self._endpoint.salts else self._endpoint.answer(ask)
+        return self._uncached(ask) if self._report.salts else self._endpoint.answer(ask)
 
     def _growing(self) -> None:
         """A conversation: each prompt begins with the one before; then the same from the longest to the shortest."""
@@ -258,7 +265,7 @@ class _Run:
         for ask in questions[:_AT_ONCE]:
             answer = self._answer(salted(ask, salt), part)
             if answer.cached:
-                part.note = f"{answer.cached} tokens were reused although the salt is new"
+                part.note = "tokens were reused although the salt is new: the server ignores or mixes salts"
             self._judge(part, ask, answer)
 
     def _press(self) -> str:
@@ -345,7 +352,7 @@ class _Run:
 
     def _is_noise(self, ask: Ask) -> bool:
         """Whether uncached answers to the question are as far apart as a wrong answer is from its reference."""
-        if not self._endpoint.salts:
+        if not self._report.salts:
             return False
         self._report.requests += _AGAIN
         uncached = [self._uncached(ask) for _ in range(_AGAIN)]
