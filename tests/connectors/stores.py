@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from proof.faults import FaultyTier
 from sidestream_kv.connectors.block_store import BlockStore, FinishedJob
-from sidestream_kv.connectors.vllm_identity import ChunkLayout
+from sidestream_kv.connectors.chunks import ChunkLayout
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.types import Key
 

@@ -141,7 +141,7 @@ def test_chunks_come_back_after_a_restart_and_the_log_says_so(
 
 
 def test_a_damaged_chunk_is_computed_again_and_the_others_are_loaded(directory: Path) -> None:
-    from sidestream_kv.connectors.vllm_identity import key_of
+    from sidestream_kv.connectors.chunks import key_of
 
     (path,) = directory.glob(f"engine-0/??/{key_of(offload_key(2)).hex()}-*")
     path.write_bytes(b"x" * path.stat().st_size)

@@ -9,17 +9,16 @@ import dataclasses
 import enum
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from sidestream_kv import connectors
+from stand_ins import in_place_of, modules_of
 
 VERSIONS = ("0.25.1", "0.32.0")
 OLD, NEW = VERSIONS
-ADAPTER = [f"sidestream_kv.connectors.{name}" for name in ("vllm_versions", "vllm_tier", "vllm_connector")]
+ADAPTER = ("vllm_versions", "vllm_tier", "vllm_connector")
 CHUNK_BYTES = 8192
 
 
@@ -108,7 +107,7 @@ class Vllm:
                 self.seen = state.current
 
         offload = {"LookupResult": LookupResult, "RequestOffloadingContext": SimpleNamespace}
-        named = {
+        named: dict[str, dict[str, Any]] = {
             "vllm": {"__version__": self.version},
             "vllm.config": {
                 "set_current_vllm_config": set_current_vllm_config,
@@ -129,36 +128,15 @@ class Vllm:
                 "OffloadingConnector": OffloadingConnector
             },
         }
-        made: dict[str, ModuleType] = {}
-        for name, content in named.items():
-            parts = name.split(".")
-            for depth in range(1, len(parts) + 1):
-                path = ".".join(parts[:depth])
-                made.setdefault(path, ModuleType(path))
-                if depth > 1:
-                    setattr(made[".".join(parts[: depth - 1])], parts[depth - 1], made[path])
-            vars(made[name]).update(content)
-        return made
+        return modules_of(named)
 
 
 @contextlib.contextmanager
 def installed(version: str) -> Iterator[Vllm]:
     """This version in place of vLLM, for the adapter's modules, which are forgotten before and after."""
     vllm = Vllm(version)
-    real = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"}
-    _forget([*real, *ADAPTER])
-    sys.modules.update(vllm.modules())
-    try:
+    with in_place_of("vllm", vllm.modules(), ADAPTER):
         yield vllm
-    finally:
-        _forget([*vllm.modules(), *ADAPTER])
-        sys.modules.update(real)
-
-
-def _forget(names: list[str]) -> None:
-    for name in names:
-        sys.modules.pop(name, None)
-        vars(connectors).pop(name.rpartition(".")[2], None)
 
 
 def model_at(directory: Path, *, weights: bytes = b"weights", config: dict[str, Any] | None = None) -> Path:

@@ -83,6 +83,7 @@ class BlockStore:
                        Blocks beyond are not stored, and `num_skipped` counts them
     load_deadline_s    a load that has not begun by then ends without its blocks. One that has begun must be waited for,
                        because it may still write into the engine's memory; until it ends, no key is found
+    on_copied          called after each copy, on its thread: `take_finished` may have a job now
     """
 
     def __init__(
@@ -92,10 +93,12 @@ class BlockStore:
         num_threads: int = 4,
         max_pending_bytes: int = 1 << 30,
         load_deadline_s: float = 10.0,
+        on_copied: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._tier = tier
         self._index = tier.index
+        self._on_copied = on_copied
         self._clock = clock
         self._max_pending_bytes = max_pending_bytes
         self._load_deadline_s = load_deadline_s
@@ -182,6 +185,7 @@ class BlockStore:
             _log.exception("%s tier: a copy failed", self._name)
             copy.error = TierError(str(error))
         self._copied.put(copy)
+        self._on_copied()
 
     def take_finished(self) -> list[FinishedJob]:
         """The jobs that ended since the last call."""

@@ -1,50 +1,15 @@
-"""What the bytes of vLLM's KV chunks depend on, so that a directory never serves those of another model or layout.
-Imports nothing of vLLM, but knows attributes of its configurations that all versions have.
+"""The weights that vLLM's KV comes from, so that a directory never serves that of another model. Imports nothing of
+vLLM, but knows attributes of its configurations that all versions have.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from sidestream_kv.connectors.checkpoint import fingerprint_of
+from sidestream_kv.connectors.chunks import digest_of
 from sidestream_kv.errors import ConfigError
-from sidestream_kv.types import Key
-
-_KEY_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkLayout:
-    """Opaque chunks of vLLM's host memory, of all groups and workers.
-
-    fields  what the bytes depend on besides the weights, by name
-    """
-
-    block_bytes: int
-    block_tokens: int
-    fields: Mapping[str, str] = field(default_factory=dict)
-
-    def describe(self) -> dict[str, int | str]:
-        """The layout as plain values, for directories and messages."""
-        return {
-            "block_bytes": self.block_bytes,
-            "block_tokens": self.block_tokens,
-            **self.fields,
-        }  # rule: layout-has-all-fields
-
-
-def key_of(key: bytes) -> Key:
-    """Our key of vLLM's offload key, which is a block hash and the index of a group of layers."""
-    return hashlib.blake2b(key, digest_size=_KEY_BYTES).digest()  # rule: key-of-a-chunk-has-its-group
-
-
-def digest_of(value: Any) -> str:
-    """A short digest of plain values, for a field of which only equality matters."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def weights_of(vllm_config: Any) -> str:

@@ -8,69 +8,22 @@ what differs between its versions is in `vllm_versions`. Knows the protocol Pers
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from sidestream_kv.config import OffloadConfig, options_checked, parse_bytes
 from sidestream_kv.connectors import vllm_versions
 from sidestream_kv.connectors.block_store import BlockStore
-from sidestream_kv.connectors.vllm_identity import key_of, weights_of
+from sidestream_kv.connectors.chunks import key_of
+from sidestream_kv.connectors.tier_options import TierOptions
+from sidestream_kv.connectors.vllm_identity import weights_of
 from sidestream_kv.errors import ConfigError
-from sidestream_kv.offload.tiers.base import Block, PersistentTier, TierContext
-from sidestream_kv.offload.tiers.stack import open_tiers
+from sidestream_kv.offload.tiers.base import Block
 from sidestream_kv.types import Key
 
 _log = logging.getLogger(__name__)
-
-
-@options_checked(ConfigError)
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """The options of a secondary tier of type "sidestream". The first four are those of OffloadConfig.
-
-    disk             directory of the disk tier, for one engine at a time; each data-parallel engine has a subdirectory
-    disk_capacity    bytes that each engine's subdirectory may take
-    load_deadline_s  seconds after which a load that has not begun is given up, and its KV computed
-    tiers            instead of `disk`: options of another persistent tier, by its name
-    threads          reads, and writes, at the same time
-    max_pending      bytes of host memory that may wait to be written; chunks beyond are not stored
-    fingerprint      name of the weights; None: hash of the checkpoint's files and the configuration
-    """
-
-    disk: str | None = None
-    disk_capacity: int | str = "10GiB"
-    load_deadline_s: float = 10.0
-    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    threads: int = 4
-    max_pending: int | str = "1GiB"
-    fingerprint: str | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.threads, int) or not 1 <= self.threads <= 64:
-            raise ConfigError(f"threads is {self.threads!r}: give a whole number from 1 to 64")
-        if bool(self.disk) + len(self.tiers) != 1:
-            raise ConfigError(
-                f"a secondary tier has one medium, not {[*filter(None, [self.disk]), *self.tiers]}: give `disk`, a "
-                "directory, and for a second medium another entry of secondary_tiers"
-            )
-        parse_bytes(self.max_pending, option="max_pending")
-
-    def open(self, deployment: vllm_versions.Deployment) -> PersistentTier:
-        """Open the medium. Raises ConfigError if another engine uses it or another model made it."""
-        config = OffloadConfig(
-            disk=None if self.disk is None else Path(self.disk) / f"engine-{deployment.engine_index}",
-            disk_capacity=self.disk_capacity,
-            load_deadline_s=self.load_deadline_s,
-            tiers=self.tiers,
-        )
-        context = TierContext(deployment.layout, self.fingerprint or _weights(deployment.vllm_config))
-        (tier,) = open_tiers(config, context).values()
-        return tier
 
 
 def _weights(vllm_config: Any) -> str:
@@ -105,14 +58,16 @@ class SidestreamTier(SecondaryTierManager):  # type: ignore[misc]
         vllm_versions.warn_if_untried()
         try:
             chosen = TierOptions(**options)
-            tier = chosen.open(vllm_versions.deployment_of(offloading_spec, block_bytes=self._chunk_bytes))
+            engine = vllm_versions.deployment_of(offloading_spec, block_bytes=self._chunk_bytes)
+            weights = chosen.fingerprint or _weights(engine.vllm_config)
+            tier = chosen.open(f"engine-{engine.engine_index}", engine.layout, weights)
         except ConfigError as error:
             raise ConfigError(f"secondary tier {tier_type}: {error}") from error
         self._memory = primary_kv_view.cast("B")
         self._store = BlockStore(
             tier,
             num_threads=chosen.threads,
-            max_pending_bytes=parse_bytes(chosen.max_pending, option="max_pending"),
+            max_pending_bytes=chosen.max_pending_bytes,
             load_deadline_s=chosen.load_deadline_s,
         )
         self._names: dict[int, dict[Key, Any]] = {}  # vLLM's keys of each load

@@ -19,7 +19,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult
 
-from sidestream_kv.connectors.vllm_identity import ChunkLayout, digest_of
+from sidestream_kv.connectors.chunks import ChunkLayout, digest_of
 from sidestream_kv.errors import ConfigError
 
 _log = logging.getLogger(__name__)
