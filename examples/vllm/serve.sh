@@ -1,7 +1,7 @@
 #!/bin/sh
 # vLLM with its KV cache in host memory and on disk: serve.sh MODEL DIRECTORY [further options of vllm serve]
-#   pip install sidestream-kv      in the environment of vLLM 0.32
-# Stop it, start it again, and ask the same: the log says "blocks reused". docs/vllm.md has the options.
+#   pip install sidestream-kv      in the environment of vLLM
+# Stop it, start it again, and ask the same: the log says "Sidestream reused". docs/vllm.md has the options.
 set -eu
 model=$1 directory=$2
 shift 2
@@ -10,11 +10,7 @@ shift 2
 export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
 
 exec vllm serve "$model" "$@" --kv-transfer-config '{
-  "kv_connector": "SidestreamOffloadingConnector",
+  "kv_connector": "SidestreamConnector",
   "kv_role": "kv_both",
-  "kv_connector_extra_config": {
-    "spec_name": "TieringOffloadingSpec",
-    "cpu_bytes_to_use": 8589934592,
-    "secondary_tiers": [{"type": "sidestream", "disk": "'"$directory"'", "disk_capacity": "100GiB"}]
-  }
+  "kv_connector_extra_config": {"host": "8GiB", "disk": "'"$directory"'", "disk_capacity": "100GiB"}
 }'

@@ -6,6 +6,7 @@ from proof.mutations.operators import (
     Always,
     Append,
     Become,
+    CallInstead,
     Delete,
     DropOperand,
     Never,
@@ -41,6 +42,9 @@ def _unreached(
 _STORE = "test_block_store.py::test_"
 _TIER = "test_vllm_tier.py::test_"
 _SGLANG = "test_sglang_storage.py::test_"
+_PLANNER = "test_planner.py::test_"
+_CARRIER = "test_carrier.py::test_"
+_HELD = f"{_PLANNER}a_transfer_holds_its_device_blocks_until_all_ranks_have_settled"
 _OTHER_MODEL = f"{_TIER}a_directory_of_another_model_or_layout_is_refused"
 
 EQUIVALENT = (
@@ -208,7 +212,7 @@ EQUIVALENT = (
         "H26",
         "a medium that hangs holds the engine's thread, although its memory is not in danger",
         f"{_SGLANG}a_read_into_a_tensor_is_a_miss_after_its_deadline",
-        change=DropOperand("end_s"),
+        change=DropOperand("monotonic"),
     ),
     _unreached(
         "key-of-a-page-has-its-part",
@@ -272,6 +276,166 @@ EQUIVALENT = (
         "pages are served although SGLang was asked to delete them",
         f"{_SGLANG}cleared_pages_are_misses",
     ),
+    _unreached(
+        "removed-keys-leave-the-planner",
+        "H26",
+        "requests load blocks that were evicted, and each of these loads fails",
+        f"{_PLANNER}a_block_that_one_rank_lacks_is_not_found",
+        change=Never(),
+    ),
+    _unreached(
+        "block-counts-if-every-rank-has-it",
+        "H13",
+        "a block is found that a rank does not have",
+        f"{_PLANNER}a_block_that_one_rank_lacks_is_not_found",
+        change=Become("continue"),
+    ),
+    _unreached(
+        "nothing-is-found-until-a-reset-is-executed",
+        "H26",
+        "requests load blocks that the reset removes, and each of these loads fails",
+        f"{_PLANNER}after_a_reset_nothing_is_found_until_all_ranks_have_executed_it",
+        change=Never(),
+    ),
+    _unreached(
+        "request-loads-no-more-after-a-failure",
+        "H26",
+        "a request plans the same failing load again and again",
+        f"{_PLANNER}a_request_computes_everything_after_a_load_failed_on_any_rank",
+        change=Never(),
+    ),
+    _unreached(
+        "load-holds-its-device-blocks",
+        "H10",
+        "the load of a request that ended writes blocks that have another owner",
+        _HELD,
+    ),
+    _unreached(
+        "after-a-promotion-only-host-memory-counts",
+        "H26",
+        "a request promotes an unreadable block again and again",
+        f"{_PLANNER}blocks_on_disk_are_promoted_and_then_loaded_from_host_memory",
+        change=Never(),
+    ),
+    _unreached(
+        "hit-has-the-whole-window",
+        "H26",
+        "requests load blocks that no tier has, and each of these loads fails",
+        f"{_PLANNER}a_hit_needs_the_whole_sliding_window",
+        change=Always(),
+    ),
+    _unreached(
+        "resumed-request-has-new-blocks",
+        "H2",
+        "a preempted request stores blocks that it has lost",
+        f"{_PLANNER}a_resumed_request_stores_its_new_blocks",
+        change=Never(),
+    ),
+    _unreached(
+        "blocks-from-before-a-reset-are-not-stored",
+        "H8",
+        "KV of the weights before a reset is stored after it",
+        f"{_PLANNER}blocks_from_before_a_reset_are_not_stored_until_the_request_starts_again",
+        change=Never(),
+    ),
+    _unreached(
+        "store-holds-its-device-blocks",
+        "H2",
+        "a store reads blocks of a request that ended, and another request overwrites them",
+        _HELD,
+        change=Unwrap("add"),
+    ),
+    _unreached(
+        "blocks-of-an-unfinished-load-are-not-stored",
+        "H1",
+        "blocks are stored that their load has not written yet",
+        f"{_PLANNER}blocks_of_an_unfinished_load_are_not_stored",
+        change=DropOperand(1),
+    ),
+    _unreached(
+        "ended-request-stores-its-own-blocks",
+        "H2",
+        "a request that was preempted, and then ended, stores blocks that have another owner",
+        f"{_PLANNER}an_ended_request_that_lost_its_blocks_stores_nothing",
+    ),
+    _unreached(
+        "blocks-are-held-until-all-ranks-settled",
+        "H13",
+        "device blocks are used again while another rank still copies them",
+        _HELD,
+        change=CallInstead("min", "max"),
+    ),
+    _unreached(
+        "blocks-are-held-until-settled",
+        "H10",
+        "device blocks are used again while they are copied",
+        _HELD,
+        change=Always(),
+    ),
+    _unreached(
+        "key-has-the-group",
+        "H14",
+        "a block of one group of layers is loaded for another",
+        f"{_PLANNER}equal_hashes_of_two_groups_are_two_blocks",
+        change=DropOperand(1),
+    ),
+    _unreached(
+        "load-waits-for-earlier-steps",
+        "H3",
+        "a load writes blocks that a step of their last owner still uses",
+        f"{_CARRIER}a_load_waits_for_the_steps_before_its_own_but_not_for_its_own",
+    ),
+    _unreached(
+        "reset-order-reaches-the-tiers",
+        "H8",
+        "after a reset, the tiers still have blocks of the weights before",
+        f"{_CARRIER}a_reset_forgets_all_blocks_and_those_that_are_being_stored",
+    ),
+    _unreached(
+        "store-waits-for-its-step",
+        "H1",
+        "a store reads blocks that its step has not written yet",
+        f"{_CARRIER}a_store_waits_for_its_step",
+    ),
+    _unreached(
+        "failed-load-is-told",
+        "H9",
+        "a request uses blocks whose load has failed",
+        f"{_CARRIER}a_block_that_is_gone_fails_the_load",
+    ),
+    _unreached(
+        "failed-load-is-told-when-it-writes-no-more",
+        "H10",
+        "the engine uses blocks again that a failed load may still write",
+        f"{_CARRIER}a_failed_load_is_told_when_it_has_settled",
+        change=Never(),
+    ),
+    _unreached(
+        "load-is-told-after-its-fences",
+        "H5",
+        "a step reads blocks whose load has not ended",
+        f"{_CARRIER}a_load_is_told_after_its_last_copy",
+    ),
+    _unreached(
+        "step-waits-for-loads-told-early",
+        "H5",
+        "a step reads blocks whose last copies were left to it",
+        f"{_CARRIER}a_step_waits_for_loads_that_were_told_in_an_idle_step",
+    ),
+    _unreached(
+        "step-without-its-waits-ends-the-engine",
+        "H5",
+        "an engine that leaves out the waits of its layers reads blocks before they have arrived",
+        f"{_CARRIER}a_step_that_was_launched_without_its_waits_is_an_error",
+        change=Never(),
+    ),
+    _unreached(
+        "load-that-was-told-cannot-fail",
+        "H9",
+        "a request goes on with blocks whose copies have failed",
+        f"{_CARRIER}a_load_that_fails_after_it_was_told_ends_the_engine",
+        change=Never(),
+    ),
 )
 
 EXEMPT = (
@@ -286,5 +450,16 @@ EXEMPT = (
     Exempt("SharedStore._wait", ("add",), "a result that is not waited for would only take memory"),
     Exempt("SharedStore._collect", ("remove",), "a result that is not waited for would only take memory"),
     Exempt("Pages.clear", ("clear",), "see cleared-store-finds-nothing"),
+    Exempt("Carrier.begin", ("gates",), "see step-waits-for-loads-told-early"),
+    Exempt("Carrier.wait_for_layer", ("wait",), "see step-waits-for-loads-told-early"),
+    Exempt("Carrier.finished", ("poll", "add", "add"), "see failed-load-is-told, load-is-told-after-its-fences"),
+    Exempt("Planner.allocated", ("loading", "loading"), "see load-holds-its-device-blocks"),
+    Exempt("Planner.plan_step", ("extend", "loading"), "an engine schedules no request before it knows of its load"),
+    Exempt("Planner._load_ended", ("loading", "loading"), "see blocks-of-an-unfinished-load-are-not-stored"),
+    Exempt("Planner.reset", ("clear",), "the keys may be stored again"),
+    Exempt("SidestreamConnector._open", ("replace",), "it changes a copy of a value"),
+    Exempt("SidestreamConnector.bind_connector_metadata", ("begin",), "see load-waits-for-earlier-steps"),
+    Exempt("SidestreamConnector.update_connector_output", ("take",), "it passes reports on"),
+    Exempt("Stats.reset", ("clear",), "it clears counts"),
     Exempt("SidestreamTier.shutdown", ("release",), "it lets vLLM unmap its memory, which no copy uses any more"),
 )

@@ -19,13 +19,12 @@ def narrow_lanes(*, in_flight: int = 3, turn_blocks: int = 2) -> Iterator[None]:
     all slices were submitted.
     """
     pieces = {"BLOCKS_PER_TURN": turn_blocks, "LOAD_PIECE_BYTES": 0, "LAST_PIECE_BYTES": 0}
-    lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(pacing, name) for name in pieces}
-    pacing.TO_HOST, pacing.TO_DEVICE = (_narrow(pace, in_flight) for pace in lanes)
-    vars(pacing).update(pieces)
+    lanes = {name: getattr(pacing, name) for name in ("TO_HOST", "TO_DEVICE", "TO_DEVICE_BESIDE_COPIES")}
+    kept = lanes | {name: getattr(pacing, name) for name in pieces}
+    vars(pacing).update(pieces | {name: _narrow(pace, in_flight) for name, pace in lanes.items()})
     try:
         yield
     finally:
-        pacing.TO_HOST, pacing.TO_DEVICE = lanes
         vars(pacing).update(kept)
 
 

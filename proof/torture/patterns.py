@@ -17,7 +17,7 @@ import torch
 from proof.rig import busy
 from sidestream.errors import ConfigError
 from sidestream_kv.device.base import Device, Memory, Stream, no_accesses
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import LayeredLayout
 from sidestream_kv.kv.pool import merge_fences
 from sidestream_kv.offload.tiers.stack import BlockMemory, HostTier
 from sidestream_kv.types import Access, Fence, Key
@@ -84,7 +84,7 @@ class Patterns:
         self._device = device
         self._memory = memory
         self._layer_words = layout.layer_bytes // WORD_BYTES
-        self._windowed = [bool(layout.window_of(layer)) for layer in range(layout.num_layers)]
+        self._windowed = [layer not in layout.layers_without_window for layer in range(layout.num_layers)]
         self._layers = _layers(memory.memory, layout.num_layers, self._layer_words)
         self._places, self._results = _constants(device, layout, max_looks)
         inputs = device.allocate_host("torture: inputs", _STEPS * _INPUTS * max_blocks * WORD_BYTES)
@@ -239,7 +239,7 @@ def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Fo
     return wrong
 
 
-def _constants(device: Device, layout: KVLayout, max_looks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _constants(device: Device, layout: LayeredLayout, max_looks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Offsets in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`. Waits until the device
     has filled them, so that every stream may use them.
     """
@@ -271,4 +271,5 @@ def _layers(memory: Memory, num_layers: int, layer_words: int) -> list[torch.Ten
 
 def _reads(memory: BlockMemory, block_ids: Sequence[int], layer: int) -> list[Access]:
     name, layout = memory.memory.name, memory.layout
-    return [Access(name, *layout.layer_span(block_id, layer, layer + 1), False) for block_id in block_ids]
+    starts = [layout.span(block_id)[0] + layer * layout.layer_bytes for block_id in block_ids]
+    return [Access(name, start, start + layout.layer_bytes, False) for start in starts]

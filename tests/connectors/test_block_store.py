@@ -425,5 +425,5 @@ def test_blocks_need_not_be_arrays(rig: Rig) -> None:
 
 def test_host_memory_beside_a_device_refuses_a_layout_of_persistent_tiers_only() -> None:
     device: Any = None
-    with pytest.raises(InvariantError, match="needs a KVLayout"):
+    with pytest.raises(InvariantError, match="needs a LayeredLayout"):
         TierStack.open(OffloadConfig(), device, TierContext(LAYOUT, "w"))

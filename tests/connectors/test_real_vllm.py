@@ -1,16 +1,19 @@
-"""The secondary tier in vLLM's own manager of tiers, on a CPU: `make test-vllm`. Host memory is vLLM's, a GPU is not
-needed: a test writes the chunks that a GPU would.
+"""The secondary tier in vLLM's own manager of tiers, and the full connector in whole engines, on a CPU:
+`make test-vllm`. Host memory of the tier is vLLM's, a GPU is not needed: a test writes the chunks that a GPU would.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import logging
+import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,3 +249,269 @@ def test_the_installed_package_is_found_as_a_plugin() -> None:
     if not found:
         pytest.skip("sidestream-kv is on the path, but not installed")
     assert found == ["sidestream_kv.connectors.vllm_plugin:register"]
+
+
+# ---------------------------------------------------------------------- the full connector
+
+TOKENS = 24  # of each answer
+LENGTHS = (100, 200, 300, 160, 250, 333)
+Answers = list[list[int]]
+
+
+def prompts(name: str, *, shared: int = 0) -> Answers:
+    """Prompts of their own for each test; the first tokens of all may be equal."""
+    draw = random.Random(name)
+    prefix = [draw.randrange(10, 500) for _ in range(shared)]
+    return [prefix + [draw.randrange(10, 500) for _ in range(length - shared)] for length in LENGTHS]
+
+
+class Llm:
+    """vLLM in this process; `connector`: options of SidestreamConnector, None: vLLM alone."""
+
+    def __init__(self, model: Path, connector: dict[str, Any] | None, **options: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        flag = None
+        if connector is not None:
+            flag = KVTransferConfig(
+                kv_connector="SidestreamConnector", kv_role="kv_both", kv_connector_extra_config=connector
+            )
+        arguments = {"num_gpu_blocks_override": 20, "kv_transfer_config": flag, **options}
+        self.llm = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            block_size=32,
+            max_model_len=480,
+            max_num_seqs=4,
+            max_num_batched_tokens=128,  # prompts are computed in chunks
+            disable_log_stats=False,
+            **arguments,
+        )
+        self.cached: list[int] = []
+
+    def answers(self, asked: Answers) -> Answers:
+        done = self.llm.generate([{"prompt_token_ids": each} for each in asked], self._params(), use_tqdm=False)
+        self.cached = [each.num_cached_tokens for each in done]
+        return [list(each.outputs[0].token_ids) for each in done]
+
+    def aborted(self, asked: Answers, after_steps: int) -> None:
+        """Ask, and give up after some steps."""
+        engine = self.llm.llm_engine
+        names = [engine.add_request(uuid.uuid4().hex, {"prompt_token_ids": each}, self._params()) for each in asked]
+        for _ in range(after_steps):
+            engine.step()
+        engine.abort_request(names, internal=True)
+
+    @staticmethod
+    def _params() -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+    def metric(self, name: str) -> int:
+        return int(next(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}"))
+
+    @property
+    def planner(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector._planner
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def in_process() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }.items():
+            patch.setenv(name, value)
+        yield
+
+
+def saved(config: Any, directory: Path) -> Path:
+    """A model with random weights, so large that a wrong block changes its answers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.mul_(6)
+    model.float().save_pretrained(directory)
+    return directory
+
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(in_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=3, tie_word_embeddings=False, **SHAPE)
+    return saved(config, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def gemma(in_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer with full attention, and several groups of layers with a sliding window of two blocks."""
+    from transformers import Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        num_hidden_layers=3, layer_types=kinds, sliding_window=64, query_pre_attn_scalar=32, **SHAPE
+    )
+    return saved(config, tmp_path_factory.mktemp("gemma"))
+
+
+ASKED = {
+    **{name: prompts(name) for name in ("again", "evicted", "others", "aborted", "reset", "failed", "drafts")},
+    "shared": prompts("shared", shared=90),
+}
+
+
+@pytest.fixture(scope="module")
+def right(llama: Path) -> dict[str, Answers]:
+    """Answers of vLLM alone."""
+    alone = Llm(llama, None, num_gpu_blocks_override=100)
+    answers = {name: alone.answers(asked) for name, asked in ASKED.items()}
+    alone.close()
+    return answers
+
+
+def test_blocks_come_back_from_disk_after_a_restart(llama: Path, right: dict[str, Answers], tmp_path: Path) -> None:
+    for restarted in (False, True):
+        engine = Llm(llama, {"host": "64MiB", "disk": str(tmp_path)})
+        assert engine.answers(ASKED["evicted"]) == right["evicted"]
+        assert (engine.metric("sidestream_disk_read_bytes") > 0) is restarted
+        engine.close()
+    assert sum(engine.cached) > sum(LENGTHS) * 3 // 4
+
+
+def test_groups_of_layers_with_a_sliding_window(gemma: Path) -> None:
+    options = {"disable_hybrid_kv_cache_manager": False}
+    alone = Llm(gemma, None, num_gpu_blocks_override=200, **options)
+    right = alone.answers(ASKED["evicted"])
+    alone.close()
+    engine = Llm(gemma, {"host": "64MiB"}, num_gpu_blocks_override=48, **options)
+    assert len(engine.planner._groups) == 3
+    for _ in range(3):
+        assert engine.answers(ASKED["evicted"]) == right
+    assert min(engine.cached) > 0 and engine.metric("external_prefix_cache_hits") > 0
+    engine.close()
+
+
+def test_a_wrong_option_of_the_connector_is_one_clear_error(llama: Path) -> None:
+    from sidestream_kv.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="SidestreamConnector: no option hots; did you mean host"):
+        Llm(llama, {"hots": "64MiB"})
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_stores_begin_after_the_draft_model(drafts: bool) -> None:
+    from sidestream_kv.connectors.carrier import Finished
+    from sidestream_kv.connectors.vllm import SidestreamConnector
+
+    calls: list[str] = []
+
+    def call(name: str) -> Callable[[], Finished]:
+        return lambda: calls.append(name) or Finished()
+
+    connector = SidestreamConnector.__new__(SidestreamConnector)
+    connector._carrier = SimpleNamespace(execute=call("execute"), finished=call("finished"))
+    connector._vllm_config = SimpleNamespace(speculative_config=object() if drafts else None)
+    connector.get_finished(set())
+    connector.wait_for_save()
+    assert calls == (["finished", "execute"] if drafts else ["execute", "finished", "execute"])
+
+
+@pytest.fixture(scope="class")
+def llm(llama: Path, right: dict[str, Answers], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Llm]:
+    """An engine that has room for about two of the requests. A process can have one engine at once."""
+    engine = Llm(llama, {"host": "64MiB", "disk": str(tmp_path_factory.mktemp("kv"))})
+    yield engine
+    planner = engine.planner
+    assert not planner._states and not planner._promotions and not planner._loads
+    engine.close()
+
+
+class TestOneEngine:
+    def test_blocks_on_the_device_are_not_loaded(self, llm: Llm, right: dict[str, Answers]) -> None:
+        hits = llm.metric("external_prefix_cache_hits")
+        for _ in range(2):
+            assert llm.answers(ASKED["again"][:1]) == right["again"][:1]
+        assert llm.cached == [96] and llm.metric("external_prefix_cache_hits") == hits
+
+    def test_blocks_that_the_device_has_evicted_are_loaded(self, llm: Llm, right: dict[str, Answers]) -> None:
+        preempted = llm.metric("num_preemptions")
+        assert llm.answers(ASKED["evicted"]) == right["evicted"]
+        assert llm.answers(ASKED["others"]) == right["others"]
+        before = [llm.metric(name) for name in ("external_prefix_cache_hits", "sidestream_loaded_bytes")]
+        assert llm.answers(ASKED["evicted"]) == right["evicted"]
+        after = [llm.metric(name) for name in ("external_prefix_cache_hits", "sidestream_loaded_bytes")]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+        assert sum(llm.cached) > sum(LENGTHS) * 3 // 4
+        assert llm.metric("num_preemptions") > preempted
+
+    def test_requests_share_the_blocks_of_their_prefix(self, llm: Llm, right: dict[str, Answers]) -> None:
+        assert llm.answers(ASKED["shared"][:1]) == right["shared"][:1]
+        assert llm.answers(ASKED["others"]) == right["others"]
+        assert llm.answers(ASKED["shared"]) == right["shared"]
+        assert llm.cached[0] == 96 and min(llm.cached) >= 64
+
+    def test_aborted_requests_leave_right_blocks(self, llm: Llm, right: dict[str, Answers]) -> None:
+        for steps in (1, 2, 3, 5, 9):
+            llm.aborted(ASKED["aborted"], steps)
+            llm.aborted(ASKED["evicted"], steps)  # they are being loaded
+            assert llm.answers(ASKED["aborted"][steps % 3 :: 3]) == right["aborted"][steps % 3 :: 3]
+        assert llm.answers(ASKED["aborted"]) == right["aborted"]
+
+    def test_after_a_reset_everything_is_computed_and_stored_again(self, llm: Llm, right: dict[str, Answers]) -> None:
+        assert llm.answers(ASKED["reset"]) == right["reset"]
+        assert llm.llm.reset_prefix_cache(reset_connector=True)
+        assert llm.answers(ASKED["reset"]) == right["reset"] and llm.cached == [0] * len(LENGTHS)
+        assert llm.answers(ASKED["others"]) == right["others"]
+        assert llm.answers(ASKED["reset"]) == right["reset"] and min(llm.cached) > 0
+
+    def test_a_failed_load_is_computed(
+        self, llm: Llm, right: dict[str, Answers], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from sidestream_kv.offload.loads import Loads
+
+        assert llm.answers(ASKED["failed"]) == right["failed"]
+        assert llm.answers(ASKED["others"]) == right["others"]
+        failed = llm.planner.counts.loads_failed
+        monkeypatch.setattr(Loads, "submit", lambda loads, job_id, plan: loads._miss(job_id, "gone"))
+        assert llm.answers(ASKED["failed"]) == right["failed"]
+        assert llm.planner.counts.loads_failed > failed
+
+
+def test_drafts_and_no_prefix_cache_on_the_device(llama: Path, right: dict[str, Answers]) -> None:
+    # At the end, because vLLM 0.32 cannot start another engine in a process that has imported what ngram needs.
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    engine = Llm(llama, {"host": "64MiB"}, enable_prefix_caching=False, speculative_config=drafts)
+    for _ in range(2):
+        assert engine.answers(ASKED["drafts"]) == right["drafts"]
+    assert engine.metric("external_prefix_cache_hits") > 0 and engine.metric("spec_decode_num_draft_tokens") > 0
+    engine.close()

@@ -372,25 +372,30 @@ def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     assert not [name for name in project["dependencies"] if name.startswith("vllm")]
 
 
-# Interfaces for tiers, connectors and configurations, and three facts: the version, the device's name, and whether
-# block hashes have a fixed seed.
+# Interfaces for tiers, connectors, metrics and configurations, and four facts: the version, the device's name, whether
+# block hashes have a fixed seed, and the block sizes that the scheduler uses.
 ALLOWED = {
     "vllm",
     "vllm.config",
     "vllm.distributed.kv_transfer.kv_connector.factory",
+    "vllm.distributed.kv_transfer.kv_connector.v1",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.platforms",
     "vllm.v1.core",
+    "vllm.v1.core.kv_cache_utils",
     "vllm.v1.kv_offload",
     "vllm.v1.kv_offload.base",
     "vllm.v1.kv_offload.tiering.base",
     "vllm.v1.kv_offload.tiering.factory",
+    "vllm.v1.metrics.cache_hit_source",
 }
 
 
 def test_the_adapter_imports_only_interfaces_of_vllm() -> None:
     found = set[str]()
-    for path in (ROOT / "packages/sidestream-kv/src/sidestream_kv/connectors").glob("vllm_*.py"):
+    for path in (ROOT / "packages/sidestream-kv/src/sidestream_kv/connectors").glob("vllm*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 found.update(name.name for name in node.names)

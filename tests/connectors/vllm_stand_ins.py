@@ -115,7 +115,10 @@ class Vllm:
             },
             "vllm.platforms": {"current_platform": SimpleNamespace(get_device_name=lambda: "a GPU")},
             "vllm.v1.core": {},
-            "vllm.v1.core.kv_cache_utils": {} if self.is_old else {"DEFAULT_NONE_HASH_SEED": "seed"},
+            "vllm.v1.core.kv_cache_utils": {
+                "resolve_kv_cache_block_sizes": None,
+                **({} if self.is_old else {"DEFAULT_NONE_HASH_SEED": "seed"}),
+            },
             "vllm.v1.kv_offload": {},
             "vllm.v1.kv_offload.base": offload if self.is_old else {**offload, "Medium": Medium},
             "vllm.v1.kv_offload.tiering.base": {
@@ -123,6 +126,7 @@ class Vllm:
                 "SecondaryTierManager": OldManager if self.is_old else NewManager,
             },
             "vllm.v1.kv_offload.tiering.factory": {"SecondaryTierFactory": self.tiers},
+            "vllm.distributed.kv_transfer.kv_connector.v1.base": {},
             "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": self.connectors},
             "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": {
                 "OffloadingConnector": OffloadingConnector

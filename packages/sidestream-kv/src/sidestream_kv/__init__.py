@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from sidestream_kv.device.cpu import CpuDevice
     from sidestream_kv.device.cuda.device import CudaDevice
     from sidestream_kv.kv.keys import BlockKeys
-    from sidestream_kv.kv.layout import BlockLayout, KVLayout
+    from sidestream_kv.kv.layout import BlockLayout, KVLayout, LayeredLayout
     from sidestream_kv.kv.pool import FencedPool, Lease, PoolExhausted
     from sidestream_kv.metrics import Metrics
     from sidestream_kv.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
@@ -72,6 +72,7 @@ _LAZY = {
     "Device": "device.base",
     "FencedPool": "kv.pool",
     "KVLayout": "kv.layout",
+    "LayeredLayout": "kv.layout",
     "Lease": "kv.pool",
     "LoadFailed": "offload.connector",
     "LoadReady": "offload.connector",
@@ -113,6 +114,7 @@ __all__ = [
     "KVLayout",
     "Key",
     "LayerGates",
+    "LayeredLayout",
     "Lease",
     "LoadFailed",
     "LoadPlan",

@@ -33,6 +33,34 @@ class ChunkLayout:
         }  # rule: layout-has-all-fields
 
 
+@dataclass(frozen=True, slots=True)
+class RegionLayout(ChunkLayout):
+    """Blocks of one worker, each of which has equally many bytes in several regions of memory: see `LayeredLayout`,
+    where a region is a layer.
+    """
+
+    num_layers: int = 1
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a block in one region."""
+        return self.block_bytes // self.num_layers
+
+    @property
+    def layers_without_window(self) -> range:
+        """All regions: groups of layers with a sliding window have blocks of their own."""
+        return range(self.num_layers)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.block_bytes
+
+    def span(self, block_id: int) -> tuple[int, int]:
+        """Byte range of a block, as if its regions lay one after another."""
+        return block_id * self.block_bytes, (block_id + 1) * self.block_bytes
+
+
 def key_of(key: bytes) -> Key:
     """Our key of an engine's key: a hash of tokens, and of vLLM the index of a group of layers, of SGLang the part of
     a page.

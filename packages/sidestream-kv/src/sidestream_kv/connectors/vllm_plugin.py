@@ -9,7 +9,7 @@ import logging
 
 _log = logging.getLogger(__name__)
 
-TIER, CONNECTOR = "sidestream", "SidestreamOffloadingConnector"
+TIER, TIER_CONNECTOR, CONNECTOR = "sidestream", "SidestreamOffloadingConnector", "SidestreamConnector"
 
 
 def register() -> None:
@@ -24,7 +24,8 @@ def register() -> None:
         return
     with contextlib.suppress(ValueError):  # registered already
         SecondaryTierFactory.register_tier(TIER, "sidestream_kv.connectors.vllm_tier", "SidestreamTier")
-        KVConnectorFactory.register_connector(CONNECTOR, "sidestream_kv.connectors.vllm_connector", CONNECTOR)
+        KVConnectorFactory.register_connector(TIER_CONNECTOR, "sidestream_kv.connectors.vllm_connector", TIER_CONNECTOR)
+        KVConnectorFactory.register_connector(CONNECTOR, "sidestream_kv.connectors.vllm", CONNECTOR)
     log = logging.getLogger("sidestream_kv")
     if not log.handlers:  # vLLM shows only its own INFO lines, and configures its log after its plugins
         log.addHandler(_ToVllmsLog())

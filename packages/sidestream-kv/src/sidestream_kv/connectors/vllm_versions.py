@@ -1,25 +1,31 @@
-"""All that differs between the versions of vLLM: what a tier is told, and what it returns.
+"""All that differs between the versions of vLLM: what a tier and a connector are told, and what they return.
 
-0.25.1   a spec has `vllm_config`; jobs have `block_ids`; a result is only true or false; hashes are random
-0.32     a spec has `config` only; jobs have `chunk_ids`; a result may name the keys that succeeded
+0.25.1   a spec has `vllm_config`; jobs have `block_ids`; a result is only true or false; hashes are random;
+         a failed load names blocks, which only a model with one group of layers survives
+0.32     a spec has `config` only; jobs have `chunk_ids`; a result may name the keys that succeeded;
+         a failed load names its request; a tensor of KV may hold several layers
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import vllm
 import vllm.config
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult
 
-from sidestream_kv.connectors.chunks import ChunkLayout, digest_of
+from sidestream_kv.connectors.chunks import ChunkLayout, RegionLayout, digest_of
+from sidestream_kv.connectors.planner import Group
 from sidestream_kv.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -77,22 +83,28 @@ def deployment_of(spec: Any, *, block_bytes: int) -> Deployment:
             )
         groups = spec.kv_cache_config.kv_cache_groups
         tokens = max(spec.gpu_block_size) * spec.block_size_factor
-        described = {
-            "dtype": str(vllm_config.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
-            "groups": digest_of([[repr(group.kv_cache_spec), *group.layer_names] for group in groups]),
-            "ranks": _ranks(
-                parallel.tensor_parallel_size,
-                parallel.pipeline_parallel_size,
-                parallel.prefill_context_parallel_size,
-                parallel.decode_context_parallel_size,
-            ),
-            # Which backend a worker chooses, and so its layout, follows from these.
-            "kv_layout": f"{os.environ.get('VLLM_KV_CACHE_LAYOUT', 'default')} on {current_platform.get_device_name()} "
-            f"by {digest_of(repr(vllm_config.attention_config))}",
-            "hash_tokens": str(spec.hash_block_size),
-        }
+        described = _described(vllm_config, groups, hash_tokens=spec.hash_block_size)
     described = {"vllm": vllm.__version__, **described, "hash": _hash_of(vllm_config)}
     return Deployment(vllm_config, int(parallel.data_parallel_index), ChunkLayout(block_bytes, tokens, described))
+
+
+def _described(vllm_config: Any, groups: Sequence[Any], *, hash_tokens: int) -> dict[str, str]:
+    """What the bytes of a block depend on besides the weights, according to the whole configuration."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    return {
+        "dtype": str(vllm_config.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),
+        "groups": digest_of([[repr(group.kv_cache_spec), *group.layer_names] for group in groups]),
+        "ranks": _ranks(
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        ),
+        # Which backend a worker chooses, and so its layout, follows from these.
+        "kv_layout": f"{os.environ.get('VLLM_KV_CACHE_LAYOUT', 'default')} on {current_platform.get_device_name()} "
+        f"by {digest_of(repr(vllm_config.attention_config))}",
+        "hash_tokens": str(hash_tokens),
+    }
 
 
 def _ranks(*sizes: int) -> str:
@@ -126,3 +138,121 @@ def result_of(
     if not _RESULT_NAMES_KEYS:
         return JobResult(job_id, success)
     return JobResult(job_id, success, successful_keys, transfer_time=seconds, transfer_bytes=num_bytes)
+
+
+# ---------------------------------------------------------------------- the full connector
+
+FAILED_LOAD_NAMES_REQUEST = hasattr(kv_connector, "KVConnectorTransferResults")
+"""Whether a failed load may name its request; if not, it names blocks."""
+
+
+def hit_source(tier: str) -> Any:
+    """vLLM's name of a tier, for its statistics of hits."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource(tier)
+
+
+_KINDS_OF_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "SlidingWindowSpec")
+
+
+def groups_of(vllm_config: Any, kv_cache_config: Any) -> tuple[list[Group], int]:
+    """The groups of layers, and the number of tokens at which a hit may end. Raises ConfigError for kinds of layers
+    whose blocks cannot be found again by the hashes of their tokens alone.
+    """
+    boundary, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ConfigError("SidestreamConnector cannot be used with context parallelism: use the secondary tier instead")
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        kinds = {type(each).__name__ for each in getattr(spec, "kv_cache_specs", {0: spec}).values()}
+        if strange := sorted(kinds.difference(_KINDS_OF_ATTENTION)):
+            raise ConfigError(
+                f"SidestreamConnector cannot offload {', '.join(strange)} of {group.layer_names[0]}: use the secondary "
+                "tier (docs/vllm.md) instead"
+            )
+        window = spec.sliding_window if "SlidingWindowSpec" in kinds else 0
+        groups.append(Group(spec.block_size, spec.block_size // hash_tokens, window))
+    if len(groups) > 1 and not FAILED_LOAD_NAMES_REQUEST:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} cannot recover from a failed load of a model with {len(groups)} groups of "
+            "layers: use vLLM 0.32, or the secondary tier"
+        )
+    return groups, boundary
+
+
+def layout_of(vllm_config: Any, kv_cache_config: Any, *, num_layers: int, block_bytes: int) -> RegionLayout:
+    """The layout of a block of `num_layers` equal parts: regions (see `regions_of`), or layers inside a block."""
+    boundary, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    described = _described(vllm_config, kv_cache_config.kv_cache_groups, hash_tokens=hash_tokens)
+    fields = {"vllm": vllm.__version__, **described, "parts": str(num_layers)}
+    return RegionLayout(block_bytes, boundary, fields, num_layers=num_layers)
+
+
+def check_hash(vllm_config: Any) -> dict[str, str]:
+    """Algorithm and seed of block hashes. Raises ConfigError if they differ in every process."""
+    return {"hash": _hash_of(vllm_config)}
+
+
+def regions_of(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[list[torch.Tensor], dict[str, list[int]]]:
+    """The memory of KV as regions: uint8 tensors in which block `i` has the bytes from `i * size` on, where `size` is
+    the region's number of bytes divided by the number of blocks. All groups of layers share the regions. Also returns
+    which regions each layer has, by its name.
+    """
+    regions: dict[int, torch.Tensor] = {}
+    of_layers: dict[str, list[int]] = {}
+    blocks = kv_cache_config.num_blocks
+    for described in kv_cache_config.kv_cache_tensors:
+        names: Sequence[str] = described.layers if hasattr(described, "layers") else described.shared_by
+        cache = next((kv_caches[name] for name in names if name in kv_caches), None)
+        if cache is None:
+            continue
+        cache = cache if isinstance(cache, torch.Tensor) else cache[0]
+        raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+        stride = described.block_stride or _page_of(cache, described.size // blocks)
+        layer_stride = getattr(described, "layer_stride", None)
+        if described.block_stride and (layer_stride is None or layer_stride < blocks * stride):
+            start, stop = 0, blocks * stride  # a block has all layers
+        elif layer_stride is None:
+            start, stop = 0, described.size
+        else:
+            start = described.offset
+            stop = start + len(names) * layer_stride
+        firsts = range(start, stop, blocks * stride)
+        numbers = []
+        for first in firsts:
+            region = raw[first : first + blocks * stride]
+            regions.setdefault(region.data_ptr(), region)
+            numbers.append(list(regions).index(region.data_ptr()))
+        for index, name in enumerate(names):
+            together = layer_stride is None or len(firsts) < len(names)  # layers of different groups, or of a block
+            share = slice(None) if together else slice(index * len(firsts) // len(names), None)
+            of_layers[name] = numbers[share][: None if together else len(firsts) // len(names)]
+    return list(regions.values()), of_layers
+
+
+def layers_in_blocks(kv_cache: torch.Tensor, kv_cache_config: Any) -> tuple[int, dict[str, list[int]]]:
+    """How many layers lie one after another in each block of a tensor for all layers, and which one each layer is."""
+    names = [described.shared_by for described in kv_cache_config.kv_cache_tensors]
+    page = kv_cache.numel() * kv_cache.itemsize // kv_cache_config.num_blocks // len(names)
+    if kv_cache.stride(0) * kv_cache.itemsize != page:  # layers alternate inside a block
+        return 1, {name: [0] for shared in names for name in shared}
+    return len(names), {name: [index] for index, shared in enumerate(names) for name in shared}
+
+
+def calls_by_layer(vllm_config: Any, *, most_tokens: int) -> bool:
+    """Whether vLLM calls `wait_for_layer_load` in a step that computes `most_tokens` tokens for one of its requests. It
+    does not where it replays a graph of the whole step.
+    """
+    speculative = vllm_config.speculative_config
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return most_tokens > 1 + drafts and (mode is None or mode.mixed_mode().name != "FULL")
+
+
+def _page_of(cache: torch.Tensor, page: int) -> int:
+    """Bytes from a block to the next. Keys and values are apart if a dimension has a larger stride than a page."""
+    outer = [size for size, stride in zip(cache.shape, cache.stride(), strict=True) if stride * cache.itemsize > page]
+    return page // (outer[0] if outer else 1)

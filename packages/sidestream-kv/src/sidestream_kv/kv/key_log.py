@@ -62,9 +62,18 @@ class KeyLog:
         """The writer for a tier other than the device."""
         return TierKeyLog(self._changes, name)
 
-    def drain(self) -> list[KeyChange]:
-        """Return and remove the changes so far, in order."""
-        return [self._changes.popleft() for _ in range(len(self._changes))]
+    def drain(self, *, most_keys: int | None = None) -> list[KeyChange]:
+        """Return and remove the changes so far, in order. `most_keys`: after this many keys, the rest stays in the
+        log.
+        """
+        drained: list[KeyChange] = []
+        keys = 0
+        for _ in range(len(self._changes)):
+            drained.append(change := self._changes.popleft())
+            keys += 0 if isinstance(change, KeysCleared) else len(change.keys)
+            if most_keys is not None and keys >= most_keys:
+                break
+        return drained
 
 
 class TierKeyLog:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -27,6 +27,37 @@ class BlockLayout(Protocol):
 
     def describe(self) -> dict[str, int | str]:
         """Plain values on which the bytes of a block depend. A tier serves no block of another description."""
+        ...
+
+
+@runtime_checkable
+class LayeredLayout(BlockLayout, Protocol):
+    """All that copies between a device and host memory know of a block: layers of equal size, one after another.
+    `KVLayout` is one.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        ...
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of a block. Each layer is contiguous."""
+        ...
+
+    @property
+    def layers_without_window(self) -> Sequence[int]:
+        """The layers that a load always copies."""
+        ...
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of the layers without a sliding window, in one block."""
+        ...
+
+    def span(self, block_id: int) -> tuple[int, int]:
+        """Byte range of a block in its memory, on the device and on the host alike."""
         ...
 
 

@@ -25,6 +25,7 @@ from sidestream_kv.device.channel import Channel, Mark
 from sidestream_kv.kv.pool import FencedPool, merge_fences
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import CostModel, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
@@ -102,8 +103,6 @@ class _Load:
         """
         if self.submitted is None:
             return math.inf
-        if any(fence.failure is not None for fence in self.submitted.fences):
-            return math.inf
         groups, byte_s = self.submitted.groups, load_s / self.submitted.num_bytes
         left = sum(piece.bytes_left() for piece in self.submitted.before)
         soonest = 0.0
@@ -111,7 +110,8 @@ class _Load:
             left += group.bytes_left()
             if left:
                 soonest = max(soonest, byte_s * left - step_s * index / len(groups))
-        return soonest
+        # Read after the polls: a slice may have failed just before them.
+        return math.inf if any(fence.failure is not None for fence in self.submitted.fences) else soonest
 
     def has_failed(self) -> bool:
         """Whether a part of the load has failed and the failure was not returned as an event yet."""
@@ -144,6 +144,7 @@ class OffloadConnector:
     states      layout of the model's recurrent states; None if the model has none
     notify      function that the worker's thread calls when there is something to `poll`
     self_check  share of the blocks in host memory that get a checksum
+    to_device   limits of copies to the device; None: those of `pacing.TO_DEVICE`
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class OffloadConnector:
         states: StateLayout | None = None,
         notify: Callable[[], None] = lambda: None,
         self_check: float = 0.0,
+        to_device: pacing.Pace | None = None,
     ) -> None:
         self.tiers = tiers
         self._pools = pools
@@ -184,6 +186,7 @@ class OffloadConnector:
             checksums=Checksums(tiers.host, share=self_check, device=device, metrics=metrics),
             log=TransferLog(metrics, clock=device.now),
             load_deadline_s=load_deadline_s,
+            to_device=to_device or pacing.TO_DEVICE,
             report=self._events.put,
         )
         self._switches = context.switches
@@ -233,6 +236,13 @@ class OffloadConnector:
                 self._num_promotions += 1
             jobs.append((self._last_job, plan))
         self._send(SubmitPlans(tuple(jobs), self._switches.generation))
+
+    @property
+    def settled(self) -> int:
+        """How many plans, in the order of their submission, use no device block any more. Does not count a plan before
+        all earlier ones count.
+        """
+        return self._settled.read()
 
     def transfers_fence(self) -> Fence | None:
         """A fence that is done when all submitted stores and loads have settled; None if all have settled already."""
@@ -348,6 +358,11 @@ class OffloadConnector:
     def tier_faults(self) -> list[str]:
         """Why the last write to a tier failed, for each tier where it did. The engine serves nevertheless."""
         return self._worker.faults
+
+    @property
+    def num_forgotten(self) -> int:
+        """How many calls of `forget_all` have reached the tiers."""
+        return self._worker.forgotten
 
     @property
     def has_forgotten(self) -> bool:

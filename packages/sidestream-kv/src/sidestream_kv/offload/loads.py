@@ -26,7 +26,7 @@ from statistics import median_high, median_low
 
 from sidestream_kv.device.base import CopyBatch, Device
 from sidestream_kv.errors import TierCorrupt
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import LayeredLayout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload import pacing
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
@@ -67,6 +67,7 @@ class TransferContext:
     memory           blocks on the device
     states           layout of the recurrent states in blocks that are copied whole; None if the model has none
     load_deadline_s  seconds that a request waits for reads from persistent tiers
+    to_device        limits of copies to the device
     report           function that sends an event to the engine thread
     """
 
@@ -78,6 +79,7 @@ class TransferContext:
     checksums: Checksums
     log: TransferLog
     load_deadline_s: float
+    to_device: pacing.Pace
     report: Callable[[WorkerEvent], None]
     switches: Switches = field(default_factory=Switches)
     unsettled: UnsettledJobs = field(default_factory=UnsettledJobs)
@@ -253,7 +255,7 @@ class Loads:
                 self._settle(job)  # rule: dropped-load-is-settled
 
 
-def piece_ends(plan: LoadPlan, layout: KVLayout) -> list[int]:
+def piece_ends(plan: LoadPlan, layout: LayeredLayout) -> list[int]:
     """Where the pieces of a load end: for each, the number of its blocks and of all blocks before. The last piece holds
     no states if the plan has other blocks.
     """
@@ -285,7 +287,7 @@ def _parts(copy: Copy, batches: Sequence[int]) -> Iterator[Part]:
         first += count
 
 
-def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
+def layers_per_group(layout: LayeredLayout, segment_bytes: int) -> int:
     """Number of layers of a block that a load copies as one segment, in the last piece.
 
     Small groups let a step start early, but small segments are copied slowly. So there are at most `_MOST_GROUPS`
@@ -350,7 +352,7 @@ class CostModel:
     prefill_rate   measured prompt tokens per second. None: not measured yet, and loading counts as faster
     """
 
-    def __init__(self, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, layout: LayeredLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
         self._clock = clock
         self._tiers: dict[str, _TierCosts] = {}
@@ -370,6 +372,11 @@ class CostModel:
             self.prefill_rate = (
                 rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
             )
+
+    def block_seconds(self, tier: str) -> tuple[float, float]:
+        """Expected latency of a transfer from a tier, and expected seconds for each block. Any thread may call it."""
+        estimate = self._estimate(tier)
+        return estimate.latency_s, self._layout.block_bytes / estimate.bytes_per_s
 
     def load_seconds(self, blocks: Mapping[str, int], *, num_loaded: int, num_partial: int = 0) -> float:
         """Expected time until `num_loaded` blocks are on the device, `num_partial` of them without the layers with a

@@ -71,6 +71,10 @@ TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 
 # (docs/decisions/0018-numbers-go-up-by-kernels-and-steps-follow-loads.md). A step can be launched once its load was
 # submitted completely. These limits are so large that this happens more than one step before the load ends.
 TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
+# For an engine that copies the inputs of its steps to the device: such a copy waits for one slice, as it does TO_HOST.
+TO_DEVICE_BESIDE_COPIES = Pace(
+    slice_bytes=18 << 20, slice_segments=288, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=2
+)
 
 
 class Copy:

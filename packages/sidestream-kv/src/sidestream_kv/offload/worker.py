@@ -75,7 +75,7 @@ class OffloadWorker:
         # Copies that have ended but were not handled yet: handling takes some 5 us a block.
         self._ended_copies: deque[Copy] = deque()
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
-        self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
+        self._to_device = Lane(context.to_device, lambda number: device.stream(f"load-{number}"), clock=device.now)
         self._io = {name: TierIO(name, context) for name in context.tiers.persistent}
         self._stores = Stores(context, self._to_host, self._io)
         self._loads = Loads(context, self._to_device)

@@ -69,6 +69,7 @@ class CudaDevice(HostSide):
         self.torch_device = self.driver.torch_device
         self._names: set[str] = set()
         self._streams: list[CudaStream] = []
+        self._adopted: dict[int, CudaStream] = {}  # streams of other libraries, by handle
         self._workers: list[HostStream] = []
         self._events: list[Event] = []
         self._addresses: dict[Memory, MemoryAddresses] = {}
@@ -97,6 +98,18 @@ class CudaDevice(HostSide):
 
         stream = CudaStream(name, handle, self, give_back)
         self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> CudaStream:
+        """The calling thread's current stream of torch, on which any library may launch work: a fence of a submission
+        is done when all of this work is done. It stays open when the device is closed.
+        """
+        handle = torch.cuda.current_stream(self.torch_device).cuda_stream
+        stream = self._adopted.get(handle)
+        if stream is None:
+            self._claim(name := f"torch-{len(self._adopted)}")
+            stream = self._adopted[handle] = CudaStream(name, handle, self, lambda _: None)
+            self._streams.append(stream)
         return stream
 
     def worker(self, name: str) -> HostStream:

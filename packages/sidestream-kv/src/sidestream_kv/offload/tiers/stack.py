@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from sidestream_kv.config import OffloadConfig, parse_bytes, unknown_name
 from sidestream_kv.errors import ConfigError, InvariantError
-from sidestream_kv.kv.layout import KVLayout
+from sidestream_kv.kv.layout import LayeredLayout
 from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload.tiers import disk
@@ -111,7 +111,7 @@ class BlockMemory:
     """
 
     memory: Memory
-    layout: KVLayout
+    layout: LayeredLayout
 
     def accesses(self, block_ids: Sequence[int], *, write: bool) -> list[Access]:
         """The byte ranges of whole blocks, for a tracer, which checks them for races."""
@@ -130,7 +130,7 @@ class HostTier:
     """
 
     def __init__(
-        self, memory: Memory, layout: KVLayout, *, ready_bytes: int | None = None, tracer: Tracer | None = None
+        self, memory: Memory, layout: LayeredLayout, *, ready_bytes: int | None = None, tracer: Tracer | None = None
     ) -> None:
         self.layout = layout
         self.memory = memory
@@ -195,8 +195,8 @@ class TierStack:
         cannot be opened.
         """
         layout = context.layout
-        if not isinstance(layout, KVLayout):
-            raise InvariantError("host memory next to a device needs a KVLayout; only persistent tiers take any layout")
+        if not isinstance(layout, LayeredLayout):
+            raise InvariantError("host memory next to a device needs a LayeredLayout; persistent tiers take any layout")
         block_bytes = layout.block_bytes
         if config.host_bytes < block_bytes:
             raise ConfigError(

@@ -1,0 +1,477 @@
+"""The scheduler's side of a connector in another engine: knows which blocks the tiers hold, decides what to load and
+what to store, and keeps the device blocks of transfers in flight from being used again. Knows no engine: requests and
+blocks are whatever has the attributes that `PlannedRequest` and `BlockPool` name.
+
+A block of tokens is identified by the engine's hash of the block and the group of layers that the block is for.
+
+    group      layers with the same block size and kind of attention; a block of the device belongs to one group at once
+    boundary   number of tokens at which a hit may end: a multiple of the block size of every group
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sidestream_kv.connectors.orders import LoadOrder, Order, Orders, PromoteOrder, Report, StoreOrder, TierKeys
+from sidestream_kv.types import HOST, Key
+
+_HASH_BYTES = 15  # of a key; the last byte is the group
+# Weight of a new measurement in the moving average of the prefill rate, and least tokens of a step that tells it.
+_WEIGHT = 0.2
+_PREFILL_TOKENS = 512
+
+
+class PlannedRequest(Protocol):
+    """What the planner reads of a request."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    block_hashes: Sequence[bytes]
+
+
+class BlockPool(Protocol):
+    """The engine's pool of device blocks, which counts the users of each block."""
+
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """The blocks by id."""
+        ...
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Add a user to each block."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Remove a user from each block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of layers.
+
+    block_tokens  tokens of a block
+    hashes        number of the engine's hashes for each block
+    window        tokens of its sliding window; 0: attention to all tokens
+    """
+
+    block_tokens: int
+    hashes: int
+    window: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """What is known of a request.
+
+    keys       keys of its blocks, by group
+    block_ids  its device blocks, by group
+    seen       number of its blocks that were considered for a store, by group
+    first      tokens that were computed when its hit was found
+    promoting  number of its promotion in flight
+    promoted   whether a promotion ended: then only host memory counts
+    loading    number of its load in flight
+    refused    whether a load has failed: it then computes everything
+    stale      whether its blocks were computed or loaded before a reset: they are not stored
+    """
+
+    request: Any
+    keys: list[list[Key]]
+    block_ids: list[list[int]]
+    seen: list[int]
+    first: int = 0
+    promoting: int = 0
+    promoted: bool = False
+    loading: int = 0
+    refused: bool = False
+    stale: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """Device blocks that an order keeps from being used again, and the keys that it stores."""
+
+    blocks: list[Any]
+    stores: tuple[Key, ...] = ()
+
+
+class _Holds:
+    """The device blocks that transfers in flight use. Each has one more user in the engine's pool.
+
+    storing   keys of the blocks that are being stored
+    """
+
+    def __init__(self) -> None:
+        self.pool: BlockPool | None = None
+        self.num_blocks = 0
+        self.storing: set[Key] = set()
+        self._held: dict[int, _Held] = {}  # in the order of their numbers
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def add(self, number: int, block_ids: Sequence[int], stores: tuple[Key, ...] = ()) -> None:
+        """Keep these blocks from being used again until order `number` has settled."""
+        assert self.pool is not None
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.touch(blocks)
+        self._held[number] = _Held(blocks, stores)
+        self.num_blocks += len(blocks)
+        self.storing.update(stores)
+
+    def settle(self, number: int) -> None:
+        """Let go of the blocks of all orders up to `number`."""
+        for first in [first for first in self._held if first <= number]:  # rule: blocks-are-held-until-settled
+            held = self._held.pop(first)
+            self.num_blocks -= len(held.blocks)
+            self.storing.difference_update(held.stores)
+            assert self.pool is not None
+            self.pool.free_blocks(reversed(held.blocks))  # the last block of a prefix is evicted first
+
+
+class _PrefillRate:
+    """Prompt tokens per second, by the steps that consist of prompts only. 0: not measured yet."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.rate = 0.0
+        self._clock = clock
+        self._steps: dict[int, tuple[float, int]] = {}  # start, tokens
+        self._last_end_s = 0.0
+
+    def began(self, step: int, num_tokens: int) -> None:
+        """A step of prompts was scheduled."""
+        self._steps[step] = (self._clock(), num_tokens)
+
+    def measure(self, step: int) -> None:
+        """The results of a step of any kind have arrived."""
+        now = self._clock()
+        if step in self._steps:
+            start, tokens = self._steps.pop(step)
+            rate = tokens / max(1e-6, now - max(start, self._last_end_s))
+            self.rate += (_WEIGHT if self.rate else 1.0) * (rate - self.rate)
+        self._last_end_s = now
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load in flight, and how many ranks have not ended it."""
+
+    request: str
+    ranks: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the planner did, in blocks of tokens."""
+
+    hits: Counter[str] = field(default_factory=Counter)  # by tier
+    stores: int = 0
+    stores_left_out: int = 0
+    loads_failed: int = 0
+
+
+class Planner:
+    """Decides on the scheduler's thread; no call waits.
+
+    groups      the engine's groups of layers
+    boundary    tokens
+    num_ranks   number of workers, each with its own tiers
+    most_held   device blocks that stores may hold at once; blocks beyond are not stored
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Sequence[Group],
+        boundary: int,
+        num_ranks: int,
+        most_held: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counts = Counts()
+        self._groups = groups
+        self._boundary = boundary
+        self._num_ranks = num_ranks
+        self._most_held = most_held
+        self._holds = _Holds()
+        self._keys = TierKeys(num_ranks)
+        self._states: dict[str, _State] = {}
+        self._orders: list[Order] = []
+        self._step = self._sent = self._resets = 0  # `_sent`: number of the last order that was sent
+        self._loads: dict[int, _Load] = {}
+        self._promotions: dict[int, str] = {}
+        self._settled = [0] * num_ranks
+        self._ranks_reset = [-1] * num_ranks  # resets that each rank has executed; -1: it has not reported yet
+        self._seconds: dict[str, tuple[float, float]] = {}
+        self._prefill = _PrefillRate(clock)
+
+    def bind(self, pool: BlockPool) -> None:
+        """Tell the pool of device blocks."""
+        self._holds.pool = pool
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers hold device blocks, or requests wait for promotions: the engine must go on stepping."""
+        return bool(self._holds or self._promotions or self._orders)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether any device block will become free when a transfer settles."""
+        return bool(self._holds)
+
+    # ------------------------------------------------------------------ loads
+
+    def match(self, request: PlannedRequest, computed: int) -> int | None:
+        """Number of tokens beyond `computed` whose KV should be loaded. None: ask again at the next step, because
+        blocks are being read into host memory, or because the workers have not reported yet.
+        """
+        state = self._state(request)
+        state.stale = False  # it has no blocks now
+        if min(self._ranks_reset) < self._resets:  # rule: nothing-is-found-until-a-reset-is-executed
+            return None if min(self._ranks_reset) < 0 else 0
+        if state.promoting:
+            return None
+        if state.refused:  # rule: request-loads-no-more-after-a-failure
+            return 0
+        self._extend_keys(state)
+        stop, sources = self._hit(state, computed)
+        num_blocks = sum(sources.values())
+        if stop <= computed or not self._worth_loading(stop - computed, sources):
+            return 0
+        state.first = computed
+        if sources[HOST] < num_blocks:
+            keys = [key for of_group in self._needed(state, computed, stop) for key in of_group]
+            state.promoting = self._add(PromoteOrder(tuple(keys)))
+            self._promotions[state.promoting] = request.request_id
+            return None
+        return stop - computed
+
+    def allocated(self, request: PlannedRequest, block_ids: Sequence[Sequence[int]], num_loaded: int) -> None:
+        """The engine has allocated blocks, of which those for `num_loaded` tokens get their KV by a load."""
+        state = self._state(request)
+        if not num_loaded:
+            return
+        keys: list[Key] = []
+        ids: list[int] = []
+        for at, group in enumerate(self._groups):
+            blocks = self._blocks(group, state.first, state.first + num_loaded)
+            keys += state.keys[at][blocks.start : blocks.stop]
+            ids += block_ids[at][blocks.start : blocks.stop]
+        state.block_ids = [list(of_group) for of_group in block_ids]
+        state.loading = self._add(LoadOrder(request.request_id, tuple(keys), tuple(ids)))
+        self._loads[state.loading] = _Load(request.request_id, self._num_ranks)
+        self._holds.add(state.loading, ids)  # rule: load-holds-its-device-blocks
+        self.counts.hits[self.came_from(request.request_id)] += len(keys)
+
+    def came_from(self, request_id: str) -> str:
+        """Where the KV of a request's load came from: "host" or "disk"."""
+        state = self._states.get(request_id)
+        return "disk" if state is not None and state.promoted else HOST
+
+    def _hit(self, state: _State, computed: int) -> tuple[int, Counter[str]]:
+        """Where a hit ends, in tokens, and how many blocks it reads from each tier."""
+        boundary = self._boundary
+        stop = (state.request.num_tokens - 1) // boundary * boundary  # at least one token is computed
+        for at, group in enumerate(self._groups):
+            if not group.window:
+                first = computed // group.block_tokens
+                keys = state.keys[at][first : stop // group.block_tokens]
+                count = len(keys)
+                if not self._keys.all_in_host_memory(keys):
+                    count = next((index for index, key in enumerate(keys) if not self._has(state, key)), count)
+                stop = min(stop, (first + count) * group.block_tokens) // boundary * boundary
+        windows = [(at, group) for at, group in enumerate(self._groups) if group.window]
+        while stop > computed:  # where one group's window has a gap, all groups need their windows before it
+            gaps = ((self._gap(state, at, self._blocks(group, computed, stop)), group) for at, group in windows)
+            gap = next((block * group.block_tokens for block, group in gaps if block is not None), None)
+            if gap is None:  # rule: hit-has-the-whole-window
+                break
+            stop = gap // boundary * boundary
+        needed = Counter[str]()
+        for keys in self._needed(state, computed, stop):
+            needed.update(source for source in self._keys.sources(keys) if source is not None)
+        return stop, needed
+
+    def _gap(self, state: _State, at: int, blocks: range) -> int | None:
+        """The last of these blocks of a group that cannot be loaded; None: all can."""
+        keys = state.keys[at]
+        if blocks.stop <= len(keys) and self._keys.all_in_host_memory(keys[blocks.start : blocks.stop]):
+            return None
+        return next((at for at in reversed(blocks) if at >= len(keys) or not self._has(state, keys[at])), None)
+
+    def _has(self, state: _State, key: Key) -> bool:
+        """Whether this block can be loaded."""
+        source = self._keys.source(key)
+        # rule: after-a-promotion-only-host-memory-counts
+        return source == HOST if state.promoted else source is not None
+
+    def _needed(self, state: _State, first: int, stop: int) -> list[list[Key]]:
+        """The keys that a hit from token `first` to token `stop` must load, by group."""
+        ranges = [self._blocks(group, first, stop) for group in self._groups]
+        return [keys[blocks.start : blocks.stop] for keys, blocks in zip(state.keys, ranges, strict=True)]
+
+    @staticmethod
+    def _blocks(group: Group, first: int, stop: int) -> range:
+        if group.window:  # the next token attends to the last `window` - 1 tokens before it
+            first = max(first, stop - group.window + 1)
+        return range(first // group.block_tokens, max(first, stop) // group.block_tokens)
+
+    def _worth_loading(self, num_tokens: int, sources: Mapping[str, int]) -> bool:
+        """Whether loading should take less time than computing these tokens. True until both were measured."""
+        if not self._prefill.rate or not self._seconds:
+            return True
+        blocks = sum(sources.values())
+        seconds = self._time_of(HOST, blocks)
+        seconds += sum(self._time_of(tier, count) for tier, count in sources.items() if tier != HOST)
+        return seconds < num_tokens / self._prefill.rate
+
+    def _time_of(self, tier: str, blocks: int) -> float:
+        latency, block = self._seconds.get(tier, (0.0, 0.0))
+        return blocks * block + latency * (1 if tier == HOST else blocks)
+
+    # ------------------------------------------------------------------ stores
+
+    def plan_step(
+        self,
+        scheduled: Iterable[tuple[str, Sequence[Sequence[int] | None] | None, bool]],
+        num_tokens: Mapping[str, int],
+    ) -> Orders:
+        """The orders for the workers with the step that the engine schedules now.
+
+        scheduled   for each request of the step: its id, its new blocks by group, and whether these are all its blocks,
+                    because the request has lost the earlier ones
+        num_tokens  tokens of the step, by request
+        """
+        prompt_tokens = 0
+        for request_id, new_ids, again in scheduled:
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            if again:  # rule: resumed-request-has-new-blocks
+                state.block_ids, state.seen = [[] for _ in self._groups], [0] * len(self._groups)
+            for at, ids in enumerate(new_ids or ()):
+                state.block_ids[at].extend(ids or ())
+            count = num_tokens.get(request_id, 0)
+            prompt_tokens += count if count > 1 else 0
+            if count and not state.loading:
+                self._store(state, state.request.num_computed_tokens + count, is_prompt=count > 1)
+        self._step += 1
+        if prompt_tokens >= _PREFILL_TOKENS and prompt_tokens == sum(num_tokens.values()):
+            self._prefill.began(self._step, prompt_tokens)
+        orders = Orders(
+            self._step,
+            self._resets,
+            self._sent + 1,
+            tuple(self._orders),
+            most_tokens=max(num_tokens.values(), default=0),
+        )
+        self._sent += len(self._orders)
+        self._orders = []
+        return orders
+
+    def _store(self, state: _State, computed: int, *, is_prompt: bool) -> None:
+        """Order the store of the blocks that are complete once `computed` tokens are, and that no tier holds."""
+        if state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
+            return
+        self._extend_keys(state)
+        keys: list[Key] = []
+        ids: list[int] = []
+        for at, group in enumerate(self._groups):
+            complete = min(computed // group.block_tokens, len(state.keys[at]), len(state.block_ids[at]))
+            for block in range(state.seen[at], complete):
+                key, block_id = state.keys[at][block], state.block_ids[at][block]
+                if not block_id or key in self._holds.storing or self._keys.source(key) == HOST:
+                    continue
+                if self._holds.num_blocks + len(ids) >= self._most_held:
+                    self.counts.stores_left_out += 1
+                    continue
+                keys.append(key)
+                ids.append(block_id)
+            state.seen[at] = max(state.seen[at], complete)
+        if keys:
+            prefix = tuple(state.keys[0][: state.seen[0]]) if is_prompt else ()
+            # rule: store-holds-its-device-blocks
+            self._holds.add(self._add(StoreOrder(tuple(keys), tuple(ids), prefix)), ids, tuple(keys))
+            self.counts.stores += len(keys)
+
+    def request_ended(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request ended, and `block_ids`, all of its blocks by group, become free after this call."""
+        state = self._states.pop(request_id, None)
+        if state is not None and not state.loading:  # rule: blocks-of-an-unfinished-load-are-not-stored
+            # A preempted request has lost the blocks of its last step.
+            state.block_ids = [list(ids) for ids in block_ids]  # rule: ended-request-stores-its-own-blocks
+            self._store(state, state.request.num_computed_tokens, is_prompt=True)
+
+    # ------------------------------------------------------------------ reports
+
+    def take(self, report: Report) -> None:
+        """Take over what a rank's worker has reported."""
+        self._keys.apply(report.rank, report.changes)
+        self._ranks_reset[report.rank] = max(self._ranks_reset[report.rank], report.resets)
+        self._seconds.update(report.seconds)
+        self._settled[report.rank] = report.settled
+        self._holds.settle(min(self._settled))  # rule: blocks-are-held-until-all-ranks-settled
+        for number in report.promoted:
+            self._promotion_ended(number)
+        for number, good in report.loaded.items():
+            self._load_ended(number, good=good)
+        if report.again:
+            for state in self._states.values():  # blocks behind a sliding window may be of another request by now
+                state.seen = [seen if group.window else 0 for seen, group in zip(state.seen, self._groups, strict=True)]
+        self._prefill.measure(report.step)
+
+    def _promotion_ended(self, number: int) -> None:
+        """With several ranks, the first one that ends decides: blocks that another rank still reads do not count."""
+        state = self._states.get(self._promotions.pop(number, ""))
+        if state is not None:
+            state.promoting, state.promoted = 0, True
+
+    def _load_ended(self, number: int, *, good: bool) -> None:
+        load = self._loads[number]
+        load.ranks -= 1
+        state = self._states.get(load.request)
+        if not good:
+            self.counts.loads_failed += 1
+            if state is not None:
+                state.refused = True
+        if not load.ranks:
+            del self._loads[number]
+            if state is not None and state.loading == number:
+                state.loading = 0
+
+    def reset(self) -> None:
+        """Forget all blocks (hazard H8 in docs/glossary.md): none is found until the workers have forgotten them."""
+        self._resets += 1
+        self._keys = TierKeys(self._num_ranks)  # blocks that are computed from now on are stored again
+        for state in self._states.values():
+            state.stale = any(state.block_ids)
+        # The workers give blocks that they store from now on to later requests.
+        self._orders = [StoreOrder((), ()) if isinstance(order, StoreOrder) else order for order in self._orders]
+        self._holds.storing.clear()
+
+    # ------------------------------------------------------------------ records
+
+    def _state(self, request: PlannedRequest) -> _State:
+        state = self._states.get(request.request_id)
+        if state is None:
+            count = len(self._groups)
+            lists: list[list[list[Any]]] = [[[] for _ in range(count)] for _ in range(2)]
+            state = self._states[request.request_id] = _State(request, lists[0], lists[1], [0] * count)
+        return state
+
+    def _extend_keys(self, state: _State) -> None:
+        hashes = state.request.block_hashes
+        for at, group in enumerate(self._groups):
+            keys, tail = state.keys[at], bytes([at])
+            for last in range((len(keys) + 1) * group.hashes - 1, len(hashes), group.hashes):
+                keys.append(hashes[last][:_HASH_BYTES] + tail)  # rule: key-has-the-group
+
+    def _add(self, order: Order) -> int:
+        """Send an order with the next step. Returns its number."""
+        self._orders.append(order)
+        return self._sent + len(self._orders)
