@@ -32,6 +32,7 @@ from sidestream_kv.connectors.vllm_identity import weights_of
 from sidestream_kv.connectors.vllm_stats import Stats, prometheus_metrics
 from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.device.cpu import CpuDevice
+from sidestream_kv.device.kinds import CPU, CUDA
 from sidestream_kv.errors import ConfigError
 from sidestream_kv.offload.tiers.base import TierContext
 from sidestream_kv.offload.tiers.stack import BlockMemory, TierStack, share_of_rank
@@ -331,9 +332,9 @@ def _device_of(kind: torch.device) -> tuple[Device, Callable[[], Stream] | None]
     """A device next to vLLM's, and a function that returns the stream on which the calling thread launches work; None:
     work has ended when its launch returns.
     """
-    if kind.type == "cpu":
+    if kind.type == CPU:
         return CpuDevice(compute_threads=1), None
-    if kind.type != "cuda":
+    if kind.type != CUDA:
         raise ConfigError(f"SidestreamConnector: no copies from and to {kind}: use a CUDA GPU or a CPU")
     from sidestream_kv.device.cuda import CudaDevice
 
