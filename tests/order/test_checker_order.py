@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from checker_rig import RUNS, Rig, judged, kinds, nothing, reads, rig, writes
 
+from sidestream_kv.device.base import WakeUp
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_order.checker import Checker
 
@@ -241,6 +242,27 @@ def test_a_successful_poll_orders_later_submissions() -> None:
         rig.write(rig.copy, 0, 64)
 
     assert kinds(program) == set()
+
+
+def test_a_thread_that_starts_late_learns_from_an_old_fence() -> None:
+    with rig("late") as made:
+        filled = made.write(made.compute, 0, 64, "step")
+        sent: list[bool] = []
+
+        def turn() -> WakeUp:
+            if filled.poll() and not sent:
+                sent.append(True)
+                made.read(made.copy, 0, 64, "store")
+            return WakeUp((filled,))
+
+        made.device.thread("worker", turn).wake()
+        for _ in range(300):  # after 256, old records are deleted
+            made.see(made.write(made.compute, 64, 128, "step"))
+        assert not sent
+        for _ in range(20):
+            made.device.sleep(1.0)
+        made.device.close()
+        assert sent and made.checker.findings == []
 
 
 def test_a_fence_that_the_host_saw_done_covers_work_it_waited_for() -> None:
