@@ -331,6 +331,18 @@ def test_blocks_are_stored_again_at_once_after_a_reset() -> None:
     assert rig.start(request, 4, rig.blocks(1)).orders != ()
 
 
+def test_the_pool_can_be_reset_while_transfers_hold_blocks() -> None:
+    rig = Rig()
+    ids = rig.blocks(3)
+    rig.start(rig.request(9), 9, ids)
+    rig.planner.request_ended("r", [ids])
+    rig.free(ids)
+    assert rig.planner.reset_pool(lambda: len(rig.pool.free) == len(rig.pool.blocks) - 1)
+    assert [rig.pool.blocks[block].users for block in ids] == [1, 1, 0]
+    rig.report(settled=1)
+    assert len(rig.pool.free) == len(rig.pool.blocks) - 1
+
+
 def test_a_store_that_was_not_sent_before_a_reset_is_not_executed() -> None:
     rig = Rig()
     request = rig.request(9)

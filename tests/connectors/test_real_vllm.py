@@ -494,6 +494,18 @@ class TestOneEngine:
         assert llm.answers(ASKED["others"]) == right["others"]
         assert llm.answers(ASKED["reset"]) == right["reset"] and min(llm.cached) > 0
 
+    def test_a_reset_while_requests_run(self, llm: Llm, right: dict[str, Answers]) -> None:
+        engine = llm.llm.llm_engine
+        for asked in prompts("running")[:3]:
+            engine.add_request(uuid.uuid4().hex, {"prompt_token_ids": asked}, llm._params())
+        for _ in range(6):
+            engine.step()
+            assert llm.planner.busy
+            assert llm.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert llm.answers(ASKED["reset"]) == right["reset"]
+
     def test_a_failed_load_is_computed(
         self, llm: Llm, right: dict[str, Answers], monkeypatch: pytest.MonkeyPatch
     ) -> None:

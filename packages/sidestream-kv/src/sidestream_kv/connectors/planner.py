@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -132,6 +133,17 @@ class _Holds:
             self.storing.difference_update(held.stores)
             assert self.pool is not None
             self.pool.free_blocks(reversed(held.blocks))  # the last block of a prefix is evicted first
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Meanwhile, the pool counts the blocks as free. It must not give them to a request."""
+        assert self.pool is not None
+        blocks = [block for held in self._held.values() for block in held.blocks]
+        self.pool.free_blocks(blocks)
+        try:
+            yield
+        finally:
+            self.pool.touch(blocks)
 
 
 class _PrefillRate:
@@ -443,6 +455,13 @@ class Planner:
             del self._loads[number]
             if state is not None and state.loading == number:
                 state.loading = 0
+
+    def reset_pool(self, reset: Callable[[], bool]) -> bool:
+        """Call `reset`, which makes the engine's pool forget the tokens of all blocks if none is in use, as if no
+        transfer used one.
+        """
+        with self._holds.given_back():
+            return reset()
 
     def reset(self) -> None:
         """Forget all blocks (hazard H8 in docs/glossary.md): none is found until the workers have forgotten them."""
