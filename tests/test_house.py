@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 13_200,
-    "sidestream_order": 5_950,
+    "sidestream_kv": 13_350,
+    "sidestream_order": 5_960,
     "sidestream": 33_900,
     "proof": 19_750,
     "bench": 8_550,
-    "tests": 54_850,
+    "tests": 55_000,
 }
 
 

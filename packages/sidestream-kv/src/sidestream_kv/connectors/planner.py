@@ -146,11 +146,16 @@ class _Holds:
             self.pool.touch(blocks)
 
 
-class _PrefillRate:
-    """Prompt tokens per second, by the steps that consist of prompts only. 0: not measured yet."""
+class _Costs:
+    """Estimates of how long loading and computing take.
+
+    rate     prompt tokens per second, by the steps that consist of prompts only. 0: not measured yet
+    seconds  see Report.seconds
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.rate = 0.0
+        self.seconds: dict[str, tuple[float, float]] = {}
         self._clock = clock
         self._steps: dict[int, tuple[float, int]] = {}  # start, tokens
         self._last_end_s = 0.0
@@ -167,6 +172,19 @@ class _PrefillRate:
             rate = tokens / max(1e-6, now - max(start, self._last_end_s))
             self.rate += (_WEIGHT if self.rate else 1.0) * (rate - self.rate)
         self._last_end_s = now
+
+    def worth_loading(self, num_tokens: int, sources: Mapping[str, int]) -> bool:
+        """Whether loading should take less time than computing these tokens. True until both were measured."""
+        if not self.rate or not self.seconds:
+            return True
+        blocks = sum(sources.values())
+        seconds = self._time_of(HOST, blocks)
+        seconds += sum(self._time_of(tier, count) for tier, count in sources.items() if tier != HOST)
+        return seconds < num_tokens / self.rate
+
+    def _time_of(self, tier: str, blocks: int) -> float:
+        latency, block = self.seconds.get(tier, (0.0, 0.0))
+        return blocks * block + latency * (1 if tier == HOST else blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -219,8 +237,7 @@ class Planner:
         self._promotions: dict[int, str] = {}
         self._settled = [0] * num_ranks
         self._ranks_reset = [-1] * num_ranks  # resets that each rank has executed; -1: it has not reported yet
-        self._seconds: dict[str, tuple[float, float]] = {}
-        self._prefill = _PrefillRate(clock)
+        self._costs = _Costs(clock)
 
     def bind(self, pool: BlockPool) -> None:
         """Tell the pool of device blocks."""
@@ -253,7 +270,7 @@ class Planner:
         self._extend_keys(state)
         stop, sources = self._hit(state, computed)
         num_blocks = sum(sources.values())
-        if stop <= computed or not self._worth_loading(stop - computed, sources):
+        if stop <= computed or not self._costs.worth_loading(stop - computed, sources):
             return 0
         state.first = computed
         if sources[HOST] < num_blocks:
@@ -333,19 +350,6 @@ class Planner:
             first = max(first, stop - group.window + 1)
         return range(first // group.block_tokens, max(first, stop) // group.block_tokens)
 
-    def _worth_loading(self, num_tokens: int, sources: Mapping[str, int]) -> bool:
-        """Whether loading should take less time than computing these tokens. True until both were measured."""
-        if not self._prefill.rate or not self._seconds:
-            return True
-        blocks = sum(sources.values())
-        seconds = self._time_of(HOST, blocks)
-        seconds += sum(self._time_of(tier, count) for tier, count in sources.items() if tier != HOST)
-        return seconds < num_tokens / self._prefill.rate
-
-    def _time_of(self, tier: str, blocks: int) -> float:
-        latency, block = self._seconds.get(tier, (0.0, 0.0))
-        return blocks * block + latency * (1 if tier == HOST else blocks)
-
     # ------------------------------------------------------------------ stores
 
     def plan_step(
@@ -374,7 +378,7 @@ class Planner:
                 self._store(state, state.request.num_computed_tokens + count, is_prompt=count > 1)
         self._step += 1
         if prompt_tokens >= _PREFILL_TOKENS and prompt_tokens == sum(num_tokens.values()):
-            self._prefill.began(self._step, prompt_tokens)
+            self._costs.began(self._step, prompt_tokens)
         orders = Orders(
             self._step,
             self._resets,
@@ -425,7 +429,7 @@ class Planner:
         """Take over what a rank's worker has reported."""
         self._keys.apply(report.rank, report.changes)
         self._ranks_reset[report.rank] = max(self._ranks_reset[report.rank], report.resets)
-        self._seconds.update(report.seconds)
+        self._costs.seconds.update(report.seconds)
         self._settled[report.rank] = report.settled
         self._holds.settle(min(self._settled))  # rule: blocks-are-held-until-all-ranks-settled
         for number in report.promoted:
@@ -435,7 +439,7 @@ class Planner:
         if report.again:
             for state in self._states.values():  # blocks behind a sliding window may be of another request by now
                 state.seen = [seen if group.window else 0 for seen, group in zip(state.seen, self._groups, strict=True)]
-        self._prefill.measure(report.step)
+        self._costs.measure(report.step)
 
     def _promotion_ended(self, number: int) -> None:
         """With several ranks, the first one that ends decides: blocks that another rank still reads do not count."""
