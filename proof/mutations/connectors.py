@@ -277,6 +277,13 @@ EQUIVALENT = (
         f"{_SGLANG}cleared_pages_are_misses",
     ),
     _unreached(
+        "hashes-of-lost-blocks-are-forgotten",
+        "H26",
+        "the hashes of all blocks that were ever stored fill the scheduler's memory",
+        f"{_PLANNER}a_block_that_found_no_slot_has_no_event_and_is_forgotten",
+        change=Never(),
+    ),
+    _unreached(
         "removed-keys-leave-the-planner",
         "H26",
         "requests load blocks that were evicted, and each of these loads fails",
@@ -453,6 +460,8 @@ EXEMPT = (
     Exempt("Carrier.begin", ("gates",), "see step-waits-for-loads-told-early"),
     Exempt("Carrier.wait_for_layer", ("wait",), "see step-waits-for-loads-told-early"),
     Exempt("Carrier.finished", ("poll", "add", "add"), "see failed-load-is-told, load-is-told-after-its-fences"),
+    Exempt("KeyEvents.changed", ("add",), "an event, which no request waits for"),
+    Exempt("SidestreamConnector.take_events", ("take",), "it passes events on"),
     Exempt("Planner.allocated", ("loading", "loading"), "see load-holds-its-device-blocks"),
     Exempt("Planner.plan_step", ("extend", "loading"), "an engine schedules no request before it knows of its load"),
     Exempt("Planner._load_ended", ("loading", "loading"), "see blocks-of-an-unfinished-load-are-not-stored"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from foreign_engine import Pool
 
+from sidestream_kv.connectors.key_events import BlockEvent, KeyEvents
 from sidestream_kv.connectors.orders import LoadOrder, Order, Orders, PromoteOrder, Report, StoreOrder, TierKeys
 from sidestream_kv.connectors.planner import Group, Planner
 from sidestream_kv.kv.key_log import KeysRemoved, KeysStored
@@ -25,8 +26,14 @@ class Rig:
     def __init__(self, *groups: Group, ranks: int = 1, most_held: int = 100, boundary: int = 4) -> None:
         self.now_s = 0.0
         self.groups = groups or (FULL,)
+        self.events = KeyEvents()
         self.planner = Planner(
-            groups=self.groups, boundary=boundary, num_ranks=ranks, most_held=most_held, clock=lambda: self.now_s
+            groups=self.groups,
+            boundary=boundary,
+            num_ranks=ranks,
+            most_held=most_held,
+            events=self.events,
+            clock=lambda: self.now_s,
         )
         self.pool = Pool(64)
         self.planner.bind(self.pool)
@@ -411,3 +418,32 @@ def test_orders_have_consecutive_numbers_and_survive_a_process_border() -> None:
         orders += sent.orders
         assert pickle.loads(pickle.dumps(sent)) == sent
     assert len(orders) == 3
+
+
+# ---------------------------------------------------------------------- events
+
+
+def test_events_name_the_engines_hashes_until_no_tier_holds_a_block() -> None:
+    rig = Rig()
+    request = rig.request(9)
+    rig.start(request, 9, rig.blocks(3))
+    first, second = rig.keys(request)
+    rig.report(
+        changes=(KeysStored(HOST, (first, second)), KeysStored("disk", (first, b"of an earlier start"))), settled=1
+    )
+    rig.report(changes=(KeysRemoved(HOST, (first, second)), KeysRemoved("disk", (first,))))
+    hashes = tuple(request.block_hashes[:2])
+    assert rig.events.take() == [
+        BlockEvent(HOST, True, 0, hashes),
+        BlockEvent("disk", True, 0, hashes[:1]),
+        BlockEvent(HOST, False, 0, hashes),
+        BlockEvent("disk", False, 0, hashes[:1]),
+    ]
+    assert rig.events.sizes() == {"hashes": 0, "events": 0}
+
+
+def test_a_block_that_found_no_slot_has_no_event_and_is_forgotten() -> None:
+    rig = Rig()
+    rig.start(rig.request(9), 9, rig.blocks(3))
+    rig.report(settled=1)
+    assert rig.events.take() == [] and rig.events.sizes()["hashes"] == 0

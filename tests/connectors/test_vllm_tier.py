@@ -377,6 +377,7 @@ def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
 ALLOWED = {
     "vllm",
     "vllm.config",
+    "vllm.distributed",
     "vllm.distributed.kv_transfer.kv_connector.factory",
     "vllm.distributed.kv_transfer.kv_connector.v1",
     "vllm.distributed.kv_transfer.kv_connector.v1.base",

@@ -126,6 +126,7 @@ class Vllm:
                 "SecondaryTierManager": OldManager if self.is_old else NewManager,
             },
             "vllm.v1.kv_offload.tiering.factory": {"SecondaryTierFactory": self.tiers},
+            "vllm.distributed.kv_events": {},
             "vllm.distributed.kv_transfer.kv_connector.v1.base": {},
             "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": self.connectors},
             "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": {

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sidestream_kv.connectors.key_events import KeyEvents
 from sidestream_kv.connectors.orders import LoadOrder, Order, Orders, PromoteOrder, Report, StoreOrder, TierKeys
 from sidestream_kv.types import HOST, Key
 
@@ -64,6 +65,12 @@ class Group:
     block_tokens: int
     hashes: int
     window: int = 0
+
+    def blocks(self, first: int, stop: int) -> range:
+        """The blocks that a hit from token `first` to token `stop` must load."""
+        if self.window:  # the next token attends to the last `window` - 1 tokens before it
+            first = max(first, stop - self.window + 1)
+        return range(first // self.block_tokens, max(first, stop) // self.block_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -125,14 +132,17 @@ class _Holds:
         self.num_blocks += len(blocks)
         self.storing.update(stores)
 
-    def settle(self, number: int) -> None:
-        """Let go of the blocks of all orders up to `number`."""
+    def settle(self, number: int) -> list[Key]:
+        """Let go of the blocks of all orders up to `number`. Returns the keys that these orders stored."""
+        keys: list[Key] = []
         for first in [first for first in self._held if first <= number]:  # rule: blocks-are-held-until-settled
             held = self._held.pop(first)
             self.num_blocks -= len(held.blocks)
             self.storing.difference_update(held.stores)
+            keys += held.stores
             assert self.pool is not None
             self.pool.free_blocks(reversed(held.blocks))  # the last block of a prefix is evicted first
+        return keys
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
@@ -212,6 +222,7 @@ class Planner:
     boundary    tokens
     num_ranks   number of workers, each with its own tiers
     most_held   device blocks that stores may hold at once; blocks beyond are not stored
+    events      of blocks that the tiers of the first rank gain and lose; None: nobody wants them
     """
 
     def __init__(
@@ -221,6 +232,7 @@ class Planner:
         boundary: int,
         num_ranks: int,
         most_held: int,
+        events: KeyEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
@@ -228,6 +240,7 @@ class Planner:
         self._boundary = boundary
         self._num_ranks = num_ranks
         self._most_held = most_held
+        self._events = events
         self._holds = _Holds()
         self._keys = TierKeys(num_ranks)
         self._states: dict[str, _State] = {}
@@ -288,7 +301,7 @@ class Planner:
         keys: list[Key] = []
         ids: list[int] = []
         for at, group in enumerate(self._groups):
-            blocks = self._blocks(group, state.first, state.first + num_loaded)
+            blocks = group.blocks(state.first, state.first + num_loaded)
             keys += state.keys[at][blocks.start : blocks.stop]
             ids += block_ids[at][blocks.start : blocks.stop]
         state.block_ids = [list(of_group) for of_group in block_ids]
@@ -316,7 +329,7 @@ class Planner:
                 stop = min(stop, (first + count) * group.block_tokens) // boundary * boundary
         windows = [(at, group) for at, group in enumerate(self._groups) if group.window]
         while stop > computed:  # where one group's window has a gap, all groups need their windows before it
-            gaps = ((self._gap(state, at, self._blocks(group, computed, stop)), group) for at, group in windows)
+            gaps = ((self._gap(state, at, group.blocks(computed, stop)), group) for at, group in windows)
             gap = next((block * group.block_tokens for block, group in gaps if block is not None), None)
             if gap is None:  # rule: hit-has-the-whole-window
                 break
@@ -341,14 +354,8 @@ class Planner:
 
     def _needed(self, state: _State, first: int, stop: int) -> list[list[Key]]:
         """The keys that a hit from token `first` to token `stop` must load, by group."""
-        ranges = [self._blocks(group, first, stop) for group in self._groups]
+        ranges = [group.blocks(first, stop) for group in self._groups]
         return [keys[blocks.start : blocks.stop] for keys, blocks in zip(state.keys, ranges, strict=True)]
-
-    @staticmethod
-    def _blocks(group: Group, first: int, stop: int) -> range:
-        if group.window:  # the next token attends to the last `window` - 1 tokens before it
-            first = max(first, stop - group.window + 1)
-        return range(first // group.block_tokens, max(first, stop) // group.block_tokens)
 
     # ------------------------------------------------------------------ stores
 
@@ -408,6 +415,8 @@ class Planner:
                     continue
                 keys.append(key)
                 ids.append(block_id)
+                if self._events is not None:
+                    self._events.ordered(key, at, state.request.block_hashes[(block + 1) * group.hashes - 1])
             state.seen[at] = max(state.seen[at], complete)
         if keys:
             prefix = tuple(state.keys[0][: state.seen[0]]) if is_prompt else ()
@@ -431,7 +440,10 @@ class Planner:
         self._ranks_reset[report.rank] = max(self._ranks_reset[report.rank], report.resets)
         self._costs.seconds.update(report.seconds)
         self._settled[report.rank] = report.settled
-        self._holds.settle(min(self._settled))  # rule: blocks-are-held-until-all-ranks-settled
+        settled = self._holds.settle(min(self._settled))  # rule: blocks-are-held-until-all-ranks-settled
+        if self._events is not None and report.rank == 0:
+            self._events.changed(report.changes)
+            self._events.settled(settled)
         for number in report.promoted:
             self._promotion_ended(number)
         for number, good in report.loaded.items():

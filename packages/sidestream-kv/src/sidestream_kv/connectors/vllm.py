@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from sidestream_kv.config import OffloadConfig, options_checked
 from sidestream_kv.connectors import vllm_versions
 from sidestream_kv.connectors.carrier import Carrier, Finished
+from sidestream_kv.connectors.key_events import KeyEvents
 from sidestream_kv.connectors.orders import Orders, Report
 from sidestream_kv.connectors.planner import Planner
 from sidestream_kv.connectors.vllm_identity import weights_of
@@ -113,6 +114,9 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             groups, boundary = vllm_versions.groups_of(vllm_config, kv_cache_config)
         except ConfigError as error:
             raise ConfigError(f"SidestreamConnector: {error}") from error
+        wanted = vllm_config.kv_events_config
+        self._events = KeyEvents() if wanted is not None and wanted.enable_kv_cache_events else None
+        self._block_tokens = [group.block_tokens for group in groups]
         self._planner: Planner | None = None
         self._carrier: Carrier | None = None
         self._finished = Finished()
@@ -125,6 +129,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 boundary=boundary,
                 num_ranks=vllm_config.parallel_config.world_size,
                 most_held=int(kv_cache_config.num_blocks * _MOST_HELD),
+                events=self._events,
             )
 
     # ------------------------------------------------------------------ worker
@@ -316,6 +321,11 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if not num_external_tokens:
             return {}
         return {vllm_versions.hit_source(self._plans.came_from(request.request_id)): num_external_tokens}
+
+    def take_events(self) -> Iterable[Any]:
+        """Blocks that host memory and the disk gained or lost since the last call, as vLLM's KV events."""
+        for event in () if self._events is None else self._events.take():
+            yield vllm_versions.kv_event_of(event, block_tokens=self._block_tokens[event.group])
 
     def reset_cache(self) -> bool:
         """Forget all blocks, in host memory and on disk."""

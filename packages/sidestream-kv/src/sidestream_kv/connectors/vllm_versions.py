@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import vllm
 import vllm.config
+from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as kv_connector
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
@@ -25,8 +26,10 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from sidestream_kv.connectors.chunks import ChunkLayout, RegionLayout, digest_of
+from sidestream_kv.connectors.key_events import BlockEvent
 from sidestream_kv.connectors.planner import Group
 from sidestream_kv.errors import ConfigError
+from sidestream_kv.types import HOST
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +147,24 @@ def result_of(
 
 FAILED_LOAD_NAMES_REQUEST = hasattr(kv_connector, "KVConnectorTransferResults")
 """Whether a failed load may name its request; if not, it names blocks."""
+
+
+def kv_event_of(event: BlockEvent, *, block_tokens: int) -> Any:
+    """vLLM's KV event. It has no tokens, like those of vLLM's own offload."""
+    hashes = [kv_cache_utils.maybe_convert_block_hash(each) for each in event.hashes]
+    medium = "CPU" if event.tier == HOST else event.tier.upper()
+    if not event.stored:
+        return kv_events.BlockRemoved(block_hashes=hashes, medium=medium, group_idx=event.group)
+    return kv_events.BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=block_tokens,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        group_idx=event.group,
+    )
 
 
 def hit_source(tier: str) -> Any:
