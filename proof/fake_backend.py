@@ -9,7 +9,7 @@ import asyncio
 import codecs
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ class FakeTokenizer:
 
     options   what the chat template supports: names of variables, the role `tool`, the message field `tool_calls`
     chats     messages and variables of each call of `chat`
+    chat_template  text of the template, in which a server finds the format of tool calls
     specials  for each call of `encode`, whether special tokens were requested
     """
 
     vocab_size = 256
 
-    def __init__(self, options: Iterable[str] = ()) -> None:
+    def __init__(self, options: Iterable[str] = (), chat_template: str = "") -> None:
+        self.chat_template = chat_template
         self.options = frozenset(options)
         self.chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
         self.specials: list[bool] = []
@@ -54,7 +56,7 @@ class FakeTokenizer:
         """The bytes in sentencepiece's notation: <0x41>."""
         return [f"<0x{token_id:02X}>" for token_id in token_ids]
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         """A new incremental decoder."""
         return Detokenizer(lambda token_id: bytes([token_id]))
 
@@ -133,6 +135,7 @@ class FakeBackend:
         self.names: list[str] = []
         self.cache_salts: list[str] = []
         self.continues: list[bool] = []
+        self.shown_tokens: list[Collection[str]] = []
         self.held: list[str] = []
         self.finished: list[str] = []
         self.aborted: list[str] = []
@@ -175,6 +178,7 @@ class FakeBackend:
         request_name: str = "",
         cache_salt: str = "",
         continues: bool = True,
+        shown_tokens: Collection[str] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Yield the script's deltas. Samples alternate: each gets one delta in turn."""
         prompt = self.tokenizer.decode(prompt_ids)
@@ -185,6 +189,7 @@ class FakeBackend:
             self.names.append(request_name)
             self.cache_salts.append(cache_salt)
             self.continues.append(continues)
+            self.shown_tokens.append(shown_tokens)
             self._changed.notify_all()
         script = self._script(prompt)
         outcome = self.aborted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sidestream.errors import RequestRejected
@@ -18,6 +18,7 @@ class ToyTokenizer:
 
     eos_ids = (EOS_ID,)
     vocab_size = 0x110000 - 0x100 - 0x800  # number of ids
+    chat_template = ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """One id per character. Raises RequestRejected for a character without an id."""
@@ -33,7 +34,7 @@ class ToyTokenizer:
         """One character per id."""
         return "".join(_text(token_id) for token_id in token_ids)
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         """A new incremental decoder."""
         return Detokenizer(text_bytes)
 

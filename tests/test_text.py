@@ -480,3 +480,13 @@ def test_the_sample_text_is_a_long_prompt_for_the_demo_model() -> None:
     tokenizer = TOKENIZERS["smollm2"]
     assert tokenizer.eos_ids == (2,)
     assert len(tokenizer.encode(sample_text())) == 2879
+
+
+@pytest.mark.parametrize("make", [byte_level, llama_style])
+def test_a_shown_special_token_has_its_name_as_text(make: Any) -> None:
+    tokenizer = Tokenizer(make(), eos_ids=[])
+    special = tokenizer.special_id("<s>")
+    assert special is not None
+    ids = [special, *tokenizer.encode("an", add_special_tokens=False), special]
+    assert tokenizer.detokenizer(shown=["<s>", "no token"]).decode(ids).replace(" ", "") == "<s>an<s>"
+    assert tokenizer.detokenizer().decode(ids) == "an"

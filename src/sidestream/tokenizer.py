@@ -9,7 +9,7 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,13 +103,25 @@ class Tokenizer:
         """The vocabulary's string for each token, such as `Ġhello`; empty for an id without a token."""
         return [token or "" for token in self._backend.convert_ids_to_tokens(list(token_ids))]
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         """A new incremental detokenizer, for one sample.
 
         after   token ids of the text that the sample continues; empty: the sample begins a text
+        shown   special tokens that have a text, their own name; other special tokens have none
         """
-        continues = any(token_id not in self.special_ids for token_id in after)
-        return Detokenizer(self._bytes.__getitem__, None if continues else self._bytes.first)
+        within, first = self._bytes.__getitem__, self._bytes.first
+        if shown:
+            added = self._backend.get_added_vocab()
+            names = {added[name]: name.encode() for name in shown if added.get(name) in self.special_ids}
+            if names:
+                return Detokenizer(
+                    lambda token_id: names.get(token_id) or within(token_id),
+                    None if self._continues(after) else lambda token_id: names.get(token_id) or first(token_id),
+                )
+        return Detokenizer(within, None if self._continues(after) else first)
+
+    def _continues(self, after: Sequence[int]) -> bool:
+        return any(token_id not in self.special_ids for token_id in after)
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token with this string; None if there is none."""
@@ -124,6 +136,11 @@ class Tokenizer:
         """
         text = self._template.render(messages, **options)
         return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template that tools are for; empty if the model has none."""
+        return self._template.text
 
     @property
     def has_chat_template(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -40,7 +40,7 @@ class Failing(ToyTokenizer):
     def __init__(self, *, at: int | None) -> None:
         self._at = at
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         at = self._at
 
         class Brittle(Detokenizer):

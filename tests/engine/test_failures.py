@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +228,7 @@ class BrittleTokenizer(ToyTokenizer):
     def __init__(self, bad: int) -> None:
         self.bad = bad
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         bad = self.bad
 
         class Brittle(Detokenizer):
@@ -254,7 +254,7 @@ def test_a_tokenizer_error_ends_its_own_request_only() -> None:
 class EndlessTokenizer(ToyTokenizer):
     """Makes text of every token, but not of what is left at the end."""
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         class Endless(Detokenizer):
             def finish(self) -> str:
                 raise UnicodeError("injected: half a character is left")
@@ -294,7 +294,7 @@ def test_a_sample_whose_last_text_cannot_be_decoded_ends_with_an_error() -> None
 
 
 class NoTokenizer(ToyTokenizer):
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         raise MemoryError("injected")
 
 

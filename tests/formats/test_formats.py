@@ -28,7 +28,6 @@ from sidestream.formats.answer import is_inside
 
 from .samples import SAMPLES, SCHEMAS, Sample
 
-
 _WORDS = 'f g {"name":"f","arguments":{ "x":1 } { [ ] f(x=1) , ; \\ " < é <parameter=x> functions.f:0 ( null'
 
 

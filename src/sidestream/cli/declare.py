@@ -32,6 +32,8 @@ RARE = frozenset(
         "--stall-timeout",
         "--max-connections",
         "--max-connections-per-address",
+        "--tool-call-parser",
+        "--reasoning-parser",
         "--max-choices",
         "--drain-seconds",
         "--watchdog-timeout",

@@ -88,6 +88,8 @@ _ROWS = (
         False,
         name="cors_origin",
     ),
+    _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
+    _Row("reasoning_parser", "NAME", "Format of the model's reasoning, by vLLM's name; none: off.", "by the template"),
     _Row("max_choices", "N", "Maximum choices of one request: prompts times n."),
     _Row("drain_s", "SECONDS", "Time for running requests to finish at shutdown.", name="drain_seconds"),
 )

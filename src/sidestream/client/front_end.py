@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import reprlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,7 @@ class FrontEnd:
         request_name: str = "",
         cache_salt: str = "",
         continues: bool = True,
+        shown_tokens: Collection[str] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output of one prompt's samples as it is generated. Closing or cancelling the generator aborts the
         samples.
@@ -143,6 +144,7 @@ class FrontEnd:
         cache_salt    only requests with the same salt share KV, in all tiers
         continues     the output continues the prompt's text. False: it begins a text, as the answer in a chat does;
                       some tokenizers omit the space in front of a text's first word
+        shown_tokens  special tokens whose name is part of the text
 
         Raises RequestError or EngineStopped before the first delta.
         """
@@ -153,6 +155,7 @@ class FrontEnd:
             cache_salt,
             continues=continues,
             in_thread=isinstance(prompt, str),
+            shown_tokens=shown_tokens,
         )
 
     def chat(
@@ -184,6 +187,7 @@ class FrontEnd:
         *,
         continues: bool,
         in_thread: bool,
+        shown_tokens: Collection[str] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Submit the token ids that `encode` returns, and yield the deltas of the samples with their text.
 
@@ -192,7 +196,7 @@ class FrontEnd:
         self._check_open()
         chosen = with_special_stops(checked_params(params), self.tokenizer)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
-        processor = OutputProcessor(self.tokenizer, chosen, after=ids if continues else ())
+        processor = OutputProcessor(self.tokenizer, chosen, ids if continues else (), shown_tokens)
         outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt)
         left = chosen.n
         try:
@@ -227,13 +231,20 @@ class OutputProcessor:
             engine.abort(handle.sample(delta.index), reason=processed.finish_reason)
     """
 
-    def __init__(self, tokenizer: TokenizerLike, params: SamplingParams, after: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        params: SamplingParams,
+        after: Sequence[int] = (),
+        shown: Collection[str] = (),
+    ) -> None:
         """
         after   token ids of the text that the samples continue; empty: they begin a text
+        shown   special tokens whose name is part of the text
 
         Raises the tokenizer's errors, so construct the object before the request is submitted.
         """
-        self._samples = [_SampleOutput(tokenizer.detokenizer(after), params) for _ in range(params.n)]
+        self._samples = [_SampleOutput(tokenizer.detokenizer(after, shown), params) for _ in range(params.n)]
 
     def read(self, delta: Delta) -> Delta | None:
         """The delta with its text; None if its sample has ended already.

@@ -45,9 +45,14 @@ class AnswerFormat:
         return sorted(found)
 
 
-def is_inside(reasoning: str, prompt_end: str) -> bool:
-    """Whether an answer behind a prompt that ends with this text begins inside the reasoning."""
+def is_inside(reasoning: str, prompt_end: str, *, continues: bool = False) -> bool:
+    """Whether an answer behind a prompt that ends with this text begins inside the reasoning.
+
+    continues   the answer continues an answer, whose text is at the end of the prompt
+    """
     form, end = REASONING_FORMATS[reasoning], prompt_end.rstrip()
+    if continues:
+        return end.rfind(form.start) > end.rfind(form.end)
     return end.endswith(form.start) or (form.assumed and not end.endswith(form.end))
 
 

@@ -19,6 +19,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sidestream.errors import EngineStopped, InvariantError
+from sidestream.formats import (
+    AnswerParser,
+    CallBegun,
+    CallEnded,
+    Content,
+    Event,
+    Reasoning,
+    message_of,
+    reasoning_format_of,
+    tool_format_of,
+)
 from sidestream.processes.log_stream import lost_lines
 from sidestream.server.backend import Backend
 from sidestream.server.body import BodyReader, JsonResponse, to_json
@@ -34,7 +45,7 @@ from sidestream.server.middleware import (
     request_record,
 )
 from sidestream.server.options import ServerOptions
-from sidestream.server.responses import RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller
+from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
 from sidestream.types import Delta
@@ -63,7 +74,16 @@ def text_handle(tokenizer: TokenizerLike, served: Served) -> Handle:
 
 def served_constants(backend: Backend, options: ServerOptions) -> Served:
     """The constants against which requests are checked."""
-    return Served(options.served_model_name or backend.model_name, options.max_choices, backend.max_model_len)
+    template, chosen = backend.tokenizer.chat_template, (options.tool_call_parser, options.reasoning_parser)
+    tools, reasoning = chosen[0] or tool_format_of(template), chosen[1] or reasoning_format_of(template)
+    return Served(
+        options.served_model_name or backend.model_name,
+        options.max_choices,
+        backend.max_model_len,
+        tool_format=None if tools == "none" else tools,
+        reasoning_format=None if reasoning == "none" else reasoning,
+        always_reasoning=options.reasoning_parser is not None,
+    )
 
 
 def health_reply(backend: Backend) -> tuple[int, Json]:
@@ -244,6 +264,9 @@ class _Reply:
         self._backend = backend
         self._format = RESPONSE_FORMATS[call.api]
         self._spellers = [] if call.params.logprobs is None else [self._speller(i) for i in range(call.num_choices)]
+        form = call.answer
+        self._parsers = [] if form is None else [AnswerParser(form) for _ in range(call.num_choices)]
+        self._calling: set[int] = set()  # samples with tool calls
         self._counted: set[int] = set()
         self._head = {
             "id": self._format.id_prefix + record.request_id.removeprefix("req-"),
@@ -258,12 +281,11 @@ class _Reply:
         async def emit(index: int, delta: Delta) -> None:
             delta = self._count(index, delta)
             samples[index].add(delta, self._spelled(index, delta))
+            if self._parsers:
+                samples[index].events += self._events(index, delta)
 
         await generate_all(self._backend, self._call, self._record.request_id, emit)
-        choices = [
-            self._format.choice(index, "".join(sample.texts), self._logprobs(sample.tokens), sample.finish_reason)
-            for index, sample in enumerate(samples)
-        ]
+        choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         usage = self._record.usage.json()
         return {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
 
@@ -278,7 +300,7 @@ class _Reply:
             if index not in started:
                 started.add(index)
                 chunks.append(self._format.first_chunk(index, self._echo(index)))
-            chunks.append(self._delta_chunk(index, delta))
+            chunks += self._parsed_chunks(index, delta) if self._parsers else [self._delta_chunk(index, delta)]
             await events.write([self._chunk([chunk]) for chunk in chunks if chunk is not None])
 
         await generate_all(self._backend, self._call, self._record.request_id, emit)
@@ -312,6 +334,44 @@ class _Reply:
             return None
         return self._format.chunk(index, delta.text, self._logprobs(tokens) if tokens else None, delta.finish_reason)
 
+    def _choice(self, index: int, sample: _Sample) -> Json:
+        logprobs = self._logprobs(sample.tokens)
+        if not self._parsers:
+            return self._format.choice(index, "".join(sample.texts), logprobs, sample.finish_reason)
+        message, reason = message_of(sample.events), sample.finish_reason
+        return CHAT_FORMAT.parsed_choice(
+            index, message, logprobs, "tool_calls" if message.calls and reason == "stop" else reason
+        )
+
+    def _parsed_chunks(self, index: int, delta: Delta) -> list[Json]:
+        """A choice for each part of the answer that the delta brings; log-probabilities come with the first one."""
+        events: list[Event | None] = [event for event in self._events(index, delta) if not isinstance(event, CallEnded)]
+        if any(isinstance(event, CallBegun) for event in events):
+            self._calling.add(index)
+        tokens, reason = self._spelled(index, delta), delta.finish_reason
+        logprobs = self._logprobs(tokens) if tokens else None
+        if reason == "stop" and index in self._calling:
+            reason = "tool_calls"
+        if reason is not None or (tokens and not events):
+            events.append(None)
+        last = len(events) - 1
+        return [
+            CHAT_FORMAT.parsed_chunk(
+                index, event, logprobs if number == 0 else None, reason if number == last else None
+            )
+            for number, event in enumerate(events)
+        ]
+
+    def _events(self, index: int, delta: Delta) -> list[Event]:
+        """The parts of the answer that the delta brings, without those that the request leaves out."""
+        parser, call = self._parsers[index], self._call
+        events = parser.feed(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+        if not call.include_reasoning:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        if not call.parallel_tool_calls:
+            events = [event for event in events if isinstance(event, Content | Reasoning) or event.index == 0]
+        return events
+
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}
         if self._call.continuous_usage:
@@ -320,7 +380,8 @@ class _Reply:
 
     def _speller(self, index: int) -> TokenSpeller:
         prompt = self._call.prompts[index // self._call.params.n]
-        return TokenSpeller(self._backend.tokenizer.detokenizer(prompt if self._call.continues else ()))
+        after = prompt if self._call.continues else ()
+        return TokenSpeller(self._backend.tokenizer.detokenizer(after, self._call.shown_tokens))
 
     def _spelled(self, index: int, delta: Delta) -> list[SpelledToken]:
         """The tokens whose log-probabilities the choice gets with this delta."""
@@ -340,6 +401,7 @@ class _Sample:
 
     def __init__(self, echo: str) -> None:
         self.texts = [echo]
+        self.events: list[Event] = []
         self.tokens: list[SpelledToken] = []
         self.finish_reason = ""
 
@@ -398,6 +460,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
             request_name=request_name,
             cache_salt=call.cache_salt,
             continues=call.continues,
+            shown_tokens=call.shown_tokens,
         )
         async with aclosing(running_deltas) as deltas:
             async for delta in deltas:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Protocol
 
 from sidestream.config import SamplingParams
@@ -53,13 +53,14 @@ class Backend(Protocol):
         request_name: str = "",
         cache_salt: str = "",
         continues: bool = True,
+        shown_tokens: Collection[str] = (),
     ) -> AsyncGenerator[Delta, None]:
         """The deltas (new text and tokens) of one prompt's `params.n` samples. Closing or cancelling the generator
         aborts the samples.
 
         Each sample's last delta has a finish reason. Requests of the same `cache_salt` share KV. With `continues`, the
-        text continues the prompt's text; otherwise, it begins one. Raises RequestError or EngineStopped before the
-        first delta.
+        text continues the prompt's text; otherwise, it begins one. The names of the special tokens `shown_tokens` are
+        part of the text. Raises RequestError or EngineStopped before the first delta.
         """
         ...
 

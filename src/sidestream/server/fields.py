@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, cr
 
 from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
+from sidestream.formats import AnswerFormat
+from sidestream.formats.answer import is_inside
 from sidestream.server.body import parse_json, parse_object
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.text import TokenizerLike
@@ -32,6 +34,8 @@ _TYPING_ERROR = 0.85  # difflib's ratio, as of temprature and temperature (0.95)
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_TOKEN_ID = (1 << 31) - 1
+_MOST_TOOLS = 1024
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")  # it becomes a header, and a word in the log
 
 Place = Literal["chat", "text", "message", "part"]
@@ -65,7 +69,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("prediction", ("chat",)),
     Extra("cache_control", ("part",)),
     # Without effect, because this server lacks the feature that the field modifies.
-    Extra("parallel_tool_calls", ("chat",)),
     Extra("spaces_between_special_tokens", _BOTH),
     Extra("annotations", ("message",)),
     # Accepted only with the value that asks for the default behaviour.
@@ -75,7 +78,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("cache_prompt", _BOTH, (True,)),
     Extra("early_stopping", _BOTH, (False,)),
     Extra("echo", ("chat",), (False,)),
-    Extra("include_reasoning", ("chat",), (True,)),
     Extra("length_penalty", _BOTH, (1, 1.0)),
     Extra("modalities", ("chat",), (["text"],)),
     Extra("response_format", _BOTH, ({"type": "text"},)),
@@ -112,9 +114,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("prompt_logprobs", _BOTH, ()),
     Extra("refusal", ("message",), ("",)),
     Extra("structured_outputs", _BOTH, ()),
-    Extra("tool_choice", ("chat",), ("none", "auto")),
     Extra("tool_choice", ("text",), ("none",)),
-    Extra("tools", ("chat",), ([],)),
     Extra("truncate_prompt_tokens", _BOTH, ()),
     Extra("vllm_xargs", _BOTH, ({},)),
     Extra("web_search_options", ("chat",), ()),
@@ -158,8 +158,9 @@ OTHER_SERVERS: Mapping[str, str] = {
     "regex": "answers cannot be constrained here; leave it out",
     "ebnf": "answers cannot be constrained here; leave it out",
     "no_stop_trim": "include_stop_str_in_output has this meaning here",
-    "separate_reasoning": "reasoning is part of the answer's text here; leave it out",
-    "stream_reasoning": "reasoning is part of the answer's text here; leave it out",
+    "separate_reasoning": "include_reasoning asks for reasoning beside the text here",
+    "stream_reasoning": "reasoning is streamed here as it is written; leave it out",
+    "reasoning": "send reasoning_effort, or an option of the chat template in chat_template_kwargs",
     "lora_path": "LoRA adapters are not supported here; leave it out",
     "session_params": "sessions do not exist here; leave it out",
     "rid": "request_id has this meaning here",
@@ -183,11 +184,16 @@ class Served:
 
     max_choices    maximum number of prompts times n
     max_model_len  maximum number of tokens of prompt and output together
+    tool_format, reasoning_format   formats of the model's answers; None: unknown, or switched off
+    always_reasoning   reasoning is split from every chat answer, not only if the request has tools or reasoning options
     """
 
     model_name: str
     max_choices: int
     max_model_len: int
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+    always_reasoning: bool = False
 
     def check_length(self, items: Sequence[Any], param: str, unit: str) -> None:
         """Raise ContextTooLong for more items than the model takes tokens."""
@@ -207,6 +213,8 @@ class Call:
     continues         the answers continue the prompts' texts; False: they begin a text
     tokens_as_ids     log-probabilities name a token `token_id:7` in place of its text
     echo              the prompts' texts, with which their answers begin; empty: answers begin with the model's text
+    answer            what to parse in the answers; None: they are text
+    include_reasoning, parallel_tool_calls  whether the reply has the reasoning, and calls after the first one
     only_echo         answers are the prompts' texts; the token that the engine computes is left out
     """
 
@@ -223,6 +231,14 @@ class Call:
     tokens_as_ids: bool = False
     echo: tuple[str, ...] = ()
     only_echo: bool = False
+    answer: AnswerFormat | None = None
+    include_reasoning: bool = True
+    parallel_tool_calls: bool = True
+
+    @property
+    def shown_tokens(self) -> Sequence[str]:
+        """Special tokens whose name is part of the answers' text."""
+        return () if self.answer is None else self.answer.literals()
 
     @property
     def num_choices(self) -> int:
@@ -271,6 +287,7 @@ class _Conversation(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     messages: Any
+    tools: Any = ()
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # not in OpenAI's API
     add_generation_prompt: bool | None = None
@@ -282,6 +299,10 @@ class _Chat(_Fields, _Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    # not in OpenAI's API
+    include_reasoning: bool | None = None
 
 
 class _Text(_Fields):
@@ -334,7 +355,6 @@ _TOKENIZE_CHAT_IDLE: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "chat_template": (),
     "mm_processor_kwargs": ({},),
-    "tools": ([],),
 }
 
 
@@ -361,8 +381,38 @@ def parse_chat(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
             )
         limit, limit_name = asked.max_completion_tokens, "max_completion_tokens"
     messages, layout = _messages(asked.messages, served), _layout(asked, tokenizer)
+    _check_tool_choice(asked.tool_choice)
+    tools = layout.get("tools", ()) if asked.tool_choice != "none" else ()
+    if tools and served.tool_format is None:
+        raise bad_request(
+            "tools: the format of this model's tool calls is unknown or switched off: "
+            "start the server with --tool-call-parser, or leave them out",
+            "tools",
+        )
     params = _sampling(asked, limit, asked.top_logprobs if asked.logprobs else None, {"max_tokens": limit_name})
-    return _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout, served)], "messages", served)
+    call = _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout, served)], "messages", served)
+    return dataclasses.replace(
+        call,
+        answer=_answer(asked, tools, tokenizer.decode(call.prompts[0][-64:], skip_special_tokens=False), served),
+        include_reasoning=asked.include_reasoning is not False,
+        parallel_tool_calls=asked.parallel_tool_calls,
+    )
+
+
+def _answer(asked: Any, tools: Sequence[Mapping[str, Any]], prompt_end: str, served: Served) -> AnswerFormat | None:
+    """What to parse in the answers; None if the request asks for neither tools nor reasoning."""
+    kwargs = asked.chat_template_kwargs
+    asks = asked.include_reasoning is not None or asked.reasoning_effort is not None
+    asks |= bool(tools or kwargs.get("enable_thinking") or kwargs.get("thinking"))
+    reasoning = served.reasoning_format if asks or served.always_reasoning else None
+    if not tools and reasoning is None:
+        return None
+    return AnswerFormat(
+        served.tool_format if tools else None,
+        reasoning,
+        reasoning is not None and is_inside(reasoning, prompt_end, continues=asked.continue_final_message),
+        {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools},
+    )
 
 
 def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
@@ -381,7 +431,56 @@ def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
     if asked.reasoning_effort is not None and tokenizer.template_knows("reasoning_effort"):
         options.setdefault("reasoning_effort", asked.reasoning_effort)
     begins = not asked.continue_final_message if asked.add_generation_prompt is None else asked.add_generation_prompt
+    if tools := _tools(asked.tools):
+        options["tools"] = tools
     return {**options, "add_generation_prompt": begins, "continue_final_message": asked.continue_final_message}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    """The definitions of tools, for the chat template."""
+    if not isinstance(tools, list | tuple):
+        raise bad_request(f"tools is {_short(tools)}: it must be a list of tools", "tools")
+    if len(tools) > _MOST_TOOLS:
+        raise bad_request(f"tools has {len(tools)} tools, at most {_MOST_TOOLS} are allowed: leave some out", "tools")
+    found = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    names = [tool["function"]["name"] for tool in found]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            where = f"tools[{number}].function.name"
+            raise bad_request(f"{where} is {_short(name)}, as of another tool: give each a name of its own", where)
+    return found
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        raise bad_request(f"{where} is {_short(tool)}: it must be an object with type 'function' and a function", where)
+    _without_idle(tool, {}, known=("type", "function"), where=f"{where}.")
+    where = f"{where}.function"
+    known = ("name", "description", "parameters", "strict")
+    function = _without_idle(tool["function"], {}, known=known, where=f"{where}.")
+    name = function.get("name")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        reason = "give 1 to 128 letters, digits and ._:/-"
+        raise bad_request(f"{where}.name is {_short(name)}: {reason}", f"{where}.name")
+    strict = function.pop("strict", False)
+    if strict is not False:
+        reason = "a strict tool needs a grammar, which this server does not have: send false, or leave it out"
+        raise bad_request(f"{where}.strict is {_short(strict)}: {reason}", f"{where}.strict")
+    for name, kind, expected in (("description", str, "a string"), ("parameters", dict, "a JSON schema, an object")):
+        if not isinstance(function.get(name, kind()), kind):
+            at = f"{where}.{name}"
+            raise bad_request(f"{at} is {_short(function[name])}: it must be {expected}", at)
+    return {"type": "function", "function": function}
+
+
+def _check_tool_choice(choice: Any) -> None:
+    if choice in ("auto", "none"):
+        return
+    if choice == "required" or isinstance(choice, dict):
+        reason = "a forced call needs a grammar, which this server does not have; send 'auto'"
+    else:
+        reason = "it must be 'auto' or 'none'"
+    raise bad_request(f"tool_choice is {_short(choice)}: {reason}", "tool_choice")
 
 
 def _lay_out(
@@ -390,7 +489,7 @@ def _lay_out(
     try:
         return tokenizer.chat(messages, most_tokens=served.max_model_len, **layout)
     except RequestRejected as refusal:  # the error names the template's option, but the client knows the request field
-        if refusal.param in layout:
+        if refusal.param in layout and refusal.param != "tools":
             raise RequestRejected(str(refusal), param=f"chat_template_kwargs.{refusal.param}") from None
         raise
 

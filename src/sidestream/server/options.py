@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from sidestream.errors import ConfigError
+from sidestream.formats import REASONING_FORMATS, TOOL_FORMATS
+from sidestream_kv.config import unknown_name
 
 # Size of the field `sun_path` of the kernel's address, without the zero byte at its end.
 _MOST_UDS_BYTES = 103 if sys.platform == "darwin" else 107
@@ -49,6 +51,11 @@ class ServerOptions:
                                  All clients behind a reverse proxy have the proxy's address
     cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
                        all origins
+    tool_call_parser   name of the format of the model's tool calls (`TOOL_FORMATS`); none: tools are refused; None: the
+                       format of its chat template
+    reasoning_parser   name of the format of its reasoning (`REASONING_FORMATS`), which is then split from every chat
+                       answer; none: reasoning stays in the text; None: the format of its chat template, for requests
+                       with tools or options of reasoning
     max_choices        maximum number of prompts times n in one request
     drain_s            time for running requests to finish at shutdown; then they are aborted
     retry_after_s      seconds in the header `Retry-After` of a reply that refuses a request because the queue is full
@@ -73,6 +80,8 @@ class ServerOptions:
     max_connections: int | None = None
     max_connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     max_choices: int = 128
     drain_s: float = 30.0
     retry_after_s: int = 1
@@ -109,6 +118,10 @@ class ServerOptions:
             raise ConfigError("head_timeout_s is 0: no request could arrive; give a number of seconds above 0")
         if self.stall_timeout_s == 0:
             raise ConfigError("stall_timeout_s is 0: no reply could be sent; give a number of seconds above 0")
+        for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+            value = getattr(self, name)
+            if value is not None and value not in (*formats, "none"):
+                raise ConfigError(unknown_name(name, str(value), (*formats, "none")))
         for origin in self.cors_origins:
             _check_origin(origin)
         if self.api_key is not None and not (

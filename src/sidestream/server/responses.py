@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sidestream.errors import InvariantError
+from sidestream.formats import Arguments, CallBegun, CallEnded, Content, Event, Message, Reasoning
 from sidestream.server.fields import Api
 from sidestream.text import Detokenizer
 from sidestream.types import Delta, TokenLogprob
@@ -138,6 +139,25 @@ class ChatFormat:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
+    def parsed_chunk(self, index: int, event: Event | None, logprobs: Json | None, finish_reason: str | None) -> Json:
+        """A choice whose delta is a part of a parsed answer."""
+        return self._delta(index, {} if event is None else _delta_of(event), logprobs, finish_reason)
+
+    def parsed_choice(self, index: int, answer: Message, logprobs: Json | None, finish_reason: str) -> Json:
+        """A choice with a parsed answer."""
+        choice = self.choice(index, answer.content, logprobs, finish_reason)
+        message = choice["message"]
+        if answer.reasoning:
+            message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+        if answer.calls:
+            message["tool_calls"] = [
+                {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for call_id, name, arguments in answer.calls
+            ]
+        if not answer.content and (answer.reasoning or answer.calls):
+            message["content"] = None
+        return choice
+
     def logprobs(self, tokens: Sequence[SpelledToken], *, as_ids: bool) -> Json:
         """`content`: one entry per token with its bytes and its alternatives."""
 
@@ -183,6 +203,22 @@ class CompletionFormat:
         }
 
 
+def _delta_of(event: Event) -> Json:
+    """A part of a parsed answer in OpenAI's delta format; reasoning has vLLM's older name, too."""
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallBegun(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case Arguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallEnded():
+            return {}
+
+
 def _name(token: SpelledToken, as_ids: bool) -> str:
     return f"token_id:{token.token_id}" if as_ids else token.text
 
@@ -197,7 +233,8 @@ def _by_name(token: SpelledToken, as_ids: bool) -> dict[str, float]:
     return logprobs
 
 
-RESPONSE_FORMATS: dict[Api, ResponseFormat] = {"chat": ChatFormat(), "text": CompletionFormat()}
+CHAT_FORMAT = ChatFormat()
+RESPONSE_FORMATS: dict[Api, ResponseFormat] = {"chat": CHAT_FORMAT, "text": CompletionFormat()}
 
 
 @dataclass(slots=True)

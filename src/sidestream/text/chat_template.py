@@ -42,6 +42,11 @@ class ChatTemplate:
         """Whether the model has a chat template."""
         return self._backend.chat_template is not None
 
+    @property
+    def text(self) -> str:
+        """The text of the template that is used with tools; empty if there is none."""
+        return str(self._backend.get_chat_template(tools=[{}])) if self.exists else ""
+
     def knows(self, option: str) -> bool:
         """Whether the template reads this variable, such as reasoning_effort."""
         return self.exists and option in _words(self._backend.get_chat_template())[0]

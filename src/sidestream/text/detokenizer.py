@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import importlib.resources
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 # Every eighth topic of the sample tasks is held out from training.
@@ -65,10 +65,16 @@ class TokenizerLike(Protocol):
         """The id of the special token with this string; None if there is none."""
         ...
 
-    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template that tools are for; empty if the model has none."""
+        ...
+
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         """A new incremental detokenizer, for one sample.
 
         after   token ids of the text that the sample continues; empty: the sample begins a text
+        shown   special tokens that have a text, their own name; other special tokens have none
         """
         ...
 
