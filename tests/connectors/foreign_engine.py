@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from proof.ranks import RankView
 from proof.torture.narrow import narrow_lanes
@@ -55,6 +56,7 @@ class Pool:
         self.blocks = [Block(number) for number in range(num_blocks)]
         self.free = dict.fromkeys(self.blocks[1:])  # the first is taken first
         self.cached: dict[tuple[int, bytes], Block] = {}
+        self.reset_prefix_cache: Callable[[], bool] = lambda: len(self.free) == num_blocks - 1
 
     def take(self, count: int) -> list[Block]:
         taken = list(self.free)[:count]
@@ -193,13 +195,8 @@ class Engine:
         self.drafts = 0 if self.late else self.rng.randrange(4)
         self.chance = self.rng.choice((0.0, 0.0, 0.02, 0.2))  # that a copy or a read fails
         self.weights = 0
-        self.planner = Planner(
-            groups=GROUPS,
-            boundary=BOUNDARY,
-            num_ranks=self.num_ranks,
-            most_held=self.rng.choice((4, 32)),
-            clock=device.now,
-        )
+        bounds: dict[str, Any] = {"num_ranks": self.num_ranks, "most_held": self.rng.choice((4, 32))}
+        self.planner = Planner(groups=GROUPS, boundary=BOUNDARY, clock=device.now, **bounds)
         self.planner.bind(self.pool)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -275,8 +272,6 @@ class Engine:
         self._check_keys()
         for tier, count in self.planner.counts.hits.items():
             self.told[f"hits in {tier}"] += count
-        self.told["stores"] += self.planner.counts.stores
-        self.told["steps"] += steps
         self.told["failed loads"] += self.planner.counts.loads_failed
         for carrier in self.carriers:
             carrier.close()
@@ -520,23 +515,18 @@ class Engine:
                 self.device.sleep(1e-3)
                 carrier.finished()
             self.planner.take(carrier.report())
-            tiers = carrier._tiers
             known = {name: len(keys) for name, keys in self.planner._keys._ranks[rank].items() if keys}
-            assert known == {gauge.name: gauge.num_blocks for gauge in tiers.gauges() if gauge.num_blocks}
+            assert known == {gauge.name: gauge.num_blocks for gauge in carrier._tiers.gauges() if gauge.num_blocks}
 
 
 def program(seed: int, told: Counter[str]) -> Callable[[SimDevice], None]:
     """One workload, for `sidestream_order.explore`."""
 
     def run(device: SimDevice) -> None:
-        lead_s = carriers._LEAD_S
-        try:
-            with narrow_lanes():
-                engine = Engine(device, seed, told)
-                if engine.chance:  # a load that was told early must not fail
-                    carriers._LEAD_S = 0.0
-                engine.run()
-        finally:
-            carriers._LEAD_S = lead_s
+        with narrow_lanes(), pytest.MonkeyPatch.context() as patch:
+            engine = Engine(device, seed, told)
+            if engine.chance:  # a load that was told early must not fail
+                patch.setattr(carriers, "_LEAD_S", 0.0)
+            engine.run()
 
     return run

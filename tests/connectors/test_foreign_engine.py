@@ -14,7 +14,7 @@ from foreign_engine import RULES, program
 from proof.mutations import applied, find
 from sidestream_order.explore import Run, replay
 
-SCHEDULES = 80
+SCHEDULES = 64
 POLICIES = ("random", "late", "early", "starve:load", "starve:store", "starve:compute", "starve:offload", "pct:3:1500")
 
 

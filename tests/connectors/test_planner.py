@@ -314,9 +314,6 @@ def test_a_request_computes_everything_after_a_load_failed_on_any_rank() -> None
     assert rig.planner.match(rig.request(9, "other"), 0) == 8
 
 
-# ---------------------------------------------------------------------- resets
-
-
 def test_after_a_reset_nothing_is_found_until_all_ranks_have_executed_it() -> None:
     rig = Rig(ranks=2)
     request = rig.request(9)
@@ -344,7 +341,7 @@ def test_the_pool_can_be_reset_while_transfers_hold_blocks() -> None:
     rig.start(rig.request(9), 9, ids)
     rig.planner.request_ended("r", [ids])
     rig.free(ids)
-    assert rig.planner.reset_pool(lambda: len(rig.pool.free) == len(rig.pool.blocks) - 1)
+    assert rig.pool.reset_prefix_cache()
     assert [rig.pool.blocks[block].users for block in ids] == [1, 1, 0]
     rig.report(settled=1)
     assert len(rig.pool.free) == len(rig.pool.blocks) - 1
@@ -379,9 +376,6 @@ def test_blocks_from_before_a_reset_are_not_stored_until_the_request_starts_agai
     assert rig.step(request, 4, [[] if when == "running" else ids], again=when != "running").orders == ()
     request.num_computed_tokens = 0
     assert rig.start(request, 17, rig.blocks(5)).orders != ()  # it was preempted
-
-
-# ---------------------------------------------------------------------- bounds and messages
 
 
 def test_the_work_for_long_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,6 @@ from itertools import takewhile
 from sidestream_kv.types import Fence
 from sidestream_order.shadow import HOST, Clock, Op, Site, learn
 
-# Channel of the first message to a thread, which gets its clock when it runs for the first time.
-_START = "start of "
-
 
 class StreamClock:
     """The clock of one stream.
@@ -140,11 +137,10 @@ class Order:
         work.
         """
         oldest = self.unfinished[0].seq if self.unfinished else self.seq + 1
-        starting = [letters[0][1] for name, letters in self._letters.items() if letters and name.startswith(_START)]
-        floor, *others = {
-            id(clock): clock
-            for clock in (*self._hosts.values(), *starting, *(op.before or {} for op in self.unfinished))
-        }.values()
+        # A thread that has not run yet gets its clock with its first message.
+        starting = [sent[0][1] for name, sent in self._letters.items() if sent and name.startswith("start of ")]
+        clocks = (*self._hosts.values(), *starting, *(op.before or {} for op in self.unfinished))
+        floor, *others = {id(clock): clock for clock in clocks}.values()
         for clock in others:
             floor = {name: min(tick, clock[name]) for name, tick in floor.items() if name in clock}
         for stream in self._streams.values():

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,7 +36,12 @@ class PlannedRequest(Protocol):
 
 
 class BlockPool(Protocol):
-    """The engine's pool of device blocks, which counts the users of each block."""
+    """The engine's pool of device blocks, which counts the users of each block.
+
+    reset_prefix_cache  function that forgets the tokens of all blocks if none has a user, and returns whether it did
+    """
+
+    reset_prefix_cache: Callable[[], bool]
 
     @property
     def blocks(self) -> Sequence[Any]:
@@ -123,6 +127,20 @@ class _Holds:
     def __bool__(self) -> bool:
         return bool(self._held)
 
+    def bind(self, pool: BlockPool) -> None:
+        """Use this pool. It resets only if none of its blocks has a user, and must not count the users added here."""
+        self.pool, reset = pool, pool.reset_prefix_cache
+
+        def reset_beside_transfers() -> bool:
+            blocks = [block for held in self._held.values() for block in held.blocks]
+            pool.free_blocks(blocks)
+            try:
+                return reset()
+            finally:
+                pool.touch(blocks)
+
+        pool.reset_prefix_cache = reset_beside_transfers
+
     def add(self, number: int, block_ids: Sequence[int], stores: tuple[Key, ...] = ()) -> None:
         """Keep these blocks from being used again until order `number` has settled."""
         assert self.pool is not None
@@ -143,17 +161,6 @@ class _Holds:
             assert self.pool is not None
             self.pool.free_blocks(reversed(held.blocks))  # the last block of a prefix is evicted first
         return keys
-
-    @contextmanager
-    def given_back(self) -> Iterator[None]:
-        """Meanwhile, the pool counts the blocks as free. It must not give them to a request."""
-        assert self.pool is not None
-        blocks = [block for held in self._held.values() for block in held.blocks]
-        self.pool.free_blocks(blocks)
-        try:
-            yield
-        finally:
-            self.pool.touch(blocks)
 
 
 class _Costs:
@@ -254,7 +261,7 @@ class Planner:
 
     def bind(self, pool: BlockPool) -> None:
         """Tell the pool of device blocks."""
-        self._holds.pool = pool
+        self._holds.bind(pool)
 
     @property
     def busy(self) -> bool:
@@ -471,13 +478,6 @@ class Planner:
             del self._loads[number]
             if state is not None and state.loading == number:
                 state.loading = 0
-
-    def reset_pool(self, reset: Callable[[], bool]) -> bool:
-        """Call `reset`, which makes the engine's pool forget the tokens of all blocks if none is in use, as if no
-        transfer used one.
-        """
-        with self._holds.given_back():
-            return reset()
 
     def reset(self) -> None:
         """Forget all blocks (hazard H8 in docs/glossary.md): none is found until the workers have forgotten them."""

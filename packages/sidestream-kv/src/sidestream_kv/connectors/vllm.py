@@ -267,11 +267,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self._planner
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keep the pool, whose blocks get one more user while a transfer uses them. vLLM resets a pool only if none of
-        its blocks has a user, and must not count ours.
-        """
-        reset = gpu_block_pool.reset_prefix_cache
-        gpu_block_pool.reset_prefix_cache = lambda: self._plans.reset_pool(reset)
+        """Keep the pool, whose blocks get one more user while a transfer uses them."""
         self._plans.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
