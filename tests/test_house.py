@@ -63,7 +63,7 @@ LINES = {
     "sidestream_kv": 13_350,
     "sidestream_order": 5_960,
     "sidestream": 35_050,
-    "proof": 19_750,
+    "proof": 19_780,
     "bench": 8_550,
     "tests": 55_650,
 }

@@ -389,7 +389,8 @@ class Planner:
             count = num_tokens.get(request_id, 0)
             prompt_tokens += count if count > 1 else 0
             if count and not state.loading:
-                self._store(state, state.request.num_computed_tokens + count, is_prompt=count > 1)
+                computed = state.request.num_computed_tokens + count
+                self._store(state, computed, touches=count > 1 and computed >= state.request.num_tokens)
         self._step += 1
         if prompt_tokens >= _PREFILL_TOKENS and prompt_tokens == sum(num_tokens.values()):
             self._costs.began(self._step, prompt_tokens)
@@ -404,8 +405,10 @@ class Planner:
         self._orders = []
         return orders
 
-    def _store(self, state: _State, computed: int, *, is_prompt: bool) -> None:
-        """Order the store of the blocks that are complete once `computed` tokens are, and that no tier holds."""
+    def _store(self, state: _State, computed: int, *, touches: bool) -> None:
+        """Order the store of the blocks that are complete once `computed` tokens are, and that no tier holds. `touches`:
+        the whole prefix counts as just used; not with each chunk of a prompt, because prefixes are long.
+        """
         if state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
             return
         self._extend_keys(state)
@@ -426,7 +429,7 @@ class Planner:
                     self._events.ordered(key, at, state.request.block_hashes[(block + 1) * group.hashes - 1])
             state.seen[at] = max(state.seen[at], complete)
         if keys:
-            prefix = tuple(state.keys[0][: state.seen[0]]) if is_prompt else ()
+            prefix = tuple(state.keys[0][: state.seen[0]]) if touches else ()
             # rule: store-holds-its-device-blocks
             self._holds.add(self._add(StoreOrder(tuple(keys), tuple(ids), prefix)), ids, tuple(keys))
             self.counts.stores += len(keys)
@@ -437,7 +440,7 @@ class Planner:
         if state is not None and not state.loading:  # rule: blocks-of-an-unfinished-load-are-not-stored
             # A preempted request has lost the blocks of its last step.
             state.block_ids = [list(ids) for ids in block_ids]  # rule: ended-request-stores-its-own-blocks
-            self._store(state, state.request.num_computed_tokens, is_prompt=True)
+            self._store(state, state.request.num_computed_tokens, touches=True)
 
     # ------------------------------------------------------------------ reports
 
