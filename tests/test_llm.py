@@ -321,7 +321,7 @@ def test_the_engine_thread_needs_no_tokenizer_for_stop_strings(llm: LLM, monkeyp
 
 
 def test_a_tokenizer_that_fails_ends_its_request_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.tokenizer, "detokenizer", lambda after: _Broken())
+    monkeypatch.setattr(llm.tokenizer, "detokenizer", lambda after, shown=(): _Broken())
     with pytest.raises(RequestError, match="the tokenizer failed: injected"):
         list(llm.stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True)))
     wait_until_idle(llm)
