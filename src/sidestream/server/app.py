@@ -1,4 +1,4 @@
-"""The ASGI application: the OpenAI API over a `Backend`, health and metrics."""
+"""The ASGI application: the OpenAI API and Anthropic's Messages API over a `Backend`, health and metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,16 +24,15 @@ from sidestream.formats import (
     AnswerParser,
     CallBegun,
     CallEnded,
-    Content,
     Event,
-    Reasoning,
     message_of,
     reasoning_format_of,
     tool_format_of,
 )
 from sidestream.processes.log_stream import lost_lines
+from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
 from sidestream.server.backend import Backend
-from sidestream.server.body import BodyReader, JsonResponse, to_json
+from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
 from sidestream.server.errors import ApiError
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
@@ -45,7 +45,7 @@ from sidestream.server.middleware import (
     request_record,
 )
 from sidestream.server.options import ServerOptions
-from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller
+from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
 from sidestream.types import Delta
@@ -54,18 +54,14 @@ from sidestream.version import VERSION
 _INLINE_BODY_BYTES = 8 << 10
 """Parsing and tokenising a body of this size takes up to 2 ms."""
 
-_EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # without it, nginx buffers the events
-]
-
 
 def text_handle(tokenizer: TokenizerLike, served: Served) -> Handle:
     """The work of `TextWork`: parses and tokenises the bodies of this server. Any thread or process may call it."""
     parsers: dict[str, Callable[..., Any]] = {
         "chat": parse_chat,
         "text": parse_text,
+        "messages": parse_messages,
+        "count_tokens": count_tokens,
         "tokenize": _tokenize,
         "detokenize": _detokenize,
     }
@@ -121,7 +117,7 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
 
         return convert
 
-    def completions(api: Api) -> Completions:
+    def completions(api: Api | Literal["messages"]) -> Completions:
         return Completions(backend, bodies, text, handle, stopping, model["id"], api)
 
     async def version(request: Request) -> Response:
@@ -142,6 +138,8 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
         routes=[
             Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
             Route("/v1/completions", completions("text"), methods=["POST"]),
+            Route("/v1/messages", completions("messages"), methods=["POST"]),
+            Route("/v1/messages/count_tokens", converting("count_tokens"), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/tokenize", converting("tokenize"), methods=["POST"]),
@@ -210,7 +208,7 @@ def _detokenize(body: bytes, *, tokenizer: TokenizerLike, served: Served) -> byt
 
 
 class Completions:
-    """The endpoint of one API, chat or completions."""
+    """The endpoint of one API: chat, completions or messages."""
 
     def __init__(
         self,
@@ -220,7 +218,7 @@ class Completions:
         handle: Handle,
         stopping: CallbackEvent,
         model_name: str,
-        api: Api,
+        api: Api | Literal["messages"],
     ) -> None:
         self._backend = backend
         self._bodies = bodies
@@ -236,13 +234,19 @@ class Completions:
             call = await self._parse(body)
         record = request_record(scope)
         record.request_id = call.request_id or record.request_id
-        reply = _Reply(call, record, self._backend, self._model_name)
+        reply = self._reply(call, record)
         async with CancelOnDisconnect(scope, self._stopping):
             if call.stream:
                 await reply.stream(send)
                 return
             response = await reply.complete()
         await JsonResponse(response)(scope, receive, send)
+
+    def _reply(self, call: Call, record: RequestRecord) -> _Reply | MessagesReply:
+        if self._api == "messages":
+            generate = partial(generate_all, self._backend, call, record.request_id)
+            return MessagesReply(call, record, generate, self._model_name)
+        return _Reply(call, record, self._backend, self._model_name)
 
     async def _parse(self, body: bytearray) -> Call:
         """The call. Short texts are parsed on the event loop, because handing them over would hold the interpreter lock
@@ -363,14 +367,7 @@ class _Reply:
         ]
 
     def _events(self, index: int, delta: Delta) -> list[Event]:
-        """The parts of the answer that the delta brings, without those that the request leaves out."""
-        parser, call = self._parsers[index], self._call
-        events = parser.feed(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
-        if not call.include_reasoning:
-            events = [event for event in events if not isinstance(event, Reasoning)]
-        if not call.parallel_tool_calls:
-            events = [event for event in events if isinstance(event, Content | Reasoning) or event.index == 0]
-        return events
+        return answer_events(self._call, self._parsers[index], delta)
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}
@@ -433,7 +430,7 @@ class _EventStream:
         async with self._lock:
             if not self._started:
                 self._started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM.copy()})
+                await self._send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM.copy()})
             if body:
                 await self._send({"type": "http.response.body", "body": body, "more_body": more})
 

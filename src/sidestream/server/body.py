@@ -23,6 +23,13 @@ from sidestream.server.text_work import SHORT_BODY_BYTES
 _BODY_BYTES, _TOKEN_BYTES = 1 << 20, 64
 _BUFFERED_BYTES = 64 << 20
 
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # without it, nginx buffers the events
+]
+"""The headers of server-sent events."""
+
 
 class BodyReader:
     """Reads bodies, within a bound for each of them and one for all of them together. Used on one event loop.

@@ -1,4 +1,4 @@
-"""Failures as OpenAI error bodies: `{"error": {"message", "type", "param", "code"}}`."""
+"""Failures as OpenAI error bodies, `{"error": {"message", "type", "param", "code"}}`, and as Anthropic's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from starlette.exceptions import HTTPException
 
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 _MAX_MESSAGE_CHARS = 600  # messages quote the client's values, which may be megabytes
 
 
@@ -41,10 +50,16 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON body. The message is cut to a bounded length."""
+        return {"error": {"message": self._message(), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON body of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self._message()}}
+
+    def _message(self) -> str:
         message = str(self)
-        if len(message) > _MAX_MESSAGE_CHARS:
-            message = message[:_MAX_MESSAGE_CHARS] + "…"
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+        return message if len(message) <= _MAX_MESSAGE_CHARS else message[:_MAX_MESSAGE_CHARS] + "…"
 
 
 class ClientGone(Exception):
@@ -90,8 +105,8 @@ def _http(failure: HTTPException) -> ApiError:
     """The reply to an error that Starlette raises itself: 404 or 405."""
     if failure.status_code == HTTPStatus.NOT_FOUND:
         known = (
-            "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, POST /tokenize, POST /detokenize, "
-            "GET /version, GET /health, GET /ping, GET /metrics"
+            "POST /v1/chat/completions, POST /v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, "
+            "GET /v1/models, POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics"
         )
         return ApiError(404, f"no such path; known: {known}", code="unknown_url")
     return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

@@ -368,7 +368,17 @@ class Tokenized:
 
 def parse_chat(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Call:
     """A chat request. Raises ApiError or RequestError, naming the field at fault."""
-    asked = _validate(_CHAT, "chat", parse_object(body), served)
+    return chat_call(parse_object(body), tokenizer=tokenizer, served=served)
+
+
+def chat_call(
+    fields: dict[str, Any], *, tokenizer: TokenizerLike, served: Served, renamed: Mapping[str, str] | None = None
+) -> Call:
+    """The call of a chat request with these fields. Raises ApiError or RequestError, naming the field at fault.
+
+    renamed   the client's names of sampling parameters, for errors
+    """
+    asked = _validate(_CHAT, "chat", fields, served)
     if asked.top_logprobs and not asked.logprobs:
         raise bad_request(
             f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true", "top_logprobs"
@@ -389,7 +399,9 @@ def parse_chat(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
             "start the server with --tool-call-parser, or leave them out",
             "tools",
         )
-    params = _sampling(asked, limit, asked.top_logprobs if asked.logprobs else None, {"max_tokens": limit_name})
+    params = _sampling(
+        asked, limit, asked.top_logprobs if asked.logprobs else None, renamed or {"max_tokens": limit_name}
+    )
     call = _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout, served)], "messages", served)
     return dataclasses.replace(
         call,
@@ -611,6 +623,21 @@ def _model_of(kind: type[_Checked], fields: Mapping[str, Any]) -> _Checked:
         raise _first_fault(failure) from None
 
 
+def checked(
+    kind: type[_Checked], fields: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], where: str = ""
+) -> _Checked:
+    """`fields` as a valid object of `kind`. Raises ApiError with status 400, naming the field at fault.
+
+    idle    fields without effect, with their accepted values besides null; None: all values
+    where   the place of the object in the request, such as `messages[0]`
+    """
+    used = _without_idle(fields, idle, known=kind.model_fields, where=where and f"{where}.")
+    try:
+        return kind.model_validate(used)
+    except ValidationError as failure:
+        raise _first_fault(failure, where) from None
+
+
 def _check_model(name: str | None, served: Served) -> None:
     if name is not None and name != served.model_name:
         message = f"the model {name[:100]!r} does not exist: this server serves {served.model_name!r}"
@@ -653,9 +680,8 @@ def _asks_nothing(value: Any, idle: tuple[Any, ...] | None) -> bool:
     return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # type, too: True == 1
 
 
-def _first_fault(failure: ValidationError) -> ApiError:
+def _first_fault(failure: ValidationError, param: str = "") -> ApiError:
     fault = failure.errors(include_url=False, include_context=False)[0]
-    param = ""
     for step in fault["loc"]:
         param += f"[{step}]" if isinstance(step, int) else f".{step[:64]}" if param else step
     if fault["type"] == "missing":

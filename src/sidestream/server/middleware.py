@@ -28,6 +28,7 @@ log = logging.getLogger("sidestream.server")
 # look up known flaws of the version.
 _OPEN_PATHS = ("/health", "/ping")
 _QUIET_PATHS = ("/health", "/ping", "/metrics")  # polled every few seconds: logged at DEBUG
+_ANTHROPIC_PATH = "/v1/messages"  # errors of this path and below have Anthropic's format
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
 
 
@@ -119,10 +120,12 @@ class RequestMiddleware:
     def _authorise(self, scope: Scope) -> None:
         if self._credential is None or _route(scope) in _OPEN_PATHS:
             return
-        scheme, _, credential = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, credential = headers.get("authorization", "").partition(" ")
+        keys = [headers.get("x-api-key", ""), credential if scheme.lower() == "bearer" else ""]
         # compare in constant time, so that the duration reveals nothing about the key
-        if scheme.lower() != "bearer" or not hmac.compare_digest(credential.strip().encode(), self._credential):
-            message = "missing or wrong API key: send the header Authorization: Bearer <key>"
+        if not any(hmac.compare_digest(key.strip().encode(), self._credential) for key in keys):
+            message = "missing or wrong API key: send the header Authorization: Bearer <key> or X-Api-Key: <key>"
             raise ApiError(
                 401,
                 message,
@@ -139,10 +142,12 @@ class RequestMiddleware:
         record.outcome = error.code or error.kind
         if error.status == 500:
             log.error("%s failed: %s", record.request_id, failure, exc_info=failure)
+        is_anthropic = _route(scope).startswith(_ANTHROPIC_PATH)
+        body = error.anthropic_body() if is_anthropic else error.body()
         if not record.status:
-            await JsonResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            await JsonResponse(body, error.status, error.headers)(scope, receive, send)
         else:
-            event = b"data: " + to_json(error.body()) + b"\n\n"
+            event = (b"event: error\n" if is_anthropic else b"") + b"data: " + to_json(body) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": False})
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sidestream.errors import InvariantError
-from sidestream.formats import Arguments, CallBegun, CallEnded, Content, Event, Message, Reasoning
-from sidestream.server.fields import Api
+from sidestream.formats import AnswerParser, Arguments, CallBegun, CallEnded, Content, Event, Message, Reasoning
+from sidestream.server.fields import Api, Call
 from sidestream.text import Detokenizer
 from sidestream.types import Delta, TokenLogprob
 from sidestream_kv.offload.tiers.stack import names
@@ -201,6 +201,16 @@ class CompletionFormat:
             "top_logprobs": [_by_name(token, as_ids) for token in tokens],
             "text_offset": [token.start for token in tokens],
         }
+
+
+def answer_events(call: Call, parser: AnswerParser, delta: Delta) -> list[Event]:
+    """The parts of the answer that the delta brings, without those that the request leaves out."""
+    events = parser.feed(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+    if not call.include_reasoning:
+        events = [event for event in events if not isinstance(event, Reasoning)]
+    if not call.parallel_tool_calls:
+        events = [event for event in events if isinstance(event, Content | Reasoning) or event.index == 0]
+    return events
 
 
 def _delta_of(event: Event) -> Json:

@@ -1,0 +1,212 @@
+"""Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from proof.fake_backend import FakeBackend, FakeTokenizer, Script
+from sidestream.errors import QueueFull
+from sidestream.types import CachedTokens
+
+from .serving import HI, Served, serving
+
+TOOL = {"name": "f", "description": "d", "input_schema": {"properties": {"x": {"type": "integer"}}}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+ANSWER = f"<think>hm</think>\n\nLet me see.\n{CALL}\n{CALL.replace('1', '2')}"
+THINK = {"type": "enabled", "budget_tokens": 1024}
+
+
+@contextmanager
+def _answering(text: str = ANSWER, **script: Any) -> Iterator[Served]:
+    backend = FakeBackend(Script(text, cached=CachedTokens(device=1, host=2, disk=3), **script))
+    options = ("tools", "tool", "tool_calls", "enable_thinking", "reasoning_effort")
+    backend.tokenizer = FakeTokenizer(options, "<tool_call> </think>")
+    with serving(backend) as served:
+        yield served
+
+
+def _post(served: Served, path: str = "/v1/messages", headers: Any = None, **fields: Any) -> Any:
+    return served.http.post(path, json={"model": "fake", "max_tokens": 1000, "messages": HI} | fields, headers=headers)
+
+
+def _message(served: Served, **fields: Any) -> Any:
+    reply = _post(served, **fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def _events(served: Served, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream. Each must be named as its type."""
+    events = []
+    for text in _post(served, stream=True, **fields).text.removesuffix("\n\n").split("\n\n"):
+        name, data = text.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def _accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of the events."""
+    starts = [event for event in events if event["type"] == "content_block_start"]
+    assert [start["index"] for start in starts] == list(range(len(starts)))
+    for event in events:
+        if event["type"] == "content_block_delta":
+            block, (_, (name, text)) = starts[event["index"]]["content_block"], event["delta"].items()
+            block[name] = block.get(name, "") + text
+    blocks = [start["content_block"] for start in starts]
+    for block in blocks:
+        if "partial_json" in block:
+            block["input"] = json.loads(block.pop("partial_json"))
+    return {**events[0]["message"], "content": blocks, **events[-2]["delta"], "usage": events[-2]["usage"]}
+
+
+def test_a_complete_message_has_thinking_text_and_tool_uses() -> None:
+    with _answering() as served:
+        message = _message(served, tools=[TOOL], thinking=THINK)
+        ((_, options),) = served.backend.tokenizer.chats
+    assert message["id"].startswith("msg_") and len({block.pop("id") for block in message["content"][2:]}) == 2
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "fake")
+    thinking, text, *calls = message["content"]
+    assert thinking == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert text == {"type": "text", "text": "\n\nLet me see.\n"}
+    assert calls == [{"type": "tool_use", "name": "f", "input": {"x": x}} for x in (1, 2)]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    function = {"name": "f", "description": "d", "parameters": TOOL["input_schema"]}
+    assert options == {"tools": [{"type": "function", "function": function}], "enable_thinking": True}
+
+
+def test_the_parts_of_usage_sum_to_the_prompt() -> None:
+    with _answering("Hello") as served:
+        usage = _message(served)["usage"]
+        counted = _post(served, "/v1/messages/count_tokens", max_tokens=None).json()
+        start = _events(served)[0]["message"]["usage"]
+    assert counted == {"input_tokens": len("user: hi\nassistant: ")}
+    parts = {"input_tokens": 20 - 6, "cache_read_input_tokens": 6, "cache_creation_input_tokens": 0}
+    assert (start, usage) == ({**parts, "output_tokens": 1}, {**parts, "output_tokens": 5})
+
+
+@pytest.mark.parametrize("token_bytes", [1, 7, 1000])
+def test_a_stream_accumulates_to_the_complete_message(token_bytes: int) -> None:
+    with _answering(token_bytes=token_bytes) as served:
+        whole = _message(served, tools=[TOOL], thinking=THINK)
+        events = _events(served, tools=[TOOL], thinking=THINK)
+    streamed = _accumulated(events)
+    for block in [*whole["content"], whole, *streamed["content"], streamed]:
+        block.pop("id", None)
+    assert streamed == whole
+    kinds = [event["type"].removeprefix("content_block_") for event in events]
+    kinds = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if not kind == before == "delta"]
+    assert kinds == ["message_start", *["start", "delta", "stop"] * 4, "message_delta", "message_stop"]
+
+
+def test_white_space_alone_makes_no_text_block() -> None:
+    with _answering(f"\n\n{CALL}") as served:
+        for message in (_message(served, tools=[TOOL]), _accumulated(_events(served, tools=[TOOL]))):
+            assert [block["type"] for block in message["content"]] == ["tool_use"]
+
+
+def test_stop_sequences_and_lengths_are_told_apart() -> None:
+    with _answering("One. END", token_bytes=1000) as served:
+        stopped = _message(served, stop_sequences=["ND", "END", "x"])
+        streamed = _accumulated(_events(served, stop_sequences=["END"]))
+        assert served.backend.params[-1].stop == ("END",) and served.backend.params[-1].include_stop
+        cut, ended = _message(served, max_tokens=3), _message(served)
+    for message in (stopped, streamed):
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+        assert message["content"] == [{"type": "text", "text": "One. "}]
+    assert (cut["stop_reason"], cut["content"][0]["text"], ended["stop_reason"]) == ("max_tokens", "One", "end_turn")
+
+
+def test_a_conversation_becomes_the_messages_of_a_chat() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "42"}], "is_error": True}
+    thinking = {"type": "thinking", "thinking": "hm", "signature": ""}
+    use = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "a", **hint}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [thinking, {"type": "text", "text": "Yes"}, use]},
+        {"role": "user", "content": [{**result, **hint}, {"type": "text", "text": "go on"}]},
+        {"role": "user", "content": "now"},
+    ]
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1"}
+    with _answering() as served:
+        headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
+        fields = {"messages": history, "metadata": {"user_id": "me"}, "tools": [TOOL], "top_k": 5, "temperature": 0.5}
+        system = [billing, {"type": "text", "text": "Be kind.", **hint}]
+        assert _post(served, "/v1/messages?beta=true", headers, system=system, **fields).status_code == 200
+        ((messages, options),) = served.backend.tokenizer.chats
+        (params,) = served.backend.params
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    texts = [(message["role"][0], message.pop("content")) for message in messages]
+    assert texts == [("s", "Be kind."), ("u", "a\nb"), ("a", "Yes"), ("t", "42"), ("u", "go on\nnow")]
+    assert messages[2] == {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call]}
+    assert messages[3] == {"role": "tool", "tool_call_id": "t1"}
+    assert options["enable_thinking"] is False
+    assert (params.max_tokens, params.top_k, params.temperature, params.stop) == (1000, 5, 0.5, ())
+
+
+def test_thinking_is_left_out_unless_it_is_enabled_and_shown() -> None:
+    with _answering("<think>hm</think>Yes") as served:
+        for thinking in (None, {"type": "disabled"}, {**THINK, "display": "omitted"}):
+            assert _message(served, thinking=thinking)["content"] == [{"type": "text", "text": "Yes"}]
+        _message(served, thinking={"type": "adaptive"}, output_config={"effort": "low"})
+        assert served.backend.tokenizer.chats[-1][1] == {"enable_thinking": True, "reasoning_effort": "low"}
+
+
+def test_an_assistants_last_message_is_continued() -> None:
+    with _answering() as served:
+        _message(served, messages=[*HI, {"role": "assistant", "content": "Hel"}])
+    assert served.backend.prompts == ["user: hi\nassistant: Hel"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "a": 1}]}]}, "content[0].a"),
+        ({"messages": [*HI, {"role": "assistant", "content": ""}]}, "messages[1]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "grammar"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"temprature": 1}, "temperature"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with _answering() as served:
+        reply = _post(served, **fields)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert named in reply.json()["error"]["message"]
+
+
+def test_errors_have_anthropics_format_before_and_during_a_stream() -> None:
+    with _answering(refuse=QueueFull("full")) as served:
+        full, unknown = _post(served, stream=True), _post(served, model="other")
+    assert (full.status_code, full.json()["type"], full.json()["error"]["type"]) == (429, "error", "rate_limit_error")
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+    with _answering("abc", fail_after=2) as served:
+        *_, last = _events(served)
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+
+
+def test_the_servers_key_may_come_as_x_api_key() -> None:
+    with serving(api_key="secret") as served:
+        headers = [{"authorization": "", "x-api-key": key} for key in ("secret", "wrong", "")]
+        assert [_post(served, headers=one).status_code for one in headers] == [200, 401, 401]
+
+
+def test_anthropics_client_reads_messages_and_streams() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    ask: dict[str, Any] = {"model": "fake", "max_tokens": 1000, "messages": HI, "tools": [TOOL], "thinking": THINK}
+    with _answering() as served, anthropic.Anthropic(base_url=served.running.url, api_key="none") as client:
+        whole = client.messages.create(**ask)
+        with client.messages.stream(**ask) as stream:
+            streamed = stream.get_final_message()
+    assert [block.type for block in streamed.content] == [block.type for block in whole.content]
+    assert streamed.usage == whole.usage and whole.usage.cache_read_input_tokens == 6
