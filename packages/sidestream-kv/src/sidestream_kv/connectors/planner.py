@@ -406,8 +406,9 @@ class Planner:
         return orders
 
     def _store(self, state: _State, computed: int, *, touches: bool) -> None:
-        """Order the store of the blocks that are complete once `computed` tokens are, and that no tier holds. `touches`:
-        the whole prefix counts as just used; not with each chunk of a prompt, because prefixes are long.
+        """Order the store of the blocks that are complete once `computed` tokens are, and that no tier holds.
+
+        touches   the whole prefix counts as just used; not with each chunk of a prompt, because prefixes are long
         """
         if state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
             return
