@@ -62,7 +62,7 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 13_350,
     "sidestream_order": 5_960,
-    "sidestream": 35_500,
+    "sidestream": 35_550,
     "proof": 19_780,
     "bench": 8_550,
     "tests": 55_850,

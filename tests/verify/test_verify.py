@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from proof.tiny_models import tiny_model_dir
 from sidestream.cli.app import app
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.verify import Answer, Ask, Endpoint, Plan, Verdict, compare, verify
 from sidestream.verify.judge import tolerance_of
+from sidestream.verify.report import as_text
 
 BLOCK = 16
 SMALL = Plan(questions=12, output_tokens=6, longest=200, pressure_tokens=2_000)
@@ -29,13 +36,23 @@ class FakeServer(ThreadingHTTPServer):
     fault      probability that a reused block is another one
     salts      whether it knows `cache_salt`
     leaks      whether the cache ignores salts
+    block      tokens of a block
     """
 
     daemon_threads = True
+    request_queue_size = 64  # more than connect at once
 
-    def __init__(self, *, rounding: float = 0.0, fault: float = 0.0, salts: bool = True, leaks: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        rounding: float = 0.0,
+        fault: float = 0.0,
+        salts: bool = True,
+        leaks: bool = False,
+        block: int = BLOCK,
+    ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.rounding, self.fault, self.salts, self.leaks = rounding, fault, salts, leaks
+        self.rounding, self.fault, self.salts, self.leaks, self.block = rounding, fault, salts, leaks, block
         self.blocks: dict[tuple[str, tuple[int, ...]], None] = {}
         self.random = random.Random(5)
         self.requests = self.resets = 0
@@ -47,14 +64,14 @@ class FakeServer(ThreadingHTTPServer):
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, salt = list(body["prompt"]), "" if self.leaks else body.get("cache_salt", "")
         cached = 0
-        for stop in range(BLOCK, len(prompt), BLOCK):
+        for stop in range(self.block, len(prompt), self.block):
             key = (salt, tuple(body["prompt"][:stop]))
             if key not in self.blocks:
                 break
             cached = stop
             if self.random.random() < self.fault:
-                prompt[stop - BLOCK : stop] = [1] * BLOCK
-        for stop in range(BLOCK, len(prompt) + 1, BLOCK):
+                prompt[stop - self.block : stop] = [1] * self.block
+        for stop in range(self.block, len(prompt) + 1, self.block):
             self.blocks[salt, tuple(body["prompt"][:stop])] = None
         tokens, found, tops = list[str](), list[float](), list[dict[str, float]]()
         for position in range(body["max_tokens"]):
@@ -156,15 +173,27 @@ def test_an_answer_that_rounding_does_not_explain_is_wrong(got: Answer) -> None:
     assert compare(expected, got).verdict(tolerance_of([0.01])) is Verdict.WRONG
 
 
+def test_a_small_change_of_all_log_probabilities_counts_more_than_a_large_one_of_one() -> None:
+    expected = answer(*[{"a": -0.7, "b": -0.9}] * 8, tokens="a" * 8)
+    single = answer({"a": -0.7, "b": -1.3}, *[{"a": -0.7, "b": -0.9}] * 7, tokens="a" * 8)
+    every = answer(*[{"a": -0.8, "b": -0.8}] * 8, tokens="a" * 8)
+    assert [compare(expected, one).verdict(0.05) for one in (single, every)] == [Verdict.EQUAL, Verdict.WRONG]
+
+
+@pytest.mark.parametrize(("block", "found"), [(16, 16), (48, 48), (100, 100), (4, 16), (1_000, 16)])
+def test_the_block_size_is_found_from_the_reused_tokens(serve: Any, block: int, found: int) -> None:
+    assert Endpoint(serve(block=block).url).block_tokens(512, seed=1) == found
+
+
 @pytest.mark.parametrize("salts", [True, False])
 def test_a_sound_server_gives_no_alarm_in_a_thousand_requests(serve: Any, salts: bool) -> None:
     server, requests = serve(rounding=0.01, salts=salts), 0
-    for seed in range(5):
+    for seed in range(4):
         report = verify(Endpoint(server.url), Plan(questions=24, output_tokens=6, longest=200, seed=seed))
         requests += report.requests
         assert report.wrong == []
         assert sum(part.reused or 0 for part in report.rounds) > 1_000
-    assert requests > 1_000 and server.resets == 5
+    assert requests > 1_000 and server.resets == 4
 
 
 def test_answers_as_far_apart_as_uncached_ones_are_rounding(serve: Any) -> None:
@@ -183,10 +212,20 @@ def test_a_block_that_is_wrong_once_in_a_hundred_times_is_found(serve: Any) -> N
     assert all(wrong.got.cached for wrong in report.wrong)
 
 
-def test_the_smallest_pair_of_a_frequent_fault_is_short(serve: Any) -> None:
-    report = verify(Endpoint(serve(fault=0.5).url), SMALL)
-    smallest = report.wrong[0].smallest
-    assert smallest is not None and len(smallest.prompt) == BLOCK + 1
+def test_after_a_finding_a_shorter_prompt_is_searched(serve: Any) -> None:
+    server = serve()
+
+    def progress(name: str) -> None:
+        server.fault = 0.5 if name == "unrelated prompts" else server.fault
+
+    plan = Plan(questions=2, output_tokens=6, longest=200, pressure_s=0.0)
+    report = verify(Endpoint(server.url), plan, on_progress=progress)
+    smallest = report.smallest
+    assert [len(part.wrong) for part in report.rounds if part.note == "they had 0 tokens"] == [1]
+    assert smallest is not None and smallest.round == report.rounds[-1].name
+    assert len(smallest.ask.prompt) == BLOCK + 1 and any(
+        str(list(smallest.ask.prompt)) in line for line in as_text(report)
+    )
 
 
 def test_a_server_that_ignores_salts_is_noted_and_hides_no_fault(serve: Any) -> None:
@@ -227,18 +266,18 @@ def test_the_command_says_what_it_found_and_exits_with_1(serve: Any) -> None:
     assert found["wrong"] == sum(len(part["wrong"]) for part in found["rounds"]) > 0
 
 
-def test_the_restart_command_runs_and_the_server_is_waited_for(serve: Any, tmp_path: Any) -> None:
+def test_the_restart_command_runs_and_the_server_is_waited_for(serve: Any, tmp_path: Path, capfd: Any) -> None:
     mark = tmp_path / "restarted"
-    plan = Plan(questions=4, output_tokens=4, longest=160, pressure_tokens=200, restart=f"touch {mark}")
+    plan = Plan(questions=4, output_tokens=4, longest=160, pressure_tokens=200, restart=f"touch {mark}; echo done")
     report = verify(Endpoint(serve().url), plan)
-    assert mark.exists()
+    assert mark.exists() and capfd.readouterr() == ("", "done\n")
     assert report.rounds[-1].name == "after a restart" and report.rounds[-1].compared == 4
     with pytest.raises(SidestreamError, match="the restart failed"):
         verify(Endpoint(serve().url), Plan(questions=4, output_tokens=4, longest=160, restart="exit 3"))
 
 
 def test_bad_input_names_value_bound_and_remedy() -> None:
-    with pytest.raises(ConfigError, match="eight blocks and an answer need 145"):
+    with pytest.raises(ConfigError, match="eight blocks and an answer need 137"):
         Plan(longest=100)
     with pytest.raises(ConfigError, match="questions is 0: it must be at least 1"):
         Plan(questions=0)
@@ -246,3 +285,33 @@ def test_bad_input_names_value_bound_and_remedy() -> None:
         Endpoint("ftp://x")
     with pytest.raises(SidestreamError, match="does not answer"):
         Endpoint("http://127.0.0.1:9")
+
+
+@contextmanager
+def faulty_server(kind: str, share: float, directory: Path) -> Iterator[str]:
+    """URL of `sidestream serve` with the planted fault of `faulty_server.py`, a tiny model and a disk tier."""
+    model = tiny_model_dir("llama", directory / "model", seed=0)
+    tiers = ["--kv-memory", "1MiB", "--offload-host", "2MiB", "--offload-disk", str(directory / "disk")]
+    program = [sys.executable, str(Path(__file__).parent / "faulty_server.py"), kind, str(share)]
+    command = [*program, str(model), "--port", "0", "--threads", "1", "--log-level", "error", *tiers]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            url = re.search(r"http://\S+", child.stdout.readline())
+            assert url is not None
+            yield url[0]
+        finally:
+            child.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "share", "status"), [("hit", 0.01, 1), ("load", 0.01, 1), ("load", 0.0, 0)])
+def test_a_rare_wrong_block_of_a_real_server_is_found(kind: str, share: float, status: int, tmp_path: Path) -> None:
+    options = ["--seed", "1", "--longest", "160", "--repeats", "9", "--pressure-tokens", "4000", "--json"]
+    with faulty_server(kind, share, tmp_path) as url:
+        done = CliRunner().invoke(app, ["verify", url, *options])
+    assert done.exit_code == status, done.output
+    found = json.loads(done.stdout)
+    assert sum(part["reused"] or 0 for part in found["rounds"]) > 10_000
+    if status:
+        assert found["smallest"]["got"]["cached"] >= BLOCK and found["smallest"]["distance"] > found["tolerance"]

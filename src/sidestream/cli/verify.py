@@ -8,11 +8,32 @@ from typing import Annotated
 
 import typer
 
-from sidestream.cli.declare import option, whole
+from sidestream.cli.declare import number, option, whole
 from sidestream.cli.options import AsJson
 from sidestream.cli.progress import Steps
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000.")]
+
+BlockTokens = Annotated[
+    int | None,
+    option(
+        "--block-tokens",
+        "N",
+        "Tokens of the server's KV blocks.",
+        show_default="found from what the server says it reused, else 16",
+        parse=whole,
+    ),
+]
+Longest = Annotated[
+    int | None,
+    option(
+        "--longest",
+        "N",
+        "Tokens of the longest prompt.",
+        show_default="512, or eight blocks and an answer",
+        parse=whole,
+    ),
+]
 
 
 def verify(
@@ -23,14 +44,20 @@ def verify(
     api_key: Annotated[
         str | None, option("--api-key", "KEY", "Bearer token of the server.", envvar="OPENAI_API_KEY")
     ] = None,
-    questions: Annotated[int, option("--questions", "N", "Number of different requests.", parse=whole)] = 24,
-    output_tokens: Annotated[int, option("--output-tokens", "N", "Tokens of each answer.", parse=whole)] = 16,
-    block_tokens: Annotated[int, option("--block-tokens", "N", "Tokens of the server's KV blocks.", parse=whole)] = 16,
-    longest: Annotated[int, option("--longest", "N", "Tokens of the longest prompt.", parse=whole)] = 768,
+    questions: Annotated[int, option("--questions", "N", "Number of different requests.", parse=whole)] = 20,
+    output_tokens: Annotated[int, option("--output-tokens", "N", "Tokens of each answer.", parse=whole)] = 8,
+    block_tokens: BlockTokens = None,
+    longest: Longest = None,
+    repeats: Annotated[
+        int, option("--repeats", "N", "Times that all is asked again at once; finds rarer faults.", parse=whole)
+    ] = 6,
     pressure_tokens: Annotated[
         int,
         option("--pressure-tokens", "N", "Tokens of unrelated prompts that shall evict what was asked.", parse=whole),
     ] = 65_536,
+    pressure_seconds: Annotated[
+        float, option("--pressure-seconds", "SECONDS", "No more of these prompts after this time.", parse=number)
+    ] = 20.0,
     restart_command: Annotated[
         str, option("--restart-command", "COMMAND", "Shell command that restarts the server.", show_default="none")
     ] = "",
@@ -50,15 +77,26 @@ def verify(
     from sidestream.verify.endpoint import Endpoint
     from sidestream.verify.report import as_json as plain
     from sidestream.verify.report import as_text
-    from sidestream.verify.rounds import Plan
+    from sidestream.verify.rounds import LONGEST, Plan
     from sidestream.verify.rounds import verify as run
 
     if seed is None:  # prompts of an earlier run would be cached already
         seed = secrets.randbelow(1 << 31)
-    plan = Plan(questions, output_tokens, block_tokens, longest, pressure_tokens, restart_command, seed=seed)
     with Steps() as steps:
         steps.update("asking what the server takes")
         endpoint = Endpoint(url, model=model, key=api_key)
+        block = block_tokens or endpoint.block_tokens(longest or LONGEST, seed)
+        plan = Plan(
+            questions,
+            output_tokens,
+            block,
+            longest or max(LONGEST, Plan.shortest(block, output_tokens)),
+            repeats,
+            pressure_tokens,
+            pressure_seconds,
+            restart_command,
+            seed=seed,
+        )
         other = Endpoint(beside, model=model, key=api_key) if beside else None
         report = run(endpoint, plan, beside=other, on_progress=steps.update)
     if as_json:

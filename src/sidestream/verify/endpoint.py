@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from urllib.parse import urlsplit
 from sidestream.errors import ConfigError, SidestreamError
 
 _ALTERNATIVES = 5  # most likely tokens that an answer lists for each position; vLLM allows up to 20, others up to 5
+_SMALLEST_BLOCK = 16  # tokens; smaller blocks divide it
 _VOCABULARIES = (32_000, 8_000, 1_000, 200)  # token ids up to these are tried, the largest first
 
 
@@ -108,6 +111,15 @@ class Endpoint:
                 else:
                     return vocabulary
         raise SidestreamError(f"no completion of token ids with log-probabilities is answered; last: {refusals[-1]}")
+
+    def block_tokens(self, length: int, seed: int) -> int:
+        """Tokens of the server's KV blocks, as far as it says how much it reused of parts of a prompt; at least 16."""
+        draw = random.Random(f"blocks {seed}")
+        prompt = tuple(draw.randrange(5, self.vocabulary) for _ in range(length))
+        self.answer(Ask(prompt, 1))
+        stops = range(length, length // 2, -length // 13)
+        cached = [self.answer(Ask(prompt[:stop], 1)).cached or 0 for stop in stops]
+        return max(_SMALLEST_BLOCK, math.gcd(*cached))
 
     def answer(self, ask: Ask) -> Answer:
         """Send a request and wait for its answer. Raises Refused, and SidestreamError if the connection breaks."""

@@ -8,17 +8,28 @@ from typing import Any
 
 from sidestream.verify.rounds import Report, Round, Wrong
 
+_SHOWN = 2  # wrong answers of each round in the text
+
 
 def as_text(report: Report) -> Iterator[str]:
     """Lines for a terminal."""
     for part in report.rounds:
         yield f"{'✗' if part.wrong else '·' if part.note and not part.compared else '✓'} {part.name}: {_summary(part)}"
-        for wrong in part.wrong:
+        for wrong in part.wrong[:_SHOWN]:
             yield from (f"    {line}" for line in _lines(wrong))
+        if len(part.wrong) > _SHOWN:
+            yield f"    and {len(part.wrong) - _SHOWN} more, which --json lists"
     if not any(part.reused for part in report.rounds):
         yield (
             "The server did not say that it reused anything: is its prefix cache on? "
             "(vLLM says it with --enable-prompt-tokens-details)"
+        )
+    if report.smallest is not None:
+        ask = report.smallest.ask
+        kind = "temperature 0" if ask.seed is None else f"temperature 1, seed {ask.seed}"
+        yield (
+            f"smallest pair of requests: {ask.max_tokens} tokens with {kind} after the prompt {list(ask.prompt)}, "
+            f"first when nothing is cached, then {report.smallest.round}"
         )
     found = len(report.wrong)
     yield (
@@ -36,6 +47,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "tolerance": report.tolerance,
         "rounding_measured": report.salts,
         "seed": report.seed,
+        "smallest": None if report.smallest is None else dataclasses.asdict(report.smallest),
         "rounds": [dataclasses.asdict(part) for part in report.rounds],
     }
 
@@ -60,5 +72,3 @@ def _lines(wrong: Wrong) -> Iterator[str]:
     yield f"expected {' '.join(map(repr, wrong.expected.tokens[:12]))}"
     yield f"answered {' '.join(map(repr, wrong.got.tokens[:12]))}"
     yield f"asked again: wrong {wrong.repeats} times of {wrong.asked_again}"
-    if wrong.smallest is not None:
-        yield f"smallest pair found: twice {list(wrong.smallest.prompt)}, {wrong.smallest.max_tokens} tokens, greedy"

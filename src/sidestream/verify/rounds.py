@@ -1,14 +1,15 @@
 """The situations in which requests are asked again, and the search for wrong answers in them.
 
 The first answer to a question, when no part of its prompt is cached, is its reference. Each round asks questions again
-after something that may change what the server reuses. An answer that is too far from its reference is asked for again:
-if uncached answers are as far apart, the server is that noisy, and the answer is no finding.
+after something that may change what the server reuses. An answer that is too far from its reference is asked for again,
+uncached, alone and beside others: if it is as near to one of these answers as they are to each other, it is no finding.
 """
 
 from __future__ import annotations
 
 import random
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ from sidestream.errors import ConfigError, SidestreamError
 from sidestream.verify.endpoint import Answer, Ask, Endpoint, salted
 from sidestream.verify.judge import SMALLEST_TOLERANCE, Verdict, compare, tolerance_of
 
-_SHARED = 96  # tokens of the prefix that a family of questions shares
+LONGEST = 512
+"""Tokens of the longest prompt by default."""
 _AT_ONCE = 8
-_AGAIN = 2  # times that a suspicious question is asked again, with and without the cache
-_PAIRS_TRIED = 12  # repetitions of each prompt while the smallest wrong pair is searched
-_NO_SALTS_TOLERANCE = 4 * SMALLEST_TOLERANCE
+_AGAIN = 2  # times that a wrong question is asked again
+_UNCACHED = 4  # uncached answers, at once, with which a suspicious answer is compared
+_SHORTER_TRIES = 3  # each with `_AT_ONCE` requests, for each length
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +34,36 @@ class Plan:
     output_tokens    tokens of each answer
     block_tokens     tokens of the server's KV blocks: some prompts end exactly at one and at eight blocks
     longest          longest prompt, in tokens
+    repeats          times that all questions are asked again at once: a rare fault needs many reused blocks to be seen
     pressure_tokens  tokens of unrelated prompts that shall evict the questions' KV
+    pressure_s       no more of them are sent after this time
     restart          command that restarts the server and returns; empty: none
     seed             of all prompts; another seed asks other questions
     """
 
-    questions: int = 24
-    output_tokens: int = 16
+    questions: int = 20
+    output_tokens: int = 8
     block_tokens: int = 16
-    longest: int = 768
+    longest: int = LONGEST
+    repeats: int = 6
     pressure_tokens: int = 65_536
+    pressure_s: float = 20.0
     restart: str = ""
     restart_s: float = 600.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = 8 * self.block_tokens + self.output_tokens + 1
+        least = self.shortest(self.block_tokens, self.output_tokens)
         if self.longest < least:
             raise ConfigError(f"the longest prompt is {self.longest} tokens: eight blocks and an answer need {least}")
-        for name in ("questions", "output_tokens", "block_tokens"):
+        for name in ("questions", "output_tokens", "block_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+
+    @staticmethod
+    def shortest(block_tokens: int, output_tokens: int) -> int:
+        """The least value of `longest`: eight blocks and an answer."""
+        return 8 * block_tokens + output_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,6 @@ class Wrong:
     expected    the reference
     distance    in nats, see `Comparison`
     repeats     of `asked_again` repetitions with the cache, how many were wrong as well
-    smallest    the shortest prompt found whose repetition is wrong, as two equal requests; None if none was found
     """
 
     round: str
@@ -73,7 +83,6 @@ class Wrong:
     differs_at: int | None
     repeats: int
     asked_again: int
-    smallest: Ask | None = None
 
 
 @dataclass(slots=True)
@@ -112,6 +121,11 @@ class Report:
         """All findings."""
         return [one for part in self.rounds for one in part.wrong]
 
+    @property
+    def smallest(self) -> Wrong | None:
+        """The finding with the shortest prompt."""
+        return min(self.wrong, key=lambda wrong: len(wrong.ask.prompt), default=None)
+
 
 def verify(
     endpoint: Endpoint,
@@ -140,7 +154,7 @@ class _Run:
         self._random = random.Random(plan.seed)
         self._salts = 0
         self._references: dict[Ask, Answer] = {}
-        self._report = Report(_NO_SALTS_TOLERANCE, endpoint.salts, plan.seed)
+        self._report = Report(SMALLEST_TOLERANCE, endpoint.salts, plan.seed)
 
     def run(self) -> Report:
         """All rounds, in an order in which each has what it needs."""
@@ -154,8 +168,10 @@ class _Run:
         if first.reused and self._report.salts:
             first.note = "these prompts were cached already, so wrong references are possible: use another --seed"
         self._compared("repeated", questions)
-        self._compared("repeated, at once", questions, at_once=True)
-        self._families()
+        again = [one for _ in range(self._plan.repeats) for one in self._random.sample(questions, len(questions))]
+        self._compared("repeated, at once", again, at_once=True)
+        self._families("one block", 1)
+        self._families("eight blocks", 8)
         self._growing()
         self._cancelled(questions)
         self._other_salts(questions)
@@ -164,6 +180,8 @@ class _Run:
         self._after("a restart", questions, self._restart)
         if self._beside is not None:
             self._compared("beside", questions, endpoint=self._beside)
+        if self._report.wrong:
+            self._shorter()
         return self._report
 
     # ------------------------------------------------------------------ questions
@@ -192,7 +210,7 @@ class _Run:
     def _measure_noise(self, questions: Sequence[Ask]) -> None:
         """Ask a few questions uncached, alone and at once: their distances are rounding."""
         self._on_progress("measuring the rounding of uncached answers")
-        few = questions[:_AT_ONCE]
+        few = self._random.sample(questions, min(_AT_ONCE, len(questions)))
         alone = [self._uncached(ask) for ask in few]
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             together = list(threads.map(self._uncached, few))
@@ -206,13 +224,12 @@ class _Run:
     def _uncached(self, ask: Ask) -> Answer:
         return self._endpoint.answer(salted(ask, self._fresh_salt()))
 
-    def _families(self) -> None:
-        """Questions that share a prefix, all at once; then each alone."""
-        part = self._begin("shared prefixes, at once")
-        shared = self._tokens(min(_SHARED, self._plan.longest // 2))
+    def _families(self, name: str, blocks: int) -> None:
+        """Questions that share a prefix of so many blocks, all at once."""
+        part = self._begin(f"shared prefix of {name}, at once")
+        shared, most = self._tokens(blocks * self._plan.block_tokens), min(32, self._plan.output_tokens)
         asks = [
-            self._ask((*shared, *self._tokens(self._random.randint(1, 2 * self._plan.block_tokens))), number)
-            for number in range(_AT_ONCE)
+            self._ask((*shared, *self._tokens(self._random.randint(1, most))), number) for number in range(_AT_ONCE)
         ]
         together = self._answers(asks, part)
         for ask, answer in zip(asks, together, strict=True):
@@ -262,39 +279,41 @@ class _Run:
             part.note = "left out: the server does not know `cache_salt`"
             return
         salt = self._fresh_salt()
-        for ask in questions[:_AT_ONCE]:
+        for ask in questions[: _AT_ONCE // 2]:
             answer = self._answer(salted(ask, salt), part)
             if answer.cached:
                 part.note = "tokens were reused although the salt is new: the server ignores or mixes salts"
             self._judge(part, ask, answer)
 
-    def _press(self) -> str:
-        """Send unrelated prompts. Returns why it could not, or nothing."""
-        length = self._plan.longest
-        asks = [Ask(self._tokens(length), 1) for _ in range(max(1, self._plan.pressure_tokens // length))]
-        self._answers(asks, Round(""))
-        return ""
+    def _press(self) -> tuple[bool, str]:
+        """Send unrelated prompts, for a limited time."""
+        deadline, sent = time.monotonic() + self._plan.pressure_s, 0
+        while sent < self._plan.pressure_tokens and time.monotonic() < deadline:
+            asks = [Ask(self._tokens(self._plan.longest), 1) for _ in range(_AT_ONCE)]
+            self._answers(asks, Round(""))
+            sent += len(asks) * self._plan.longest
+        return True, f"they had {sent} tokens"
 
-    def _reset(self) -> str:
-        return "" if self._endpoint.reset() else "left out: the server has no POST /reset_prefix_cache"
+    def _reset(self) -> tuple[bool, str]:
+        return (True, "") if self._endpoint.reset() else (False, "left out: the server has no POST /reset_prefix_cache")
 
-    def _restart(self) -> str:
+    def _restart(self) -> tuple[bool, str]:
         if not self._plan.restart:
-            return "left out: give a command that restarts the server"
+            return False, "left out: give a command that restarts the server"
         try:
-            subprocess.run(self._plan.restart, shell=True, check=True, timeout=self._plan.restart_s)
+            # what it prints goes to standard error, because standard output may be JSON
+            subprocess.run(self._plan.restart, shell=True, check=True, timeout=self._plan.restart_s, stdout=2)
         except subprocess.SubprocessError as error:
             raise SidestreamError(f"the restart failed: {error}") from error
         self._endpoint.wait(self._plan.restart_s)
-        return ""
+        return True, ""
 
-    def _after(self, name: str, questions: Sequence[Ask], act: Callable[[], str]) -> None:
+    def _after(self, name: str, questions: Sequence[Ask], act: Callable[[], tuple[bool, str]]) -> None:
+        """Ask the questions after `act`, which returns whether it could be done, and a note."""
         self._on_progress(name)
-        note = act()
-        if note:
-            self._begin(f"after {name}").note = note
-        else:
-            self._compared(f"after {name}", questions)
+        done, note = act()
+        self._compared(f"after {name}", questions if done else ())
+        self._report.rounds[-1].note = note
 
     # ------------------------------------------------------------------ answers and verdicts
 
@@ -337,7 +356,7 @@ class _Run:
         found = compare(expected, answer)
         verdict = found.verdict(self._report.tolerance)
         part.compared += 1
-        if verdict is Verdict.WRONG and self._is_noise(ask):
+        if verdict is Verdict.WRONG and self._is_noise(ask, answer):
             verdict = Verdict.ROUNDING
         if verdict is not Verdict.WRONG:
             part.rounding += verdict is Verdict.ROUNDING
@@ -345,27 +364,29 @@ class _Run:
             return
         again = [self._answer(ask, Round("")) for _ in range(_AGAIN)]
         repeats = sum(compare(expected, one).distance > self._report.tolerance for one in again)
-        smallest = self._smallest() if not self._report.wrong else None
-        part.wrong.append(
-            Wrong(part.name, ask, expected, answer, found.distance, found.differs_at, repeats, _AGAIN, smallest)
-        )
+        part.wrong.append(Wrong(part.name, ask, expected, answer, found.distance, found.differs_at, repeats, _AGAIN))
 
-    def _is_noise(self, ask: Ask) -> bool:
-        """Whether uncached answers to the question are as far apart as a wrong answer is from its reference."""
+    def _is_noise(self, ask: Ask, answer: Answer) -> bool:
+        """Whether the answer is as near to one of several uncached ones as these may be to each other."""
         if not self._report.salts:
             return False
-        self._report.requests += _AGAIN
-        uncached = [self._uncached(ask) for _ in range(_AGAIN)]
-        return compare(*uncached).distance > self._report.tolerance
+        self._report.requests += _UNCACHED
+        with ThreadPoolExecutor(_UNCACHED) as threads:  # in another batch than the reference
+            uncached = [self._references[ask], *threads.map(self._uncached, [ask] * _UNCACHED)]
+        noise = [compare(uncached[0], one).distance for one in uncached]
+        return min(compare(one, answer).distance for one in uncached) <= max(
+            self._report.tolerance, tolerance_of(noise)
+        )
 
-    def _smallest(self) -> Ask | None:
-        """The shortest prompt found, of new tokens, whose repetition is wrong."""
-        block = self._plan.block_tokens
+    def _shorter(self) -> None:
+        """After a finding, look for one with a shorter prompt, of new tokens."""
+        part, block = self._begin("shorter prompts, after a finding"), self._plan.block_tokens
         for length in (block + 1, 2 * block + 1, 4 * block + 1, 8 * block + 1):
-            self._on_progress(f"searching the smallest wrong pair: {length} tokens")
+            found = self._report.smallest
+            if found is None or len(found.ask.prompt) <= length:
+                return
             ask = self._ask(self._tokens(length), 0)
-            first = self._answer(ask, Round(""))
-            for _ in range(_PAIRS_TRIED):
-                if compare(first, self._answer(ask, Round(""))).distance > self._report.tolerance:
-                    return ask
-        return None
+            self._references[ask] = self._reference(ask)
+            for _ in range(_SHORTER_TRIES):
+                for answer in self._answers([ask] * _AT_ONCE, part):
+                    self._judge(part, ask, answer)
