@@ -37,6 +37,7 @@ class FakeServer(ThreadingHTTPServer):
     salts      whether it knows `cache_salt`
     leaks      whether the cache ignores salts
     block      tokens of a block
+    ids        whether it knows `return_tokens_as_token_ids`
     """
 
     daemon_threads = True
@@ -50,9 +51,11 @@ class FakeServer(ThreadingHTTPServer):
         salts: bool = True,
         leaks: bool = False,
         block: int = BLOCK,
+        ids: bool = True,
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.rounding, self.fault, self.salts, self.leaks, self.block = rounding, fault, salts, leaks, block
+        self.ids = ids
         self.blocks: dict[tuple[str, tuple[int, ...]], None] = {}
         self.random = random.Random(5)
         self.requests = self.resets = 0
@@ -112,6 +115,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, {})
         elif "cache_salt" in body and not self.server.salts:
             self.reply(400, {"error": "unknown field cache_salt"})
+        elif "return_tokens_as_token_ids" in body and not self.server.ids:
+            self.reply(400, {"error": "unknown field return_tokens_as_token_ids"})
         elif max(body["prompt"]) >= 1_000:
             self.reply(400, {"error": "no such token id"})
         else:
@@ -178,6 +183,20 @@ def test_a_small_change_of_all_log_probabilities_counts_more_than_a_large_one_of
     single = answer({"a": -0.7, "b": -1.3}, *[{"a": -0.7, "b": -0.9}] * 7, tokens="a" * 8)
     every = answer(*[{"a": -0.8, "b": -0.8}] * 8, tokens="a" * 8)
     assert [compare(expected, one).verdict(0.05) for one in (single, every)] == [Verdict.EQUAL, Verdict.WRONG]
+
+
+def test_behind_a_token_that_has_no_spelling_of_its_own_nothing_is_compared() -> None:
+    first = Answer(("x", "", "a"), (-0.7, -0.3, -0.1), ({"x": -0.7}, {"": -0.3}, {"a": -0.1}), None)
+    other = Answer(("x", "", "b"), (-0.7, -0.9, -0.1), ({"x": -0.7}, {"\ufffd": -0.9}, {"b": -0.1}), None)
+    assert compare(first, other).verdict(0.05) is Verdict.EQUAL
+
+
+@pytest.mark.parametrize("salts", [True, False])
+@pytest.mark.parametrize("ids", [True, False])
+def test_only_optional_fields_that_the_server_refuses_are_left_out(serve: Any, salts: bool, ids: bool) -> None:
+    endpoint = Endpoint(serve(salts=salts, ids=ids).url)
+    sent = json.loads(endpoint._body(Ask((5,), 1, salt="s")))
+    assert (endpoint.salts, "cache_salt" in sent, "return_tokens_as_token_ids" in sent) == (salts, salts, ids)
 
 
 @pytest.mark.parametrize(("block", "found"), [(16, 16), (48, 48), (100, 100), (4, 16), (1_000, 16)])

@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 from sidestream.errors import ConfigError, SidestreamError
 
 _ALTERNATIVES = 5  # most likely tokens that an answer lists for each position; vLLM allows up to 20, others up to 5
+_IDS = "return_tokens_as_token_ids"
+# Optional fields that are left out together until a server accepts the others.
+_LEFT_OUT = ((), (_IDS,), ("cache_salt",), ("cache_salt", _IDS), ("cache_salt", _IDS, "ignore_eos"))
 _SMALLEST_BLOCK = 16  # tokens; smaller blocks divide it
 _VOCABULARIES = (32_000, 8_000, 1_000, 200)  # token ids up to these are tried, the largest first
 
@@ -37,14 +40,14 @@ class Ask:
         sampling = {"temperature": 0} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
         salt = {"cache_salt": self.salt} if self.salt else {}
         limits = {"max_tokens": self.max_tokens, "logprobs": _ALTERNATIVES, "ignore_eos": True}
-        return {"model": model, "prompt": list(self.prompt), **limits, **sampling, **salt}
+        return {"model": model, "prompt": list(self.prompt), **limits, **sampling, **salt, _IDS: True}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a server generated.
 
-    tokens         each token as the server spells it
+    tokens         each token: its id, if the server tells ids, else as the server spells it
     logprobs       the log-probability of each token
     alternatives   for each position, the most likely tokens and their log-probabilities
     cached         prompt tokens that the server says it reused; None if it says nothing
@@ -100,8 +103,8 @@ class Endpoint:
         refusals = []
         for vocabulary in _VOCABULARIES:
             ask = Ask((vocabulary - 1, 7), 1, salt="probe")
-            for without in (frozenset[str](), frozenset({"cache_salt"}), frozenset({"cache_salt", "ignore_eos"})):
-                self._without = without
+            for without in _LEFT_OUT:
+                self._without = frozenset(without)
                 try:
                     self.answer(ask)
                 except Refused as refused:

@@ -53,16 +53,23 @@ def compare(first: Answer, second: Answer) -> Comparison:
     """Compare two answers to the same request."""
     apart: list[float] = []
     for index, pair in enumerate(zip(first.tokens, second.tokens, strict=False)):
-        common = first.alternatives[index].keys() & second.alternatives[index].keys()
-        here = [abs(first.alternatives[index][token] - second.alternatives[index][token]) for token in common]
-        if pair[0] == pair[1]:
+        one, other = first.alternatives[index], second.alternatives[index]
+        here = [abs(one[token] - other[token]) for token in one.keys() & other.keys() if _is_clear(token)]
+        if pair[0] == pair[1] and _is_clear(pair[0]):
             here.append(abs(first.logprobs[index] - second.logprobs[index]))
-        apart.extend(here or [math.inf])  # not one common candidate: other contexts
-        if pair[0] != pair[1]:
-            return Comparison(fmean(apart), index)
+        if not here and all(map(_is_clear, (*one, *other))):
+            here.append(math.inf)  # not one common candidate: other contexts
+        apart += here
+        if pair[0] != pair[1] or not _is_clear(pair[0]):
+            return Comparison(fmean(apart or [0.0]), index if pair[0] != pair[1] else None)
     if len(first.tokens) != len(second.tokens):
         return Comparison(math.inf, min(len(first.tokens), len(second.tokens)))
     return Comparison(fmean(apart or [0.0]), None)
+
+
+def _is_clear(token: str) -> bool:
+    """Whether no other token is spelled like this: parts of characters are all spelled as nothing or U+FFFD."""
+    return token != "" and "\ufffd" not in token
 
 
 def tolerance_of(noise: Sequence[float]) -> float:
