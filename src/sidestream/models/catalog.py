@@ -458,9 +458,10 @@ def _still_running(process: subprocess.Popen[bytes]) -> bool:
 
 def _bytes_below(directory: Path) -> int:
     total = 0
-    for path in directory.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and removes files concurrently
-            total += path.stat().st_size if path.is_file() else 0
+    for parent, _, files in os.walk(directory):  # which passes over directories that pip removes concurrently
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += (Path(parent) / name).stat().st_size
     return total
 
 
