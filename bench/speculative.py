@@ -18,10 +18,11 @@ from sidestream.cli.prompt_runs import ChildEngine
 from sidestream.config import SamplingParams, SpeculativeConfig
 from sidestream.errors import SidestreamError
 from sidestream.llm import LLM
-from sidestream.runner.executor import Executor, LaunchedStep, PreparedStep
+from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.mailbox import Delivered
 from sidestream.runner.step_inputs import StepInputs
+from sidestream.runner.step_work import PreparedStep
 from sidestream.types import BatchPlan
 from sidestream_kv.device.kinds import CUDA
 from sidestream_kv.types import Fence, LayerGates
@@ -308,7 +309,7 @@ class _HandedOver:
         self.dispatching: list[float] = []
         self.launched_steps = self.uncaptured = 0
         self._enqueued_s = 0.0
-        launch, run_eagerly, run = executor.launch, executor._run_eagerly, executor._forward.run
+        launch, run_eagerly, run = executor.launch, executor._work._run_eagerly, executor._forward.run
 
         def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
             self.launched_steps += 1
@@ -325,7 +326,7 @@ class _HandedOver:
             return run_eagerly(batch, step)
 
         executor.launch = timed  # type: ignore[method-assign]
-        executor._run_eagerly = counted  # type: ignore[method-assign]
+        executor._work._run_eagerly = counted  # type: ignore[method-assign]
         executor._forward.run = self._behind(run)  # type: ignore[method-assign]
         if executor._graphs is not None:
             executor._graphs.replay = self._behind(executor._graphs.replay)  # type: ignore[method-assign]
