@@ -27,7 +27,7 @@ class ToyGrammar:
     ) -> None:
         self.failure: str | None = None
         self._vocab_size = vocab_size
-        self._period, self._length, self._fails_at = period, length, fails_at
+        self._period, self.length, self._fails_at = period, length, fails_at
         self._answer = [*answer]
 
     def copy(self) -> ToyGrammar:
@@ -35,7 +35,7 @@ class ToyGrammar:
         return ToyGrammar(
             self._vocab_size,
             period=self._period,
-            length=self._length,
+            length=self.length,
             fails_at=self._fails_at,
             answer=self._answer,
         )
@@ -54,16 +54,23 @@ class ToyGrammar:
     def advance(self, token_ids: Sequence[int]) -> bool:
         """See `TokenGrammar`."""
         self._answer += token_ids
-        return len(self._answer) >= self._length
+        return len(self._answer) >= self.length
 
     def allowed(self, answer: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Which tokens may follow an answer, bool `[vocab_size]`, padded with False to a multiple of 32."""
         ids = np.arange(-(-self._vocab_size // 32) * 32)
-        return (ids < self._vocab_size) & ((ids + sum(answer)) % self._period != 0)
+        allowed: npt.NDArray[np.bool_] = (ids < self._vocab_size) & ((ids + sum(answer)) % self._period != 0)
+        return allowed
+
+
+def toy_grammar(form: str, vocab_size: int) -> ToyGrammar:
+    """The grammar of "period length" or "period length fails_at". Raises ValueError."""
+    period, length, *fails_at = map(int, form.split())
+    return ToyGrammar(vocab_size, period=period, length=length, fails_at=fails_at[0] if fails_at else None)
 
 
 class ToyGrammars:
-    """A `GrammarCompiler` of toy grammars: `regex` is "period length" or "period length fails_at"."""
+    """Compiles forms whose `regex` describes a toy grammar."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -71,7 +78,6 @@ class ToyGrammars:
     def compile(self, wanted: StructuredOutputs) -> TokenGrammar:
         """See `GrammarCompiler.compile`."""
         try:
-            period, length, *fails_at = map(int, str(wanted.regex).split())
+            return toy_grammar(str(wanted.regex), self._vocab_size)
         except ValueError as fault:
             raise RequestRejected(f"structured_outputs.regex is {wanted.regex!r}", param="regex") from fault
-        return ToyGrammar(self._vocab_size, period=period, length=length, fails_at=fails_at[0] if fails_at else None)

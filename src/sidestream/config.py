@@ -490,7 +490,7 @@ class StructuredOutputs:
 
 
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-MOST_GRAMMAR_CHARS = 1 << 18
+MOST_GRAMMAR_CHARS = 1 << 20
 _FORMS = {"choice": "tuple of texts"}
 
 

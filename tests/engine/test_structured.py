@@ -125,19 +125,26 @@ def test_the_pass_is_launched_before_the_last_step_is_committed() -> None:
     assert order[:8] == ["launch", "sample", "launch", "commit", "sample", "launch", "commit", "sample"]
 
 
-def test_masks_are_not_written_while_a_sampler_reads_them() -> None:
+def test_masks_and_drafts_are_refused_while_a_step_uses_them() -> None:
     with masked() as rig:
-        hold = rig.hold("compute")
-        executor = rig.engine.parts.executor
-        executor._masks.used_until(rig.device._streams["compute"].submit(lambda: None))  # type: ignore[union-attr]
+        reply = ask(rig, [5], 3).wait()
+        executor, hold = rig.engine.parts.executor, rig.hold("compute")
+        assert executor._masks is not None and executor._masks._last_use is not None
+        reading = rig.device._streams["compute"].submit(lambda: None)
+        executor._masks.used_until(reading)
         with pytest.raises(InvariantError, match="masks are written before"):
             executor.open_masks(1)
+        entry = executor._mailbox.take_entry()
+        with pytest.raises(InvariantError, match="drafts were read before"):
+            executor._mailbox.read_drafts(entry, 1, reading)
+        entry.lease.release()
         hold.release()
+        assert reply.reason == "length"
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_is_taken() -> None:
     with masked() as rig:
-        with pytest.raises(RequestRejected, match="structured_outputs.regex is 'two'"):
+        with pytest.raises(RequestRejected, match=r"structured_outputs\.regex is 'two'"):
             rig.submit([5], structured_outputs=StructuredOutputs(regex="two"))
         rig.check_idle()
     with serving() as rig, pytest.raises(RequestRejected, match="no tokenizer"):

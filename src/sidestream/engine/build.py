@@ -19,7 +19,7 @@ from sidestream.engine.kv_events import KVEvents
 from sidestream.engine.kv_sockets import KVEventSockets, warn_if_open
 from sidestream.engine.parts import Parts
 from sidestream.engine.rank_parts import RankParts, build_rank_parts
-from sidestream.grammar import GrammarCompiler
+from sidestream.grammar import Grammars
 from sidestream.models.compile_cache import use_compile_cache
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import Ranks, joint_device, joint_executor
@@ -60,7 +60,7 @@ def build_engine(
     threaded: bool = True,
     ranks: Ranks | None = None,
     group: Group | None = None,
-    grammars: GrammarCompiler | None = None,
+    grammars: Grammars | None = None,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
     """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError, after closing
@@ -159,7 +159,7 @@ def _build_parts(
     eos_ids: Sequence[int],
     defaults: SamplingDefaults,
     timeline: Timeline | None,
-    grammars: GrammarCompiler | None,
+    grammars: Grammars | None,
 ) -> Parts:
     """All parts of the engine: the parts of rank 0, and the parts that plan the work of every rank. `device`: the joint
     device of all ranks, or the device of the only rank.

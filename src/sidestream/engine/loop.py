@@ -185,7 +185,8 @@ class StepLoop:
         if step is None or step.unsampled is None:
             return step
         if any(step.batch.columns.drafts):
-            self._listener.wait_for(step.fence)  # masks of drafts need the drafts, which only the device knows
+            # Masks of drafts need the drafts, which only the device knows.
+            self._listener.wait_for(step.fence)  # rule: masks-of-drafts-wait-for-their-pass
         return self._structured.sample(step)
 
     def _commit(self, step: LaunchedStep | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sidestream.config import SamplingDefaults
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.kv_events import KVEvents
-from sidestream.grammar import GrammarCompiler
+from sidestream.grammar import Grammars
 from sidestream.ranks.leader import Ranks
 from sidestream.runner.executor import Executor
 from sidestream.schedule.limits import Bounds
@@ -65,5 +65,5 @@ class Parts:
     ranks: Ranks | None = None
     kv_events: KVEvents | None = None
     self_check: float = 0.0
-    grammars: GrammarCompiler | None = None
+    grammars: Grammars | None = None
     watchdog_timeout_s: float = math.inf

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from sidestream.grammar import TokenGrammar
 from sidestream.runner.executor import Executor, LaunchedStep
-from sidestream.schedule.request import State
 from sidestream.schedule.scheduler import RowOutput, Scheduler
 from sidestream_kv.types import RequestId
 
@@ -71,16 +70,13 @@ class StructuredSampler:
         return followed, endings
 
     def _sampling_rows(self, step: LaunchedStep) -> list[tuple[int, TokenGrammar | None, int]]:
-        """For each sampling row: its first row of logits, its grammar, and the number of its drafts. Rows whose results
-        will be dropped have no grammar.
+        """For each sampling row: its first row of logits, its grammar, and the number of its drafts. Rows of requests
+        that have ended have no grammar. Rows of preempted requests have masks for nothing: their results are dropped.
         """
         found, at, columns = [], 0, step.batch.columns
-        for request_id, epoch, samples, drafts in zip(
-            columns.request_id, columns.epoch, columns.samples, columns.drafts, strict=True
-        ):
+        for request_id, samples, drafts in zip(columns.request_id, columns.samples, columns.drafts, strict=True):
             if samples:
                 request = self._scheduler.get(request_id)
-                lives = request is not None and request.epoch == epoch and request.state is State.RUNNING
-                found.append((at, request.grammar if lives and request is not None else None, drafts))
+                found.append((at, None if request is None else request.grammar, drafts))
                 at += 1 + drafts
         return found

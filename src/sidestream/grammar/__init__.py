@@ -3,7 +3,7 @@
 Knows token ids, never requests, steps or tensors. llguidance does the work, and is imported on first use.
 """
 
-from sidestream.grammar.compiler import GrammarCompiler, check
-from sidestream.grammar.token_grammar import TokenGrammar
+from sidestream.grammar.compiler import GrammarCompiler, check, expression_of
+from sidestream.grammar.token_grammar import Grammars, TokenGrammar
 
-__all__ = ["GrammarCompiler", "TokenGrammar", "check"]
+__all__ = ["GrammarCompiler", "Grammars", "TokenGrammar", "check", "expression_of"]

@@ -10,7 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sidestream.config import STRUCTURED_KINDS, StructuredOutputs
 from sidestream.errors import RequestRejected
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 _KEPT = 256
 """Number of compiled grammars that are kept: agents send the same few again and again."""
+
+_SPACES = r"[ \t\r\n]{1,100}"
+"""White space between the parts of JSON, if the request does not say. It has a bound, because small models like to
+write it for ever.
+"""
 
 
 class GrammarCompiler:
@@ -40,12 +45,16 @@ class GrammarCompiler:
         self._compiled: OrderedDict[StructuredOutputs, TokenGrammar] = OrderedDict()
 
     def compile(self, wanted: StructuredOutputs) -> TokenGrammar:
-        """A grammar at the beginning of an answer. Blocks while it compiles. Raises RequestRejected."""
+        """See `Grammars.compile`."""
         with self._lock:
             if (known := self._compiled.get(wanted)) is not None:
                 self._compiled.move_to_end(wanted)
                 return known.copy()
-            tokenizer = self.prepare()
+            try:
+                tokenizer = self.prepare()
+            except ValueError as fault:
+                reason = f"grammars cannot use this model's tokenizer ({first_line(str(fault))}): leave it out"
+                raise RequestRejected(f"structured_outputs is set, but {reason}", param="structured_outputs") from fault
         from llguidance import LLMatcher
 
         grammar = GuidedAnswer(LLMatcher(tokenizer, source_of(wanted), log_level=0, limits=_limits()))
@@ -86,24 +95,53 @@ def source_of(wanted: StructuredOutputs) -> str:
             schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
             if not isinstance(schema, dict | bool):
                 raise ValueError("a schema is an object, true or false")
-            pattern, flexible = wanted.whitespace_pattern, not wanted.disable_any_whitespace
+            pattern = _SPACES if wanted.whitespace_pattern is None else wanted.whitespace_pattern
             return LLMatcher.grammar_from_json_schema(
                 json.dumps(schema),
-                overrides={"whitespace_flexible": flexible} if pattern is None else {"whitespace_pattern": pattern},
+                overrides={"whitespace_flexible": False}
+                if wanted.disable_any_whitespace
+                else {"whitespace_pattern": pattern},
             )
         if wanted.regex is not None:
             return LLMatcher.grammar_from_regex(wanted.regex)
         if wanted.grammar is not None:
-            return grammar_from("grammar", wanted.grammar)
+            is_ours = wanted.grammar.startswith("%llguidance")
+            return LLMatcher.grammar_from_lark(wanted.grammar) if is_ours else grammar_from("grammar", wanted.grammar)
         if wanted.structural_tag is not None:
             return _structural_tag(json.loads(str(wanted.structural_tag)))
         return grammar_from("choice", json.dumps(wanted.choice))
-    except (ValueError, RecursionError) as fault:
+    except (ValueError, KeyError, TypeError, RecursionError) as fault:
         raise _rejected(wanted, first_line(str(fault))) from fault
 
 
-def _structural_tag(tag: object) -> str:
-    raise ValueError("not yet")
+def expression_of(wanted: StructuredOutputs) -> str:
+    """The form as an expression in llguidance's dialect of Lark, for a larger grammar. Raises RequestRejected."""
+    from llguidance import regex_to_lark
+
+    if wanted.regex is not None:
+        return f"/{regex_to_lark(wanted.regex)}/"
+    if wanted.choice:
+        return "(" + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice) + ")"
+    if wanted.json is not None or wanted.json_object:
+        (grammar,) = json.loads(source_of(wanted))["grammars"]
+        return f"%json {json.dumps(grammar['json_schema'])}"
+    return f"%lark {{\n{source_of(wanted)}\n}}"
+
+
+def _structural_tag(tag: Any) -> str:
+    """The grammar of structural tags in vLLM's first form: structures (begin, schema, end), and triggers."""
+    from llguidance import StructTag
+
+    if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag.get("triggers"):
+        raise ValueError("a structural tag is an object with structures (each with begin, schema, end) and triggers")
+    tags = []
+    for structure in tag["structures"]:
+        begin = str(structure["begin"])
+        trigger = next((one for one in tag["triggers"] if begin.startswith(one)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger is the start of {begin!r}")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=str(structure["end"])))
+    return StructTag.to_grammar(tags, assume_special=False)
 
 
 def _limits() -> LLParserLimits:

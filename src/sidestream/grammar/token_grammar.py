@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sidestream.config import StructuredOutputs
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -37,6 +39,14 @@ class TokenGrammar(Protocol):
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Follow tokens of the answer. Returns whether the answer is complete, so that nothing can come after it."""
+        ...
+
+
+class Grammars(Protocol):
+    """Makes grammars for one model. Any thread may use it; it is never used on the engine thread."""
+
+    def compile(self, wanted: StructuredOutputs) -> TokenGrammar:
+        """A grammar at the beginning of an answer. Blocks while it compiles. Raises RequestRejected."""
         ...
 
 
