@@ -18,11 +18,10 @@ from sidestream.cli.prompt_runs import ChildEngine
 from sidestream.config import SamplingParams, SpeculativeConfig
 from sidestream.errors import SidestreamError
 from sidestream.llm import LLM
-from sidestream.runner.executor import Executor, LaunchedStep
+from sidestream.runner.executor import Executor, LaunchedStep, PreparedStep
 from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.mailbox import Delivered
 from sidestream.runner.step_inputs import StepInputs
-from sidestream.runner.step_work import PreparedStep
 from sidestream.types import BatchPlan
 from sidestream_kv.device.kinds import CUDA
 from sidestream_kv.types import Fence, LayerGates

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from sidestream.runner.executor import Executor
-from sidestream.runner.step_work import PreparedStep, UnsampledPass
+from sidestream.runner.executor import Executor, PreparedStep, UnsampledPass
 from sidestream.types import BatchPlan
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.kinds import CUDA

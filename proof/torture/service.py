@@ -28,7 +28,7 @@ from proof.toy import ToyItself, ToyModel
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import ConfigError, InvariantError, SidestreamError
-from sidestream.runner.step_work import PreparedStep, UnsampledPass
+from sidestream.runner.executor import PreparedStep, UnsampledPass
 from sidestream.types import BatchPlan, Delta
 from sidestream_kv.config import OffloadConfig, unknown_name
 from sidestream_kv.device.cpu import CpuDevice

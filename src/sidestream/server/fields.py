@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
 
-from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams
+from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, StructuredOutputs
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.formats import AnswerFormat
 from sidestream.formats.answer import is_inside
@@ -435,7 +435,7 @@ def chat_call(
     params = _sampling(
         asked, limit, asked.top_logprobs if asked.logprobs else None, renamed or {"max_tokens": limit_name}
     )
-    content = structured_outputs(asked)
+    content = _form(asked)
     call = _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout, served)], "messages", served)
     prompt_end = tokenizer.decode(call.prompts[0][-64:], skip_special_tokens=False)
     answer = _answer(asked, tools, prompt_end, served, structured=content is not None)
@@ -448,6 +448,11 @@ def chat_call(
         include_reasoning=asked.include_reasoning is not False,
         parallel_tool_calls=asked.parallel_tool_calls,
     )
+
+
+def _form(asked: _Fields) -> StructuredOutputs | None:
+    """The form of the content that the request asks for."""
+    return structured_outputs(asked) if asked.response_format or asked.structured_outputs else None
 
 
 def _answer(
@@ -566,7 +571,7 @@ def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
     max_tokens = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
     only_echo = asked.echo and max_tokens == 0
     params = _sampling(asked, 1 if only_echo else max_tokens, asked.logprobs, {})
-    params = dataclasses.replace(params, structured_outputs=structured_outputs(asked))
+    params = dataclasses.replace(params, structured_outputs=_form(asked))
     call = _call("text", asked, params, _prompts(asked.prompt, tokenizer, served), "prompt", served)
     if not asked.echo:
         return call
