@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -491,6 +492,7 @@ class StructuredOutputs:
 
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MOST_GRAMMAR_CHARS = 1 << 20
+_MOST_BAD_WORDS = 128
 _FORMS = {"choice": "tuple of texts"}
 
 
@@ -515,6 +517,9 @@ class SamplingParams:
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
     structured_outputs  the form that the answer must have; None: any
+    allowed_token_ids   the only tokens that the answer may have; empty: all
+    bad_words           texts that the answer may not contain, as the tokenizer writes them, also behind a space
+    bad_word_ids        the same as token ids; `LLM`, `AsyncLLM` and the server add those of `bad_words`
     """
 
     temperature: Annotated[
@@ -564,6 +569,9 @@ class SamplingParams:
     n: int = 1
     max_drafts: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, option in SAMPLING_OPTIONS.items():
@@ -597,11 +605,27 @@ class SamplingParams:
             )
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, 1 << 31)
+        for token_id in self.allowed_token_ids:
+            _whole("allowed_token_ids", token_id, 0, 1 << 31)
+        if not all(isinstance(word, str) and 0 < len(word) <= MOST_STOP_CHARS for word in self.bad_words):
+            raise RequestRejected(
+                f"bad_words is {reprlib.repr(self.bad_words)}: give texts of 1 to {MOST_STOP_CHARS} characters",
+                param="bad_words",
+            )
+        if len(self.bad_words) > _MOST_BAD_WORDS:
+            raise RequestRejected(
+                f"bad_words has {len(self.bad_words)} texts: at most {_MOST_BAD_WORDS}", param="bad_words"
+            )
         if len(self.logit_bias) > 1024:
             raise RequestRejected(f"logit_bias has {len(self.logit_bias)} entries: at most 1024", param="logit_bias")
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias", token_id, 0, 1 << 31)
             _finite("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the answer's own tokens decide which tokens may follow."""
+        return self.structured_outputs is not None or bool(self.allowed_token_ids or self.bad_word_ids)
 
     def spec(self, *, seed: int, eos_ids: tuple[int, ...], defaults: SamplingDefaults = NEUTRAL) -> SamplingSpec:
         """The part of these parameters that the device needs, for one sample. `defaults` gives the values of options
@@ -618,7 +642,7 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             forbidden_until_min=tuple(sorted(set(ending_ids))),
             top_logprobs=-1 if self.logprobs is None else self.logprobs,
-            masked=self.structured_outputs is not None,
+            masked=self.masked,
         )
 
 

@@ -20,7 +20,7 @@ from sidestream.client.front_end import (
     ids_of,
     params_of_each,
     tokens_with_text,
-    with_special_stops,
+    with_token_ids,
 )
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle
@@ -159,7 +159,7 @@ class LLM:
         """
         self._check_open()
         many = as_list(prompts)
-        each = [with_special_stops(one, self.tokenizer) for one in params_of_each(params, len(many))]
+        each = [with_token_ids(one, self.tokenizer) for one in params_of_each(params, len(many))]
         encoded = [ids_of(prompt, self.tokenizer, f"prompts[{index}]") for index, prompt in enumerate(many)]
         requests = list(zip(encoded, each, strict=True))
         for ids, chosen in requests:
@@ -197,7 +197,7 @@ class LLM:
         and errors are those of `generate`.
         """
         self._check_open()
-        chosen = with_special_stops(checked_params(params), self.tokenizer)
+        chosen = with_token_ids(checked_params(params), self.tokenizer)
         ids = ids_of(prompt, self.tokenizer)
         processor = OutputProcessor(self.tokenizer, chosen, after=ids if continues else ())
         request = _StreamedRequest(self.engine, processor, ids, chosen, cache_salt)

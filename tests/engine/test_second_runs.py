@@ -227,7 +227,7 @@ def test_a_step_that_reads_blocks_before_their_load_is_reported() -> None:
         rig.forget_device()
         assert rig.counted("self_check_disagreements_total") == 0
         held = rig.hold("load")
-        second_run: Any = rig.engine.parts.executor._second_run
+        second_run: Any = rig.engine.parts.executor._work._second_run
         declare = second_run._declare
 
         def declare_after_the_load(batch: Any) -> None:

@@ -149,3 +149,14 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_is_taken()
         rig.check_idle()
     with serving() as rig, pytest.raises(RequestRejected, match="no tokenizer"):
         rig.submit([5], structured_outputs=LONG)
+
+
+def test_bad_words_and_allowed_ids_need_no_tokenizer() -> None:
+    prompt = prompts(7, 1)[0]
+    with serving() as rig:
+        plain = rig.model.expected(prompt, 8)
+        reply = rig.submit(prompt, 8, temperature=0.0, bad_word_ids=((plain[2], plain[3]),)).wait()
+        assert reply.token_ids()[:3] == plain[:3] and reply.token_ids()[3] != plain[3]
+        assert set(rig.submit(prompt, 8, allowed_token_ids=(5, 6)).wait().token_ids()) <= {5, 6}
+        with pytest.raises(RequestRejected, match="allowed_token_ids has token id 97"):
+            rig.submit(prompt, 8, allowed_token_ids=(97,))

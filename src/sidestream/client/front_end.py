@@ -71,12 +71,20 @@ def checked_params(params: SamplingParams | None, where: str = "params") -> Samp
     raise RequestRejected(reason, param=where)
 
 
-def with_special_stops(params: SamplingParams, tokenizer: TokenizerLike) -> SamplingParams:
-    """`params` with a stop token for each stop string that is a special token, such as `<|im_end|>`. Special tokens
-    have no text, so no search in the text finds them.
+def with_token_ids(params: SamplingParams, tokenizer: TokenizerLike) -> SamplingParams:
+    """`params` with what the engine must know as token ids: a stop token for each stop string that is a special token,
+    such as `<|im_end|>`, which has no text, so that no search in the text finds it; and the ids of bad words.
     """
-    ids = tuple(token_id for stop in params.stop if (token_id := tokenizer.special_id(stop)) is not None)
-    return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *ids)) if ids else params
+    stops = tuple(token_id for stop in params.stop if (token_id := tokenizer.special_id(stop)) is not None)
+    words = [(word.lstrip(), " " + word.lstrip()) for word in params.bad_words]
+    bad = {tuple(tokenizer.encode(text, add_special_tokens=False)) for pair in words for text in pair} - {()}
+    if not stops and not bad:
+        return params
+    return dataclasses.replace(
+        params,
+        stop_token_ids=(*params.stop_token_ids, *stops),
+        bad_word_ids=(*params.bad_word_ids, *sorted(bad)),
+    )
 
 
 def _items(value: object, where: str, expected: str) -> list[Any]:
@@ -194,7 +202,7 @@ class FrontEnd:
         in_thread   run `encode` on a worker thread, because tokenizing a long text takes milliseconds
         """
         self._check_open()
-        chosen = with_special_stops(checked_params(params), self.tokenizer)
+        chosen = with_token_ids(checked_params(params), self.tokenizer)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
         processor = OutputProcessor(self.tokenizer, chosen, ids if continues else (), shown_tokens)
         outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt)

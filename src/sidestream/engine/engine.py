@@ -24,7 +24,7 @@ from sidestream.engine.loop import StepLoop
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
 from sidestream.errors import ConfigError, DeviceLost, EngineStopped, RequestRejected
-from sidestream.grammar import TokenGrammar
+from sidestream.grammar import RuledAnswer, TokenGrammar
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
 from sidestream.types import Health
@@ -107,6 +107,7 @@ class Engine:
     def check(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> None:
         """Raise the error that `submit` would raise for this prompt and these params, without submitting."""
         self.checker.check(prompt, params, cache_salt=cache_salt)
+        self._grammar_of(params)
 
     def abort(self, handle: Handle, reason: str = "abort") -> None:
         """End the samples that have not finished. Returns at once. Has no effect on finished samples.
@@ -133,12 +134,13 @@ class Engine:
 
     def _grammar_of(self, params: SamplingParams) -> TokenGrammar | None:
         wanted, grammars = params.structured_outputs, self.parts.grammars
-        if wanted is None:
-            return None
-        if grammars is None:
+        if wanted is not None and grammars is None:
             reason = "this engine has no tokenizer, so it cannot enforce the form of an answer; leave it out"
             raise RequestRejected(f"structured_outputs is set: {reason}", param="structured_outputs")
-        return grammars.compile(wanted)
+        grammar = None if wanted is None or grammars is None else grammars.compile(wanted)
+        if not params.allowed_token_ids and not params.bad_word_ids:
+            return grammar
+        return RuledAnswer(grammar, params.allowed_token_ids, params.bad_word_ids)
 
     def _sample(self, index: int, checked: CheckedRequest, grammar: TokenGrammar | None) -> Request:
         """One sample of a request."""

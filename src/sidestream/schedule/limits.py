@@ -193,7 +193,8 @@ class RequestChecker:
             raise RequestRejected(
                 f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt"
             )
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids: Iterable[int] = getattr(params, name)
             for token_id in ids:
                 if token_id >= bounds.vocab_size:
                     raise RequestRejected(

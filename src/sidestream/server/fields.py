@@ -96,9 +96,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("typical_p", _BOTH, (1, 1.0)),
     Extra("xtc_probability", _BOTH, (0, 0.0)),
     # Not implemented: accepted only with a value that asks for nothing.
-    Extra("allowed_token_ids", _BOTH, ()),
     Extra("audio", ("chat", "message"), ()),
-    Extra("bad_words", _BOTH, ([],)),
     Extra("chat_template", ("chat",), ()),
     Extra("documents", ("chat",), ([],)),
     Extra("function_call", ("chat",), ("none", "auto")),
@@ -308,6 +306,8 @@ class _Fields(BaseModel):
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=1024)
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
+    allowed_token_ids: Annotated[list[int], FailFast()] = []
+    bad_words: Annotated[list[str], FailFast()] = []
     include_stop_str_in_output: bool = False
     max_drafts: int | None = None
     request_id: str | None = None
@@ -764,6 +764,8 @@ def _sampling(
             logprobs=logprobs,
             n=asked.n,
             max_drafts=asked.max_drafts,
+            allowed_token_ids=tuple(asked.allowed_token_ids),
+            bad_words=tuple(asked.bad_words),
         )
     except RequestRejected as failure:  # the error names the parameter, but the client knows the request field
         param = failure.param or ""
