@@ -339,6 +339,19 @@ EQUIVALENT = (
         change=Never(),
     ),
     _unreached(
+        "block-behind-the-window-is-not-stored",
+        "H2",
+        "a block that its request has lost is stored, when there is room for it again",
+        f"{_PLANNER}a_block_that_fell_behind_its_window_is_not_stored_later",
+        change=Value("state.seen[at]"),
+    ),
+    _unreached(
+        "store-without-room-is-tried-again",
+        "H26",
+        "blocks of a long prompt are never stored, because its first blocks hold all that stores may hold",
+        f"{_PLANNER}blocks_without_room_are_stored_in_order_at_later_steps_and_at_the_end",
+    ),
+    _unreached(
         "blocks-from-before-a-reset-are-not-stored",
         "H8",
         "KV of the weights before a reset is stored after it",

@@ -273,6 +273,7 @@ class Engine:
         for tier, count in self.planner.counts.hits.items():
             self.told[f"hits in {tier}"] += count
         self.told["failed loads"] += self.planner.counts.loads_failed
+        self.told["stores put off"] += self.planner.counts.stores_put_off
         for carrier in self.carriers:
             carrier.close()
 

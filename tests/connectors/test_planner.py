@@ -278,12 +278,48 @@ def test_blocks_are_stored_once_and_not_before_their_tokens_are_known() -> None:
     assert rig.start(rig.request(4, "other"), 4, rig.blocks(1)).orders == ()
 
 
-def test_stores_beyond_a_bound_are_left_out_until_there_is_room_again() -> None:
-    rig = Rig(FULL, WINDOW, most_held=3)
+def test_blocks_without_room_are_stored_in_order_at_later_steps_and_at_the_end() -> None:
+    rig = Rig(most_held=2)
+    request = rig.request(21)
+    ids = rig.blocks(6)
+    (first,) = rig.start(request, 21, ids).orders
+    assert rig.step(request, 1, None, again=False).orders == ()
+    rig.report(settled=1, changes=(KeysStored(HOST, rig.keys(request, 0, 0, 1)),))
+    (second,) = rig.step(request, 1, None, again=False).orders
+    rig.report(settled=2, changes=(KeysStored(HOST, rig.keys(request, 0, 2, 3)),))
+    rig.planner.request_ended("r", [ids])
+    (last,) = rig.step().orders
+    stores = [order for order in (first, second, last) if isinstance(order, StoreOrder)]
+    assert [order.block_ids for order in stores] == [tuple(ids[:2]), tuple(ids[2:4]), tuple(ids[4:5])]
+    assert [order.keys for order in stores] == [rig.keys(request, 0, *blocks) for blocks in ((0, 1), (2, 3), (4,))]
+    assert rig.planner.counts.stores == 5 and rig.planner.counts.stores_put_off == 3
+
+
+def test_a_step_without_room_looks_at_one_block_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(most_held=0)
+    request = rig.request(200)
+    rig.start(request, 200, rig.blocks(50))
+    looked: list[Key] = []
+    monkeypatch.setattr(rig.planner._keys, "source", looked.append)
+    rig.step(request, 1, None, again=False)
+    assert looked == list(rig.keys(request, 0, 0))
+
+
+def test_a_block_that_fell_behind_its_window_is_not_stored_later() -> None:
+    rig = Rig(WINDOW, most_held=1)
+    request = rig.request(25)
+    ids = rig.blocks(6)
+    rig.start(request, 12, ids[:3])
+    rig.step(request, 4, [ids[3:4]], again=False)  # the engine frees the first block
+    rig.report(settled=1, changes=(KeysStored(HOST, rig.keys(request, 0, 0)),))
+    (order,) = rig.step(request, 4, [ids[4:5]], again=False).orders  # and the second one
+    assert isinstance(order, StoreOrder) and order.block_ids == (ids[2],)
+
+
+def test_stores_that_failed_are_tried_again_but_for_groups_with_a_window() -> None:
+    rig = Rig(FULL, WINDOW)
     request = rig.request(12)
-    (order,) = rig.start(request, 9, rig.blocks(3), rig.blocks(3)).orders
-    assert isinstance(order, StoreOrder) and len(order.keys) == 3
-    assert rig.planner.counts.stores_left_out == 1
+    rig.start(request, 9, rig.blocks(3), rig.blocks(3))
     rig.report(settled=1, again=True, changes=(KeysStored(HOST, rig.keys(request, 0, 0)),))
     (order,) = rig.step(request, 1, None, again=False).orders
     assert isinstance(order, StoreOrder)

@@ -385,7 +385,7 @@ def gemma(in_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ASKED = {
-    **{name: prompts(name) for name in ("again", "evicted", "others", "aborted", "reset", "failed", "drafts")},
+    **{name: prompts(name) for name in ("again", "evicted", "held", "others", "aborted", "reset", "failed", "drafts")},
     "shared": prompts("shared", shared=90),
 }
 
@@ -473,6 +473,16 @@ class TestOneEngine:
         assert all(new > old for new, old in zip(after, before, strict=True))
         assert sum(llm.cached) > sum(LENGTHS) * 3 // 4
         assert llm.metric("num_preemptions") > preempted
+
+    def test_blocks_for_which_stores_had_no_room_are_stored_by_later_steps(
+        self, llm: Llm, right: dict[str, Answers], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(llm.planner, "_most_held", 2)  # a chunk of the prompt has four blocks
+        assert llm.answers(ASKED["held"][2:3]) == right["held"][2:3]
+        assert llm.planner.counts.stores_put_off > 0
+        assert llm.answers(ASKED["others"]) == right["others"]
+        assert llm.answers(ASKED["held"][2:3]) == right["held"][2:3]
+        assert llm.cached[0] >= 192  # 64 without the later steps
 
     def test_requests_share_the_blocks_of_their_prefix(self, llm: Llm, right: dict[str, Answers]) -> None:
         assert llm.answers(ASKED["shared"][:1]) == right["shared"][:1]

@@ -83,7 +83,7 @@ class _State:
 
     keys       keys of its blocks, by group
     block_ids  its device blocks, by group
-    seen       number of its blocks that were considered for a store, by group
+    seen       number of its blocks that are stored already or cannot be, by group; the next store begins there
     first      tokens that were computed when its hit was found
     promoting  number of its promotion in flight
     promoted   whether a promotion ended: then only host memory counts
@@ -214,11 +214,11 @@ class _Load:
 
 @dataclass(slots=True)
 class Counts:
-    """What the planner did, in blocks of tokens."""
+    """What the planner did, in blocks of tokens. `stores_put_off`: times that blocks of a request had to wait."""
 
     hits: Counter[str] = field(default_factory=Counter)  # by tier
     stores: int = 0
-    stores_left_out: int = 0
+    stores_put_off: int = 0
     loads_failed: int = 0
 
 
@@ -228,7 +228,8 @@ class Planner:
     groups      the engine's groups of layers
     boundary    tokens
     num_ranks   number of workers, each with its own tiers
-    most_held   device blocks that stores may hold at once; blocks beyond are not stored
+    most_held   device blocks that transfers may hold when a block is stored; further blocks wait for their request's
+                next steps or its end
     events      of blocks that the tiers of the first rank gain and lose; None: nobody wants them
     """
 
@@ -415,20 +416,24 @@ class Planner:
         self._extend_keys(state)
         keys: list[Key] = []
         ids: list[int] = []
+        room = self._most_held - self._holds.num_blocks
         for at, group in enumerate(self._groups):
             complete = min(computed // group.block_tokens, len(state.keys[at]), len(state.block_ids[at]))
-            for block in range(state.seen[at], complete):
+            # rule: block-behind-the-window-is-not-stored
+            first = max(state.seen[at], group.blocks(0, state.request.num_computed_tokens).start)
+            state.seen[at] = max(first, complete)
+            for block in range(first, complete):
                 key, block_id = state.keys[at][block], state.block_ids[at][block]
                 if not block_id or key in self._holds.storing or self._keys.source(key) == HOST:
                     continue
-                if self._holds.num_blocks + len(ids) >= self._most_held:
-                    self.counts.stores_left_out += 1
-                    continue
+                if len(ids) >= room:
+                    self.counts.stores_put_off += 1
+                    state.seen[at] = block  # rule: store-without-room-is-tried-again
+                    break
                 keys.append(key)
                 ids.append(block_id)
                 if self._events is not None:
                     self._events.ordered(key, at, state.request.block_hashes[(block + 1) * group.hashes - 1])
-            state.seen[at] = max(state.seen[at], complete)
         if keys:
             prefix = tuple(state.keys[0][: state.seen[0]]) if touches else ()
             # rule: store-holds-its-device-blocks
