@@ -22,7 +22,7 @@ from proof.tiny_models import tiny_model_dir
 from sidestream.cli.app import app
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.verify import Answer, Ask, Endpoint, Plan, Verdict, compare, verify
-from sidestream.verify.judge import tolerance_of
+from sidestream.verify.judge import UNMEASURED_TOLERANCE, tolerance_of
 from sidestream.verify.report import as_text
 
 BLOCK = 16
@@ -34,6 +34,7 @@ class FakeServer(ThreadingHTTPServer):
 
     rounding   largest change of a logit that differs between calls
     fault      probability that a reused block is another one
+    shift      largest change of a logit by such a block; 0: all logits are others
     salts      whether it knows `cache_salt`
     leaks      whether the cache ignores salts
     block      tokens of a block
@@ -48,6 +49,7 @@ class FakeServer(ThreadingHTTPServer):
         *,
         rounding: float = 0.0,
         fault: float = 0.0,
+        shift: float = 0.0,
         salts: bool = True,
         leaks: bool = False,
         block: int = BLOCK,
@@ -55,7 +57,7 @@ class FakeServer(ThreadingHTTPServer):
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.rounding, self.fault, self.salts, self.leaks, self.block = rounding, fault, salts, leaks, block
-        self.ids = ids
+        self.shift, self.ids = shift, ids
         self.blocks: dict[tuple[str, tuple[int, ...]], None] = {}
         self.random = random.Random(5)
         self.requests = self.resets = 0
@@ -66,19 +68,20 @@ class FakeServer(ThreadingHTTPServer):
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, salt = list(body["prompt"]), "" if self.leaks else body.get("cache_salt", "")
-        cached = 0
+        cached, shift = 0, 0.0
         for stop in range(self.block, len(prompt), self.block):
             key = (salt, tuple(body["prompt"][:stop]))
             if key not in self.blocks:
                 break
             cached = stop
             if self.random.random() < self.fault:
-                prompt[stop - self.block : stop] = [1] * self.block
+                shift = self.shift
+                prompt[stop - self.block : stop] = prompt[stop - self.block : stop] if shift else [1] * self.block
         for stop in range(self.block, len(prompt) + 1, self.block):
             self.blocks[salt, tuple(body["prompt"][:stop])] = None
         tokens, found, tops = list[str](), list[float](), list[dict[str, float]]()
         for position in range(body["max_tokens"]):
-            top = self.distribution((*prompt, *map(ord, "".join(tokens))))
+            top = self.distribution((*prompt, *map(ord, "".join(tokens))), shift)
             if "seed" in body:
                 token = random.Random(f"{body['seed']} {position}").choices(
                     list(top), list(map(math.exp, top.values()))
@@ -92,10 +95,12 @@ class FakeServer(ThreadingHTTPServer):
         usage = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"choices": [{"text": "".join(tokens), "logprobs": logprobs}], "usage": usage}
 
-    def distribution(self, context: tuple[int, ...]) -> dict[str, float]:
+    def distribution(self, context: tuple[int, ...], shift: float) -> dict[str, float]:
         drawn = random.Random(str(context))
         logits = {drawn.choice("abcdefghijkl") + drawn.choice("xyz"): drawn.gauss(0, 2) for _ in range(6)}
-        logits = {token: logit + self.random.uniform(-1, 1) * self.rounding for token, logit in logits.items()}
+        logits = {
+            token: logit + self.random.uniform(-1, 1) * max(shift, self.rounding) for token, logit in logits.items()
+        }
         total = math.log(sum(map(math.exp, logits.values())))
         return {token: logit - total for token, logit in logits.items()}
 
@@ -228,6 +233,12 @@ def test_answers_as_far_apart_as_uncached_ones_are_rounding(serve: Any) -> None:
 def test_a_block_that_is_wrong_once_in_a_hundred_times_is_found(serve: Any) -> None:
     report = verify(Endpoint(serve(rounding=0.01, fault=0.01).url), SMALL)
     assert report.wrong
+    assert all(wrong.got.cached for wrong in report.wrong)
+
+
+def test_a_wrong_block_that_changes_little_more_than_rounding_is_found(serve: Any) -> None:
+    report = verify(Endpoint(serve(rounding=0.05, fault=0.02, shift=0.2).url), SMALL)
+    assert sum(wrong.distance < UNMEASURED_TOLERANCE for wrong in report.wrong) > 2
     assert all(wrong.got.cached for wrong in report.wrong)
 
 

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.verify.endpoint import Answer, Ask, Endpoint, salted
-from sidestream.verify.judge import SMALLEST_TOLERANCE, Verdict, compare, tolerance_of
+from sidestream.verify.judge import UNMEASURED_TOLERANCE, Verdict, compare, tolerance_of
 
 LONGEST = 512
 """Tokens of the longest prompt by default."""
@@ -154,7 +155,7 @@ class _Run:
         self._random = random.Random(plan.seed)
         self._salts = 0
         self._references: dict[Ask, Answer] = {}
-        self._report = Report(SMALLEST_TOLERANCE, endpoint.salts, plan.seed)
+        self._report = Report(UNMEASURED_TOLERANCE, endpoint.salts, plan.seed)
 
     def run(self) -> Report:
         """All rounds, in an order in which each has what it needs."""
@@ -367,16 +368,14 @@ class _Run:
         part.wrong.append(Wrong(part.name, ask, expected, answer, found.distance, found.differs_at, repeats, _AGAIN))
 
     def _is_noise(self, ask: Ask, answer: Answer) -> bool:
-        """Whether the answer is as near to one of several uncached ones as these may be to each other."""
+        """Whether the answer is as near to one of several uncached ones as these are to each other."""
         if not self._report.salts:
             return False
         self._report.requests += _UNCACHED
         with ThreadPoolExecutor(_UNCACHED) as threads:  # in another batch than the reference
             uncached = [self._references[ask], *threads.map(self._uncached, [ask] * _UNCACHED)]
-        noise = [compare(uncached[0], one).distance for one in uncached]
-        return min(compare(one, answer).distance for one in uncached) <= max(
-            self._report.tolerance, tolerance_of(noise)
-        )
+        noise = [compare(one, other).distance for one, other in combinations(uncached, 2)]
+        return min(compare(one, answer).distance for one in uncached) <= tolerance_of(noise)
 
     def _shorter(self) -> None:
         """After a finding, look for one with a shorter prompt, of new tokens."""
