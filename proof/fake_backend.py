@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sidestream.config import SamplingParams
@@ -90,6 +91,10 @@ class FakeTokenizer:
         if continue_final_message:
             return self.encode(text.removesuffix("\n"), most_tokens=most_tokens)
         return self.encode(text + "assistant: " if add_generation_prompt else text, most_tokens=most_tokens)
+
+    def use_chat_template(self, path: Path) -> None:
+        """Take the text of the file for the chat template."""
+        self.chat_template = path.read_text(encoding="utf-8")
 
     def template_knows(self, option: str) -> bool:
         """Whether `option` is one of `options`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sidestream.errors import RequestRejected
@@ -45,6 +46,10 @@ class ToyTokenizer:
     def special_id(self, text: str) -> int | None:
         """Always None: no token is special."""
         return None
+
+    def use_chat_template(self, path: Path) -> None:
+        """Take the text of the file for the chat template."""
+        self.chat_template = path.read_text(encoding="utf-8")
 
     def template_knows(self, option: str) -> bool:
         """Always False: the chat template has no options."""

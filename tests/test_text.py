@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from sidestream.errors import ModelError, RequestRejected
+from sidestream.errors import ConfigError, ModelError, RequestRejected
 from sidestream.models.catalog import prepared
 from sidestream.server.fields import Served, parse_text
 from sidestream.text import StopStrings, sample_text
@@ -354,6 +354,17 @@ def test_chat_formats_messages_with_the_template(model_dir: Path) -> None:
     assert tokenizer.chat(ask(), add_generation_prompt=False) == tokenizer.encode("<s>user: hi</s>")
     assert tokenizer.chat(ask(role="assistant"), continue_final_message=True) == tokenizer.encode("<s>assistant: hi")
     assert tokenizer.chat(ask(), shout=True) == tokenizer.encode("<s>user: hi</s><s>assistant: !")
+
+
+def test_a_template_may_be_replaced(model_dir: Path, tmp_path: Path) -> None:
+    tokenizer, path = Tokenizer.load(str(model_dir)), tmp_path / "chat.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    tokenizer.use_chat_template(path)
+    assert tokenizer.chat(ask()) == tokenizer.encode("hi!")
+    path.write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match=r"chat.jinja, which is no chat template: .*endfor"):
+        tokenizer.use_chat_template(path)
+    assert tokenizer.chat(ask()) == tokenizer.encode("hi!")
 
 
 TOOL_TEMPLATE = (

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from jinja2 import TemplateError, TemplateRuntimeError
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import cached_file
 
 from sidestream.checkpoint_files import GENERATION_CONFIG, read_json
-from sidestream.errors import ContextTooLong, ModelError, RequestRejected
+from sidestream.errors import ConfigError, ContextTooLong, ModelError, RequestRejected
 from sidestream.text import Detokenizer
 from sidestream.text.chat_template import ChatTemplate
 
@@ -150,6 +151,18 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._template.exists
+
+    def use_chat_template(self, path: Path) -> None:
+        """Replace the model's chat template. Raises ConfigError for a file that is no template."""
+        before = self._backend.chat_template
+        try:
+            self._backend.chat_template = path.read_text(encoding="utf-8")
+            with contextlib.suppress(TemplateRuntimeError):  # it may refuse this conversation
+                self._backend.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        except (OSError, ValueError, TemplateError) as fault:
+            self._backend.chat_template = before
+            raise ConfigError(f"chat_template is {path}, which is no chat template: {fault}") from fault
+        self._template = ChatTemplate(self._backend)
 
     def template_knows(self, option: str) -> bool:
         """Whether the chat template reads this variable, such as reasoning_effort."""

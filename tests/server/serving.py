@@ -16,8 +16,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from proof.fake_backend import FakeBackend, Script
+from sidestream.config import StructuredOutputs
+from sidestream.grammar.compiler import source_of
 from sidestream.server import RunningServer, ServerOptions, serve
 
 WAIT_S = 20.0
@@ -148,3 +151,13 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def request_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The log's lines of requests."""
     return [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]
+
+
+BYTES = LLTokenizer("byte")
+
+
+def accepts(wanted: StructuredOutputs, text: str) -> bool:
+    """Whether the text is a complete answer of this form."""
+    matcher, tokens = LLMatcher(BYTES, source_of(wanted)), BYTES.tokenize_str(text)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

@@ -13,7 +13,7 @@ from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.errors import QueueFull
 from sidestream.types import CachedTokens
 
-from .serving import HI, Served, serving
+from .serving import HI, Served, accepts, serving
 
 TOOL = {"name": "f", "description": "d", "input_schema": {"properties": {"x": {"type": "integer"}}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -164,6 +164,21 @@ def test_an_assistants_last_message_is_continued() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, CALL, "so"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, CALL, "so"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}, "{}", "so"),
+    ],
+)
+def test_forced_tools_and_forms_of_output_are_enforced(fields: dict[str, Any], right: str, wrong: str) -> None:
+    with _answering(CALL) as served:
+        _message(served, **fields)
+    wanted = served.backend.params[-1].structured_outputs
+    assert wanted is not None and (accepts(wanted, right), accepts(wanted, wrong)) == (True, False)
+
+
+@pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"max_tokens": None}, "max_tokens"),
@@ -171,7 +186,7 @@ def test_an_assistants_last_message_is_continued() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "", "a": 1}]}]}, "content[0].a"),
         ({"messages": [*HI, {"role": "assistant", "content": ""}]}, "messages[1]"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "grammar"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "no tool has this name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temprature": 1}, "temperature"),

@@ -6,16 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.config import StructuredOutputs
-from sidestream.grammar.compiler import source_of
 
-from .serving import Served, serving
+from .serving import Served, accepts, serving
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
-BYTES = LLTokenizer("byte")
 
 
 def tool(name: str, **more: Any) -> dict[str, Any]:
@@ -36,13 +33,6 @@ def asked(fields: dict[str, Any], *, template: str = "<tool_call> </think>", api
     wanted = backend.params[-1].structured_outputs
     assert wanted is not None
     return wanted
-
-
-def accepts(wanted: StructuredOutputs, text: str) -> bool:
-    """Whether the text is a complete answer of this form."""
-    matcher, tokens = LLMatcher(BYTES, source_of(wanted)), BYTES.tokenize_str(text)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -131,6 +132,14 @@ def test_parsers_can_be_named_and_switched_off() -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
     with pytest.raises(ConfigError, match="no tool_call_parser herms; did you mean hermes"):
         ServerOptions(tool_call_parser="herms")
+
+
+def test_the_formats_are_those_of_a_given_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("<tool_call>")
+    with _answering(CALL, template="", chat_template=str(tmp_path / "chat.jinja")) as served:
+        assert len(_message(served.chat(tools=[TOOL]))["tool_calls"]) == 1
+    with pytest.raises(ConfigError, match=r"chat_template is gone\.jinja: no such file"):
+        ServerOptions(chat_template="gone.jinja")
 
 
 def test_only_the_first_call_is_returned_without_parallel_calls() -> None:

@@ -88,6 +88,7 @@ _ROWS = (
         False,
         name="cors_origin",
     ),
+    _Row("chat_template", "FILE", "Jinja template to use in place of the model's own.", "the model's own"),
     _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
     _Row("reasoning_parser", "NAME", "Format of the model's reasoning, by vLLM's name; none: off.", "by the template"),
     _Row("max_choices", "N", "Maximum choices of one request: prompts times n."),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from starlette.applications import Starlette
@@ -69,7 +70,9 @@ def text_handle(tokenizer: TokenizerLike, served: Served) -> Handle:
 
 
 def served_constants(backend: Backend, options: ServerOptions) -> Served:
-    """The constants against which requests are checked."""
+    """The constants against which requests are checked. Gives the tokenizer the chat template of the options."""
+    if options.chat_template is not None:
+        backend.tokenizer.use_chat_template(Path(options.chat_template))
     template, chosen = backend.tokenizer.chat_template, (options.tool_call_parser, options.reasoning_parser)
     tools, reasoning = chosen[0] or tool_format_of(template), chosen[1] or reasoning_format_of(template)
     return Served(

@@ -51,6 +51,7 @@ class ServerOptions:
                                  All clients behind a reverse proxy have the proxy's address
     cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
                        all origins
+    chat_template      path of a Jinja template to use in place of the model's own; None: the model's
     tool_call_parser   name of the format of the model's tool calls (`TOOL_FORMATS`); none: tools are refused; None: the
                        format of its chat template
     reasoning_parser   name of the format of its reasoning (`REASONING_FORMATS`), which is then split from every chat
@@ -80,6 +81,7 @@ class ServerOptions:
     max_connections: int | None = None
     max_connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     max_choices: int = 128
@@ -124,6 +126,8 @@ class ServerOptions:
                 raise ConfigError(unknown_name(name, str(value), (*formats, "none")))
         for origin in self.cors_origins:
             _check_origin(origin)
+        if self.chat_template is not None and not os.access(self.chat_template, os.R_OK):
+            raise ConfigError(f"chat_template is {self.chat_template}: no such file, or it may not be read")
         if self.api_key is not None and not (
             self.api_key and self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
         ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import importlib.resources
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 # Every eighth topic of the sample tasks is held out from training.
@@ -47,6 +48,10 @@ class TokenizerLike(Protocol):
 
         Raises ContextTooLong or RequestRejected. If an option is at fault, the error's `param` is the option's name.
         """
+        ...
+
+    def use_chat_template(self, path: Path) -> None:
+        """Replace the model's chat template. Raises ConfigError for a file that is no template."""
         ...
 
     def template_knows(self, option: str) -> bool:
