@@ -43,7 +43,7 @@ def api_process_of(model: Path) -> Iterator[Process]:
     engine.sendall(FrameEncoder().encode(Welcome(info)))
     options = ServerOptions(port=0)
     listener = bind(options)
-    config = ApiProcessConfig(options, 30, "%(message)s", "")
+    config = ApiProcessConfig(options, 30, "%(message)s", "", "")
     with line, supervisor, connection, engine, ThreadPoolExecutor(1) as thread:
         port = listener.getsockname()[1]
         ended = thread.submit(api_process._serve, line, config, connection, listener)

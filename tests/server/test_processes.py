@@ -463,6 +463,25 @@ def test_no_process_outlives_a_killed_supervisor(tiny: Path) -> None:
         until(lambda: not any(map(lives, processes)), within_s=10.0)
 
 
+def test_api_processes_share_responses_until_the_supervisor_ends(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving(tiny, "--api-processes", 2) as server:
+        assert server.url
+        connections = [server.connect(pid) for pid in until(lambda: len(server.apis) == 2 and server.apis)]
+        previous = None
+        for connection in [*connections, *connections]:
+            body = {"model": "tiny", "input": "hi", "max_output_tokens": 2, "previous_response_id": previous}
+            connection.request("POST", "/v1/responses", json.dumps(body), {"content-type": "application/json"})
+            response = json.loads(connection.getresponse().read())
+            previous = response["id"]
+        (directory,) = tmp_path.glob("sidestream-responses-*")
+        assert (directory.stat().st_mode & 0o777, len(list(directory.iterdir()))) == (0o700, 4)
+        server.process.kill()
+        until(lambda: not directory.exists(), within_s=10.0)
+
+
 def test_a_signal_during_startup_ends_all_processes(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 2) as server:
         until(lambda: children(server.process.pid, "engine_main"))

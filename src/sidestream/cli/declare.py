@@ -35,6 +35,8 @@ RARE = frozenset(
         "--tool-call-parser",
         "--reasoning-parser",
         "--max-choices",
+        "--max-stored-responses",
+        "--max-stored",
         "--drain-seconds",
         "--watchdog-timeout",
         "--kv-events-replay",

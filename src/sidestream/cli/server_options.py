@@ -92,11 +92,13 @@ _ROWS = (
     _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
     _Row("reasoning_parser", "NAME", "Format of the model's reasoning, by vLLM's name; none: off.", "by the template"),
     _Row("max_choices", "N", "Maximum choices of one request: prompts times n."),
+    _Row("max_stored_responses", "N", "Responses kept for requests that continue them; 0: none."),
+    _Row("max_stored_bytes", "SIZE", "Bytes of kept responses, with their conversations.", "64 MiB", name="max_stored"),
     _Row("drain_s", "SECONDS", "Time for running requests to finish at shutdown.", name="drain_seconds"),
 )
 
 
-_SIZES = ("max_body_bytes", "max_buffered_bytes")
+_SIZES = ("max_body_bytes", "max_buffered_bytes", "max_stored_bytes")
 
 
 def server_options(**values: Any) -> ServerOptions:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.processes.log_stream import start_logging
 from sidestream.server.app import served_constants, text_handle
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
+from sidestream.server.response_store import ResponseStore
 from sidestream.server.run import RunningServer, serve
 from sidestream.server.text_work import ProcessBounds, TextWork
 from sidestream.tokenizer import Tokenizer
@@ -60,10 +62,12 @@ def _serve(
     bounds = ProcessBounds.for_context(served.max_model_len)
     # Forks, so it comes before the threads of the server.
     text = TextWork(text_handle(backend.tokenizer, served), room=lambda: backend.room, bounds=bounds)
+    store = ResponseStore(config.options, config.responses)
 
     def wait_for_stop(server: RunningServer) -> None:
         while supervisor.recv(1):
             server.stop()
+        shutil.rmtree(config.responses, ignore_errors=True)  # the supervisor has ended, perhaps without removing it
 
     def on_ready(server: RunningServer) -> None:
         threading.Thread(target=wait_for_stop, args=(server,), name="sidestream-supervisor", daemon=True).start()
@@ -79,7 +83,7 @@ def _serve(
     # On the main thread, `serve` would handle signals, but an API process ignores them (see `run_child`).
     with ThreadPoolExecutor(1, thread_name_prefix="sidestream-api") as thread:
         drained = thread.submit(
-            serve, backend, config.options, listener=listener, on_ready=on_ready, text=text
+            serve, backend, config.options, listener=listener, on_ready=on_ready, text=text, store=store
         ).result()
     return DRAINED if drained else ABORTED
 

@@ -45,7 +45,16 @@ from sidestream.server.middleware import (
     RootPathMiddleware,
     request_record,
 )
+from sidestream.server.openai_responses import (
+    ResponsesCall,
+    ResponsesReply,
+    items_of,
+    parse_continued,
+    parse_responses,
+    response_of,
+)
 from sidestream.server.options import ServerOptions
+from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
@@ -63,6 +72,8 @@ def text_handle(tokenizer: TokenizerLike, served: Served) -> Handle:
         "text": parse_text,
         "messages": parse_messages,
         "count_tokens": count_tokens,
+        "responses": parse_responses,
+        "continued": parse_continued,
         "tokenize": _tokenize,
         "detokenize": _detokenize,
     }
@@ -91,10 +102,13 @@ def health_reply(backend: Backend) -> tuple[int, Json]:
     return 200 if state.status == "ok" else 503, {"status": state.status, "detail": state.detail}
 
 
-def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | None = None) -> Starlette:
+def create_app(
+    backend: Backend, *, options: ServerOptions, text: TextWork | None = None, store: ResponseStore | None = None
+) -> Starlette:
     """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply.
 
     text   works on request bodies; None: threads of this process
+    store  keeps responses; None: one for this application
     """
     stopping = CallbackEvent()
     served = served_constants(backend, options)
@@ -102,6 +116,7 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
     handle = text_handle(backend.tokenizer, served)
     text = text or TextWork(handle, room=lambda: backend.room)
     bodies = BodyReader(options, served.max_model_len)
+    store = store or ResponseStore(options)
 
     async def models(request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [model]})
@@ -120,8 +135,8 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
 
         return convert
 
-    def completions(api: Api | Literal["messages"]) -> Completions:
-        return Completions(backend, bodies, text, handle, stopping, model["id"], api)
+    def completions(api: Api | Literal["messages", "responses"]) -> Completions:
+        return Completions(backend, bodies, text, handle, stopping, model["id"], api, store)
 
     async def version(request: Request) -> Response:
         return JsonResponse({"version": VERSION})
@@ -143,6 +158,8 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
             Route("/v1/completions", completions("text"), methods=["POST"]),
             Route("/v1/messages", completions("messages"), methods=["POST"]),
             Route("/v1/messages/count_tokens", converting("count_tokens"), methods=["POST"]),
+            Route("/v1/responses", completions("responses"), methods=["POST"]),
+            *_stored_responses(store),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/tokenize", converting("tokenize"), methods=["POST"]),
@@ -164,6 +181,26 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
     return app
 
 
+def _stored_responses(store: ResponseStore) -> list[Route]:
+    """Routes that read and delete stored responses."""
+
+    async def response(request: Request) -> Response:
+        name, query = request.path_params["name"], request.query_params
+        if request.method == "DELETE":
+            await asyncio.to_thread(store.delete, name)
+            return JsonResponse({"id": name, "object": "response", "deleted": True})
+        return JsonResponse(await asyncio.to_thread(lambda: response_of(store.get(name), query)))
+
+    async def input_items(request: Request) -> Response:
+        name, query = request.path_params["name"], request.query_params
+        return JsonResponse(await asyncio.to_thread(lambda: items_of(store.get(name), query)))
+
+    return [
+        Route("/v1/responses/{name}", response, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{name}/input_items", input_items),
+    ]
+
+
 async def _reraise(request: Request, failure: Exception) -> Response:
     """Let RequestMiddleware reply to Starlette's own 404 and 405, as to every other failure."""
     raise failure
@@ -179,7 +216,7 @@ def _cors(options: ServerOptions) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", "x-sidestream-replica"),
         )
@@ -211,7 +248,7 @@ def _detokenize(body: bytes, *, tokenizer: TokenizerLike, served: Served) -> byt
 
 
 class Completions:
-    """The endpoint of one API: chat, completions or messages."""
+    """The endpoint of one API: chat, completions, messages or responses."""
 
     def __init__(
         self,
@@ -221,7 +258,8 @@ class Completions:
         handle: Handle,
         stopping: CallbackEvent,
         model_name: str,
-        api: Api | Literal["messages"],
+        api: Api | Literal["messages", "responses"],
+        store: ResponseStore,
     ) -> None:
         self._backend = backend
         self._bodies = bodies
@@ -230,6 +268,7 @@ class Completions:
         self._stopping = stopping
         self._model_name = model_name
         self._api = api
+        self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read, validate, generate, reply. RequestMiddleware replies to failures."""
@@ -245,9 +284,11 @@ class Completions:
             response = await reply.complete()
         await JsonResponse(response)(scope, receive, send)
 
-    def _reply(self, call: Call, record: RequestRecord) -> _Reply | MessagesReply:
+    def _reply(self, call: Call, record: RequestRecord) -> _Reply | MessagesReply | ResponsesReply:
+        generate = partial(generate_all, self._backend, call, record.request_id)
+        if isinstance(call, ResponsesCall):
+            return ResponsesReply(call, record, generate, self._store)
         if self._api == "messages":
-            generate = partial(generate_all, self._backend, call, record.request_id)
             return MessagesReply(call, record, generate, self._model_name)
         return _Reply(call, record, self._backend, self._model_name)
 
@@ -257,7 +298,13 @@ class Completions:
         """
         if self._api == "text" and len(body) <= _INLINE_BODY_BYTES:
             return self._handle("text", body)  # type: ignore[no-any-return]
-        return await self._text.run(self._api, body)  # type: ignore[no-any-return]
+        call = await self._text.run(self._api, body)
+        if isinstance(call, str):
+            stored = await asyncio.to_thread(self._store.get, call, param="previous_response_id")
+            both = bytearray(b"[%b,%b]" % (bytes(body), stored))
+            with self._bodies.holding(both):
+                call = await self._text.run("continued", both)
+        return call  # type: ignore[no-any-return]
 
 
 class _Reply:

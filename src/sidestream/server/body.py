@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import msgspec
@@ -78,6 +78,16 @@ class BodyReader:
             # Now, because tracebacks of errors keep the object; a text process may still be reading the buffer.
             with contextlib.suppress(BufferError):
                 body.clear()
+
+    @contextlib.contextmanager
+    def holding(self, body: bytearray) -> Iterator[None]:
+        """Count another body inside the context. Raises ApiError as `read` does."""
+        self._buffered += len(body)
+        try:
+            self._check(len(body))
+            yield
+        finally:
+            self._buffered -= len(body)
 
     def _check(self, size: int) -> None:
         if size > self.max_body_bytes:

@@ -32,3 +32,4 @@ class ApiProcessConfig(msgspec.Struct, frozen=True):
     log_level: int
     log_format: str
     log_dates: str
+    responses: str  # directory of the ResponseStore

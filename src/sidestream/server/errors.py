@@ -106,7 +106,8 @@ def _http(failure: HTTPException) -> ApiError:
     if failure.status_code == HTTPStatus.NOT_FOUND:
         known = (
             "POST /v1/chat/completions, POST /v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, "
-            "GET /v1/models, POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics"
+            "POST /v1/responses, GET and DELETE /v1/responses/ID, GET /v1/responses/ID/input_items, GET /v1/models, "
+            " POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics"
         )
         return ApiError(404, f"no such path; known: {known}", code="unknown_url")
     return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

@@ -34,7 +34,10 @@ _GONE = 499  # nginx logs this status for a client that disconnected; it is neve
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Values for the log line of one request. Written by the request's task only."""
+    """Values for the log line of one request. Written by the request's task only.
+
+    error_event   makes the end of a stream that fails; None: as of other streams of OpenAI's and Anthropic's APIs
+    """
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
@@ -42,6 +45,7 @@ class RequestRecord:
     usage: Usage = field(default_factory=Usage)
     status: int = 0
     outcome: str = "ok"
+    error_event: Callable[[ApiError], bytes] | None = None
 
     def on_token(self) -> None:
         """Record the time of the first token."""
@@ -148,6 +152,7 @@ class RequestMiddleware:
             await JsonResponse(body, error.status, error.headers)(scope, receive, send)
         else:
             event = (b"event: error\n" if is_anthropic else b"") + b"data: " + to_json(body) + b"\n\n"
+            event = event if record.error_event is None else record.error_event(error)
             await send({"type": "http.response.body", "body": event, "more_body": False})
 
 

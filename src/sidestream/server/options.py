@@ -58,6 +58,9 @@ class ServerOptions:
                        answer; none: reasoning stays in the text; None: the format of its chat template, for requests
                        with tools or options of reasoning
     max_choices        maximum number of prompts times n in one request
+    max_stored_responses  responses that are kept for requests that continue them (`previous_response_id`), by all API
+                          processes together; the least recently used are removed first; 0: none
+    max_stored_bytes   bytes of these responses, with their conversations; None: 64 MiB
     drain_s            time for running requests to finish at shutdown; then they are aborted
     retry_after_s      seconds in the header `Retry-After` of a reply that refuses a request because the queue is full
     """
@@ -85,6 +88,8 @@ class ServerOptions:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     max_choices: int = 128
+    max_stored_responses: int = 1000
+    max_stored_bytes: int | None = None
     drain_s: float = 30.0
     retry_after_s: int = 1
 
@@ -96,10 +101,12 @@ class ServerOptions:
             ("max_connections", 1, 1 << 20),
             ("max_connections_per_address", 1, 1 << 20),
             ("max_choices", 1, 1 << 20),
+            ("max_stored_responses", 0, 1 << 20),
+            ("max_stored_bytes", 1, 1 << 40),
             ("retry_after_s", 0, 3600),
         ):
             value = getattr(self, name)
-            if value is None and name not in ("max_choices", "retry_after_s"):
+            if value is None and name not in ("max_choices", "max_stored_responses", "retry_after_s"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]")

@@ -22,6 +22,7 @@ from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
 from sidestream.server.middleware import CallbackEvent
 from sidestream.server.options import ServerOptions
+from sidestream.server.response_store import ResponseStore
 from sidestream.server.text_work import TextWork
 from sidestream.server.tls import tls_context
 
@@ -55,6 +56,7 @@ def serve(
     listener: socket.socket | None = None,
     on_ready: Callable[[RunningServer], None] | None = None,
     text: TextWork | None = None,
+    store: ResponseStore | None = None,
 ) -> bool:
     """Serve until SIGINT, SIGTERM, SIGHUP or `RunningServer.stop`; blocks. True if every request has finished.
 
@@ -64,6 +66,7 @@ def serve(
 
     listener   socket made by `bind(options)`, which is closed at the end; None: bind now
     text       works on request bodies, and is closed at the end; None: threads of this process
+    store      keeps responses; None: one for this server
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -73,7 +76,7 @@ def serve(
         # Accepted connections inherit SO_REUSEADDR. Without it, connections in TIME_WAIT would keep the next server
         # from binding the address.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        app = create_app(backend, options=options, text=text)
+        app = create_app(backend, options=options, text=text, store=store)
         _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,

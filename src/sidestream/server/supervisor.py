@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from sidestream.processes.signals import on_stop_signal
 from sidestream.server.control import ABORTED, GRACE_S, READY, STOP, ApiProcessConfig
 from sidestream.server.listen import bind_same_address
 from sidestream.server.options import ServerOptions
+from sidestream.server.response_store import new_directory
 from sidestream.server.run import RunningServer, running_server
 
 log = logging.getLogger("sidestream.server")
@@ -123,7 +125,9 @@ class Supervisor:
         log_format   format of log lines, and format of the dates in them
         """
         share = options.max_connections and -(-options.max_connections // len(listeners))
-        config = ApiProcessConfig(dataclasses.replace(options, max_connections=share), log_level, *log_format)
+        self._responses = new_directory()
+        limited = dataclasses.replace(options, max_connections=share)
+        config = ApiProcessConfig(limited, log_level, *log_format, self._responses)
         self._config = msgspec.msgpack.encode(config)
         self._listeners = list(listeners)
         self._options = options
@@ -159,6 +163,7 @@ class Supervisor:
         self._close_listeners()
         for api in self._processes:
             api.kill()
+        shutil.rmtree(self._responses, ignore_errors=True)
 
     async def _run(self, engine: EngineProcess, on_ready: Callable[[RunningServer], None]) -> None:
         loop = asyncio.get_running_loop()
