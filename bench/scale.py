@@ -144,7 +144,7 @@ def waits_of_rank(model: Path, directory: Path) -> tuple[int, int]:
         for _ in range(2):
             for answer in ask_at_once(engine, prompts, 24):
                 answer.wait()
-            engine.reset_cache()
+            engine.reset_prefix_cache()
         steps = engine.num_steps
     finally:
         engine.close()

@@ -64,7 +64,7 @@ TO_CLIENT: list[Any] = [
     messages.Rejected(3, 5, messages.Failure("QueueFull", "try again later")),
     messages.Status("failed", "DeviceLost: gone"),
     messages.Ping(),
-    messages.Reply(1, None, False, SNAPSHOT),
+    messages.Reply(1, None, SNAPSHOT, {"device": 3}),
 ]
 
 

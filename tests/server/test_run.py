@@ -207,6 +207,8 @@ def test_listening_on_all_addresses_without_a_key_logs_a_warning(caplog: pytest.
         {"port": True},
         {"host": ""},
         {"api_key": ""},
+        {"admin_key": ""},
+        {"admin_key": "same", "api_key": "same"},
         {"api_key": "a b"},
         {"api_key": "é"},
         {"served_model_name": ""},

@@ -24,6 +24,7 @@ RARE = frozenset(
     [
         "--single-process",
         "--replica",
+        "--admin-key",
         "--root-path",
         "--ssl-ca-certs",
         "--max-buffered",

@@ -55,6 +55,13 @@ _ROWS = (
         False,
         envvar="SIDESTREAM_API_KEY",
     ),
+    _Row(
+        "admin_key",
+        "KEY",
+        "Key for operations such as /pause, without which they are refused; safer in the environment variable.",
+        False,
+        envvar="SIDESTREAM_ADMIN_KEY",
+    ),
     _Row("served_model_name", "NAME", "Model name in the API.", "the model's own"),
     _Row("replica", "NAME", "Name of this server among several: a label of all metrics, and a reply header.", False),
     _Row(

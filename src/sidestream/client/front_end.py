@@ -16,7 +16,7 @@ from sidestream.client.base import EngineClient
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
-from sidestream.types import Delta, Health
+from sidestream.types import Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -174,6 +174,35 @@ class FrontEnd:
         return self._answer(
             lambda: self.tokenizer.chat(messages), params, priority, cache_salt, continues=False, in_thread=True
         )
+
+    async def flush(self, *, timeout_s: float = 60.0) -> Flushed:
+        """Wait until the tiers (host memory, disk) hold all complete blocks. After `timeout_s`, the result is false and
+        says what is left. Raises CallTimeout if the engine hangs.
+        """
+        self._check_open()
+        return Flushed(await self.client.operate("flush", timeout_s=timeout_s))
+
+    async def reset_prefix_cache(self, tier: str | None = None, *, timeout_s: float = 60.0) -> dict[str, int]:
+        """Drop the prefix cache of a tier (`device`, `host`, `disk`), or of all tiers: later requests reuse no KV that
+        it holds now. Running requests continue. Returns the number of dropped blocks by tier.
+
+        Raises RequestRejected for a tier that the engine does not have, EngineStopped, and CallTimeout after
+        `timeout_s`; then the reset is still under way.
+        """
+        self._check_open()
+        return await self.client.operate("reset_prefix_cache", timeout_s=timeout_s, name=tier)
+
+    async def pause(self) -> None:
+        """Start no request that has not begun, until `resume`: new requests wait in the queue, begun ones continue.
+        Idempotent. Raises EngineStopped and CallTimeout.
+        """
+        self._check_open()
+        await self.client.operate("pause")
+
+    async def resume(self) -> None:
+        """End a `pause`. Idempotent. Raises EngineStopped and CallTimeout."""
+        self._check_open()
+        await self.client.operate("resume")
 
     def _check_open(self) -> None:
         pass

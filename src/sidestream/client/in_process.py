@@ -144,8 +144,5 @@ class InProcessClient:
         """A copy of all values."""
         return self._engine.parts.metrics.snapshot()
 
-    async def flush(self, *, timeout_s: float) -> bool:
-        return await asyncio.to_thread(self._engine.flush, timeout_s=timeout_s)
-
-    async def reset_cache(self) -> None:
-        await asyncio.to_thread(self._engine.reset_cache)
+    async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
+        return await asyncio.to_thread(self._engine.operations.run, operation, timeout_s=timeout_s, name=name)

@@ -99,11 +99,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call the engine's method: `"metrics"`, `"flush"` or `"reset_cache"`. The `Reply` has the same number."""
+    """Ask for the metrics, or for an operation (see `Operations.run`). The `Reply` has the same number."""
 
     number: int
     method: str
     timeout_s: float = 0.0
+    name: str | None = None
 
 
 class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -203,6 +204,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     status: str
     detail: str
+    paused: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -215,12 +217,15 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a `Call`, or to `Close` (number 0)."""
+    """The answer to a `Call`, or to `Close` (number 0).
+
+    counts   of a reset: dropped blocks by tier; of a flush: unfinished work by kind
+    """
 
     number: int
     failure: Failure | None = None
-    done: bool = True
     snapshot: Snapshot | None = None
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 ToEngine = Start | Submit | Abort | Call | Count | Ping | Attach | Close

@@ -44,6 +44,7 @@ from sidestream.server.middleware import (
     RootPathMiddleware,
     request_record,
 )
+from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
 from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
 from sidestream.server.text_work import Handle, TextWork
@@ -148,6 +149,7 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
             Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/metrics", metrics),
+            *operation_routes(backend),
         ],
         middleware=[
             Middleware(RootPathMiddleware, prefix=options.root_path),

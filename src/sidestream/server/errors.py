@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
+from sidestream.errors import CallTimeout, ContextTooLong, EngineStopped, QueueFull, RequestError
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -90,6 +90,8 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
                 kind="server_error",
                 code="engine_stopped",
             )
+        case CallTimeout():
+            return ApiError(504, str(failure), kind="server_error", code="timeout")
         case HTTPException():
             return _http(failure)
         case _:
@@ -106,7 +108,8 @@ def _http(failure: HTTPException) -> ApiError:
     if failure.status_code == HTTPStatus.NOT_FOUND:
         known = (
             "POST /v1/chat/completions, POST /v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, "
-            "GET /v1/models, POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics"
+            "GET /v1/models, POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics, "
+            "POST /reset_prefix_cache, POST /flush, POST /pause, POST /resume"
         )
         return ApiError(404, f"no such path; known: {known}", code="unknown_url")
     return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

@@ -9,7 +9,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -29,6 +29,7 @@ log = logging.getLogger("sidestream.server")
 _OPEN_PATHS = ("/health", "/ping")
 _QUIET_PATHS = ("/health", "/ping", "/metrics")  # polled every few seconds: logged at DEBUG
 _ANTHROPIC_PATH = "/v1/messages"  # errors of this path and below have Anthropic's format
+_ADMIN = "sidestream.admin"  # in the scope: whether the request has the admin key; None: the server has none
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
 
 
@@ -86,7 +87,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
         self._app = app
         self._options = options
-        self._credential = None if options.api_key is None else options.api_key.encode()
+        self._api_key, self._admin_key = _credential(options.api_key), _credential(options.admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises only CancelledError."""
@@ -118,21 +119,17 @@ class RequestMiddleware:
             _log_request(record, scope)
 
     def _authorise(self, scope: Scope) -> None:
-        if self._credential is None or _route(scope) in _OPEN_PATHS:
-            return
+        """Raise ApiError unless the request has the API key or the admin key, or the path needs none. Records for
+        `require_admin` whether it has the admin key.
+        """
         headers = Headers(scope=scope)
         scheme, _, credential = headers.get("authorization", "").partition(" ")
-        keys = [headers.get("x-api-key", ""), credential if scheme.lower() == "bearer" else ""]
-        # compare in constant time, so that the duration reveals nothing about the key
-        if not any(hmac.compare_digest(key.strip().encode(), self._credential) for key in keys):
-            message = "missing or wrong API key: send the header Authorization: Bearer <key> or X-Api-Key: <key>"
-            raise ApiError(
-                401,
-                message,
-                kind="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        given = [headers.get("x-api-key", ""), credential if scheme.lower() == "bearer" else ""]
+        admin = None if self._admin_key is None else _is_among(self._admin_key, given)
+        scope[_ADMIN] = admin
+        if admin or self._api_key is None or _route(scope) in _OPEN_PATHS or _is_among(self._api_key, given):
+            return
+        raise _wrong_key("API key")
 
     async def _fail(
         self, failure: Exception, record: RequestRecord, scope: Scope, receive: Receive, send: Send
@@ -149,6 +146,32 @@ class RequestMiddleware:
         else:
             event = (b"event: error\n" if is_anthropic else b"") + b"data: " + to_json(body) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _credential(key: str | None) -> bytes | None:
+    return None if key is None else key.encode()
+
+
+def _is_among(key: bytes, given: Iterable[str]) -> bool:
+    """Whether a client gave the key. Compares in constant time, so that the duration reveals nothing about the key."""
+    return any(hmac.compare_digest(one.strip().encode(), key) for one in given)
+
+
+def _wrong_key(name: str) -> ApiError:
+    message = f"missing or wrong {name}: send the header Authorization: Bearer <key> or X-Api-Key: <key>"
+    return ApiError(
+        401, message, kind="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+    )
+
+
+def require_admin(scope: Scope) -> None:
+    """Raise ApiError unless the request has the admin key."""
+    has_key: bool | None = scope[_ADMIN]
+    if has_key is None:
+        message = "operations are off: start the server with --admin-key (in Python admin_key)"
+        raise ApiError(403, message, kind="permission_error", code="operations_off")
+    if not has_key:
+        raise _wrong_key("admin key")
 
 
 def _log_request(record: RequestRecord, scope: Scope) -> None:

@@ -34,6 +34,8 @@ class ServerOptions:
     ssl_ca_certs       PEM file with CA certificates. Clients must have a certificate that one of them signed; None: no
                        client certificates
     api_key            clients must send `Authorization: Bearer <api_key>`, except to /health and /ping; None: no check
+    admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
+                       other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
     replica            name of this server among several: a label of all metrics, and the header
                        `X-Sidestream-Replica` of all replies; empty: neither
@@ -70,6 +72,7 @@ class ServerOptions:
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
     max_body_bytes: int | None = None
@@ -124,12 +127,14 @@ class ServerOptions:
                 raise ConfigError(unknown_name(name, str(value), (*formats, "none")))
         for origin in self.cors_origins:
             _check_origin(origin)
-        if self.api_key is not None and not (
-            self.api_key and self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
-        ):
-            raise ConfigError(
-                "api_key must be one or more printable ASCII characters without spaces; leave it out to check no key"
-            )
+        for name, without in (("api_key", "to check no key"), ("admin_key", "to refuse operations")):
+            key = getattr(self, name)
+            if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+                raise ConfigError(
+                    f"{name} must be one or more printable ASCII characters without spaces; leave it out {without}"
+                )
+        if self.admin_key is not None and self.admin_key == self.api_key:
+            raise ConfigError("admin_key is equal to api_key: give another one, so that users cannot send operations")
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
         if self.replica and not _REPLICA.fullmatch(self.replica):

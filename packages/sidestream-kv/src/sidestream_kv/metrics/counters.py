@@ -76,6 +76,7 @@ METRICS: Mapping[str, Declared] = {
     "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
     "engine_ready_seconds": Declared("gauge", "time from the start of the process until its engine served"),
     "metrics_age_seconds": Declared("gauge", "age of all other values: above 0 while the engine does not answer"),
+    "admission_paused": Declared("gauge", "1 while new requests wait until the server is resumed"),
     "requests_running": Declared("gauge", "running requests"),
     "requests_waiting": Declared("gauge", "requests that are queued or whose KV is being loaded"),
     "blocks_free": Declared("gauge", "free device blocks"),
