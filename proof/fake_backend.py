@@ -170,6 +170,10 @@ class FakeBackend:
         """End a pause."""
         self.status = Health("ok", "")
 
+    async def cancel(self, request_name: str) -> int:
+        """Number of requests with this name that were held; none ends."""
+        return self.held.count(request_name)
+
     def health(self) -> Health:
         """`status`."""
         return self.status

@@ -165,6 +165,10 @@ def test_flush_and_reset_reach_the_engine(model: AsyncLLM) -> None:
         assert not (await asyncio.wait([waiting], timeout=0.1))[0]
         await model.resume()
         await waiting
+        running = model.generate("hi", SamplingParams(ignore_eos=True), request_name="job")
+        await anext(running)
+        assert (await model.cancel("job"), await model.cancel("job")) == (1, 0)
+        assert [delta async for delta in running][-1].error == "the request was cancelled"
 
     asyncio.run(use())
 
@@ -282,6 +286,7 @@ def test_start_reports_progress_and_close_leaves_no_process(
         model.reset_prefix_cache,
         model.pause,
         model.resume,
+        lambda: model.cancel("job"),
         model.__aenter__,
     )
     for call in calls:

@@ -340,6 +340,10 @@ class Health:
     paused: bool = False
 
 
+CANCELLED = "the request was cancelled"
+"""`Delta.error` of the last delta of a cancelled sample, whose finish reason is `abort`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flushed:
     """The result of `flush`; true if nothing is left.

@@ -481,15 +481,36 @@ def test_operations_of_one_front_end_reach_all_front_ends(at: Make) -> None:
 
         async def use() -> None:
             await client.operate("pause")
-            made.rig.turn_until(lambda: other.health().paused)
+            while not other.health().paused:
+                await asyncio.sleep(0.001)
             assert made.connect().health().paused  # one that starts during the pause
             answer = other.submit(PROMPT, SamplingParams(max_tokens=4))
             await other.operate("resume")
             assert tokens_of(await read_all(answer)) == made.rig.model.expected(PROMPT, 4)
-            made.rig.turn_until(lambda: not client.health().paused)
+            while client.health().paused:
+                await asyncio.sleep(0.001)
             with pytest.raises(RequestRejected, match="this engine has device, host"):
                 await client.operate("reset_prefix_cache", name="disk")
             assert (await other.operate("reset_prefix_cache", name="host")).keys() == {"host"}
+
+        run(use())
+
+
+def test_a_request_is_cancelled_by_its_name_from_any_front_end(at: Make) -> None:
+    with at() as made:
+        client, other = made.connect(), made.connect()
+
+        async def use() -> None:
+            hold = made.rig.hold("compute")
+            answers = [client.submit(PROMPT, LONG, name=name) for name in ("job 0", "job 1", "jobs")]
+            cancelled = asyncio.ensure_future(other.operate("cancel", name="job"))
+            hold.release()
+            assert await cancelled == {"cancelled": 2}
+            for answer in answers[:2]:
+                last = (await read_all(answer))[-1]
+                assert (last.finish_reason, last.error) == ("abort", "the request was cancelled")
+            assert await other.operate("cancel", name="job") == {"cancelled": 0}
+            assert await client.operate("cancel", name="jobs") == {"cancelled": 1}
 
         run(use())
 

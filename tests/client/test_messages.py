@@ -48,7 +48,7 @@ DETAIL = messages.OutputDetail(
 CONFIG = {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None}
 TO_ENGINE: list[Any] = [
     messages.Start("whale", CONFIG, "/tmp/timeline", True, 20, ("%(message)s", "")),
-    messages.Submit(3, b"\x01\0\0\0", b"k" * 16, 2, PARAMS, (1 << 63) - 1, 100, -(1 << 63), b"salt"),
+    messages.Submit(3, b"\x01\0\0\0", b"k" * 16, 2, PARAMS, (1 << 63) - 1, 100, -(1 << 63), b"salt", "job"),
     messages.Abort(3, 6, "stop"),
     messages.Call(1, "flush", 2.5),
     messages.Count("http_requests_total", 1.0, ("/health", "200")),

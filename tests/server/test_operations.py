@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import httpx
 import pytest
 
+from proof.fake_backend import FakeBackend, Script
 from sidestream.errors import CallTimeout
 from sidestream.server import ServerOptions
+from sidestream.types import CachedTokens, Delta
 
-from .serving import Served, serving
+from .serving import Served, head, serving
 
+BODY = b'{"model": "fake", "prompt": "hi"}'
+
+CANCELLED = Delta(0, "", (), (), "abort", 1, CachedTokens(), "the request was cancelled")
 OPERATIONS = ("/reset_prefix_cache", "/flush", "/pause", "/resume")
 
 
@@ -80,6 +85,35 @@ def test_a_reset_that_takes_too_long_is_a_504(served: Served, monkeypatch: pytes
     monkeypatch.setattr(served.backend, "reset_prefix_cache", too_long)
     reply = _as(served, "admin", "/reset_prefix_cache?timeout_s=3")
     assert (reply.status_code, reply.json()["error"]["message"]) == (504, "not done in 3.0 s")
+
+
+def test_a_request_is_cancelled_by_the_id_of_its_header() -> None:
+    with serving(FakeBackend(Script(hold_after=1)), admin_key="admin") as served, served.connect() as connection:
+        connection.sendall(head(len(BODY), more="X-Request-Id: job/7\r\n") + BODY)
+        served.backend.wait_until(lambda fake: fake.held == ["job/7"])
+        admin = {"authorization": "Bearer admin"}
+        replies = [
+            served.http.delete(f"/v1/requests/{name}", headers=admin) for name in ("job/7", "job%2F7", "job", "job%207")
+        ]
+    assert [reply.status_code for reply in replies] == [200, 200, 404, 404]
+    assert replies[0].json() == {"id": "job/7", "cancelled": 1}
+    assert replies[2].json()["error"]["code"] == "request_not_found"
+
+
+def test_a_cancelled_request_gets_a_499(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
+    async def cancelled(*_: object, **__: object) -> AsyncGenerator[Delta, None]:
+        yield CANCELLED
+
+    monkeypatch.setattr(served.backend, "generate", cancelled)
+    reply = served.chat()
+    error = {"code": "request_cancelled", "message": "the request was cancelled", "param": None}
+    assert (reply.status_code, reply.json()["error"]) == (499, error | {"type": "invalid_request_error"})
+
+
+def test_replies_have_the_request_id_of_the_header_and_a_bad_one_is_a_400(served: Served) -> None:
+    good, bad = (served.http.get("/v1/models", headers={"x-request-id": given}) for given in ("a-1", "a 1"))
+    assert (good.status_code, good.headers["x-request-id"]) == (200, "a-1")
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-id")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,13 @@ class EngineClient(Protocol):
         ...
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
     ) -> OutputQueue:
         """Queue a request of `params.n` samples; its deltas come through the returned queue, on the running event loop.
 

@@ -169,7 +169,9 @@ class Connection:
             self._ids.update(dict.fromkeys(streams))  # now, because the request may end before `enqueue` returns
         try:
             # rule: request-is-submitted-to-the-engine
-            handle = self._engine.enqueue(_request(message), functools.partial(self.on_output, message.stream))
+            handle = self._engine.enqueue(
+                _request(message), functools.partial(self.on_output, message.stream), name=message.name
+            )
         except SidestreamError as error:
             with self._lock:
                 for stream in streams:

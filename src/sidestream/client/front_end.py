@@ -140,7 +140,7 @@ class FrontEnd:
         samples.
 
         priority      requests with a lower number run earlier
-        request_name  accepted for callers that name their requests; not used
+        request_name  name for `cancel`, without spaces; several requests may have the same
         cache_salt    only requests with the same salt share KV, in all tiers
         continues     the output continues the prompt's text. False: it begins a text, as the answer in a chat does;
                       some tokenizers omit the space in front of a text's first word
@@ -153,6 +153,7 @@ class FrontEnd:
             params,
             priority,
             cache_salt,
+            request_name,
             continues=continues,
             in_thread=isinstance(prompt, str),
             shown_tokens=shown_tokens,
@@ -172,7 +173,13 @@ class FrontEnd:
         messages   each has a `role` and a `content`; a worker thread formats them with the model's chat template
         """
         return self._answer(
-            lambda: self.tokenizer.chat(messages), params, priority, cache_salt, continues=False, in_thread=True
+            lambda: self.tokenizer.chat(messages),
+            params,
+            priority,
+            cache_salt,
+            request_name,
+            continues=False,
+            in_thread=True,
         )
 
     async def flush(self, *, timeout_s: float = 60.0) -> Flushed:
@@ -204,6 +211,14 @@ class FrontEnd:
         self._check_open()
         await self.client.operate("resume")
 
+    async def cancel(self, request_name: str) -> int:
+        """End the requests with this `request_name`, of all front ends of the engine. Returns the number of samples
+        that it ended; 0: no such request runs or waits. Their last delta has the finish reason `abort` and an error.
+        Raises EngineStopped and CallTimeout.
+        """
+        self._check_open()
+        return (await self.client.operate("cancel", name=request_name))["cancelled"]
+
     def _check_open(self) -> None:
         pass
 
@@ -213,6 +228,7 @@ class FrontEnd:
         params: SamplingParams | None,
         priority: int,
         cache_salt: str,
+        name: str,
         *,
         continues: bool,
         in_thread: bool,
@@ -226,7 +242,7 @@ class FrontEnd:
         chosen = with_special_stops(checked_params(params), self.tokenizer)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
         processor = OutputProcessor(self.tokenizer, chosen, ids if continues else (), shown_tokens)
-        outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt)
+        outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt, name=name)
         left = chosen.n
         try:
             while left:
@@ -324,7 +340,7 @@ class _SampleOutput:
             if delta.finish_reason == "abort":
                 return _with_text(delta, text, num_tokens, "abort")
             return _with_text(delta, text, count, "error", f"the tokenizer failed: {error}")
-        return _with_text(delta, text, num_tokens, delta.finish_reason)
+        return _with_text(delta, text, num_tokens, delta.finish_reason, delta.error)
 
     def _push(self, token_id: int) -> tuple[str, bool]:
         """The text that is final after this token, and whether a stop string is complete."""

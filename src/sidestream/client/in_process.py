@@ -76,7 +76,13 @@ class InProcessClient:
         return self._engine.parts.defaults
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
     ) -> OutputQueue:
         """See `EngineClient`. QueueFull is raised here, not by `OutputQueue.read`."""
         queue = self._queue_of(asyncio.get_running_loop())
@@ -84,7 +90,7 @@ class InProcessClient:
             raise stopped_error(health)
         outputs = OutputQueue(self._number + 1, params.n)
         sink = functools.partial(queue.put, self, outputs)
-        handle = self._engine.submit(prompt, params, sink, priority=priority, cache_salt=cache_salt)
+        handle = self._engine.submit(prompt, params, sink, priority=priority, cache_salt=cache_salt, name=name)
         self._number = outputs.number
         self._requests[outputs.number] = _Request(handle, set(range(params.n)))
         return outputs

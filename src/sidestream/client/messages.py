@@ -75,6 +75,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     keys_version  version of the weights to which the keys belong
     params        the parameters without stop strings, which the front end handles
     cache_salt    UTF-8, which may contain lone surrogates
+    name          the request's name, for the operation `cancel`
     """
 
     stream: int
@@ -86,6 +87,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     max_outputs: int
     priority: int
     cache_salt: bytes
+    name: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -144,7 +144,13 @@ class RemoteClient:
     # ------------------------------------------------------------------ requests
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
     ) -> OutputQueue:
         """See `EngineClient`. QueueFull is raised by `OutputQueue.read`."""
         checked = self._checker.check(
@@ -154,7 +160,7 @@ class RemoteClient:
         if (health := self._known_health()).status != "ok":
             raise stopped_error(health)
         first = self._next_stream  # rule: stream-numbers-are-not-reused
-        frame = self._encoder.encode(_submit(first, checked))  # before any state changes, because it may raise
+        frame = self._encoder.encode(_submit(first, checked, name))  # before any state changes, because it may raise
         self._next_stream += params.n
         outputs = OutputQueue(first, params.n)
         for index in range(params.n):
@@ -371,7 +377,7 @@ class RemoteClient:
         self.on_lost()
 
 
-def _submit(first: int, checked: CheckedRequest) -> Submit:
+def _submit(first: int, checked: CheckedRequest, name: str) -> Submit:
     params = checked.params
     return Submit(
         first,
@@ -383,6 +389,7 @@ def _submit(first: int, checked: CheckedRequest) -> Submit:
         checked.max_outputs,
         checked.priority,
         checked.cache_salt.encode("utf-8", "surrogatepass"),
+        name,
     )
 
 

@@ -54,6 +54,7 @@ class Engine:
         self.operations = Operations(
             parts,
             serving=self.serving,
+            cancel=self.streams.cancel,
             call=self.call,
             wait_a_turn=self._wait_a_turn,
             is_alive=lambda: self._alive,
@@ -78,6 +79,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        name: str = "",
     ) -> Handle:
         """Queue one request of `params.n` samples. The engine thread calls `sink` with each delta (the new tokens of a
         sample).
@@ -86,21 +88,22 @@ class Engine:
         `sidestream.client.front_end.OutputProcessor`.
 
         cache_salt  requests share KV, in all tiers, only if they have the same salt; it may be empty
+        name        for `Operations.cancel`
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before it takes any resource.
         """
         checked = self.checker.check(
             prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
         )
-        return self.enqueue(checked, sink)
+        return self.enqueue(checked, sink, name=name)
 
-    def enqueue(self, request: CheckedRequest, sink: Sink) -> Handle:
+    def enqueue(self, request: CheckedRequest, sink: Sink, *, name: str = "") -> Handle:
         """Queue a request that this engine or a front end has checked. Raises QueueFull or EngineStopped."""
         num_samples, arrival_s = request.params.n, self.parts.device.now()
         with self.serving.lock:  # so that ids are in order of arrival
             self.serving.check_room(num_samples)
             streams = [
-                OutputStream(self._sample(index, request), index=index, sink=sink, arrival_s=arrival_s)
+                OutputStream(self._sample(index, request), index=index, sink=sink, arrival_s=arrival_s, name=name)
                 for index in range(num_samples)
             ]
             self.serving.accept(num_samples)

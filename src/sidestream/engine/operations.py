@@ -1,4 +1,5 @@
-"""What operators do with a running engine: flush and reset the KV cache, and pause the admission of requests.
+"""What operators do with a running engine: flush and reset the KV cache, pause the admission of requests, and cancel
+requests by name.
 
 Any thread except the engine thread may call it; several may do so at the same time.
 """
@@ -27,6 +28,7 @@ class _Call(Protocol):
 class Operations:
     """The operations of one engine.
 
+    cancel        `OutputStreams.cancel`
     call          `Engine.call`
     wait_a_turn   lets the engine work for so many seconds
     is_alive      whether the engine thread has not ended
@@ -37,19 +39,22 @@ class Operations:
         parts: Parts,
         *,
         serving: ServingState,
+        cancel: Callable[[str], int],
         call: _Call,
         wait_a_turn: Callable[[float], None],
         is_alive: Callable[[], bool],
     ) -> None:
         self._parts = parts
         self._serving = serving
+        self._cancel = cancel
         self._call = call
         self._wait_a_turn = wait_a_turn
         self._is_alive = is_alive
 
     def run(self, operation: str, *, timeout_s: float, name: str | None = None) -> dict[str, int]:
-        """Carry out the operation with this name. Returns what is left (`flush`), or the blocks that were dropped
-        (`reset_prefix_cache` of the tier `name`). Raises the errors of the operation's method.
+        """Carry out an operation. Returns what is left (`flush`), the blocks that were dropped (`reset_prefix_cache` of
+        the tier `name`), or the number of ended samples (`cancel` of the request `name`). Raises as the operation's
+        method does.
         """
         match operation:
             case "flush":
@@ -60,6 +65,8 @@ class Operations:
                 self.pause(timeout_s=timeout_s)
             case "resume":
                 self.resume(timeout_s=timeout_s)
+            case "cancel":
+                return {"cancelled": self.cancel(name or "", timeout_s=timeout_s)}
             case _:
                 raise InvariantError(f"no call {operation!r}")
         return {}
@@ -132,6 +139,15 @@ class Operations:
     def resume(self, *, timeout_s: float = 60.0) -> None:
         """End a `pause`. Idempotent. Raises CallTimeout and EngineStopped."""
         self._call(lambda: self._set_paused(paused=False), timeout_s=timeout_s)
+
+    def cancel(self, name: str, *, timeout_s: float = 60.0) -> int:
+        """End the requests with this name, of all front ends. Returns the number of samples that it ended; 0: there is
+        no such request. Their last delta has the finish reason `abort` and an error. Raises CallTimeout and
+        EngineStopped.
+        """
+        ended: list[int] = []
+        self._call(lambda: ended.append(self._cancel(name)), timeout_s=timeout_s)
+        return ended[0]
 
     def _set_paused(self, *, paused: bool) -> None:
         if paused:

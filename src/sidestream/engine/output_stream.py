@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sidestream.engine.inbox import ServingState
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import RowOutput, Scheduler
-from sidestream.types import CachedTokens, Delta, RowResult
+from sidestream.types import CANCELLED, CachedTokens, Delta, RowResult
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.types import RequestId
 
@@ -40,12 +40,14 @@ class Handle:
 class OutputStream:
     """The deltas of one sample.
 
+    name     the caller's name of the request
     is_new   whether no token was sent yet
     last_s   time when the last tokens were sent; before the first token, the time of arrival
     """
 
-    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float) -> None:
+    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float, name: str = "") -> None:
         self.request = request
+        self.name = name
         self.is_new = True
         self.last_s = arrival_s
         self._index = index
@@ -190,6 +192,15 @@ class OutputStreams:
         """End the samples of a handle that have not ended."""
         for request_id in handle.request_ids:
             self.end_sample(request_id, reason)  # rule: aborted-request-ends
+
+    def cancel(self, name: str) -> int:
+        """End the samples of all requests with this name, or with this name and a number behind a space. Returns their
+        number.
+        """
+        ids = [stream.request.id for stream in self._by_id.values() if stream.name.partition(" ")[0] == name]
+        for request_id in ids:
+            self.end_sample(request_id, "abort", CANCELLED)
+        return len(ids)
 
     def abort_all(self) -> None:
         """End every sample."""

@@ -49,7 +49,7 @@ from sidestream.server.options import ServerOptions
 from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
-from sidestream.types import Delta
+from sidestream.types import CANCELLED, Delta
 from sidestream.version import VERSION
 
 _INLINE_BODY_BYTES = 8 << 10
@@ -178,7 +178,7 @@ def _cors(options: ServerOptions) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", "x-sidestream-replica"),
         )
@@ -476,7 +476,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
     try:
         async with asyncio.TaskGroup() as group:
             for number, prompt in enumerate(call.prompts):
-                group.create_task(run(number, prompt, f"{name}.{number}"))
+                group.create_task(run(number, prompt, f"{name} {number}"))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
@@ -484,5 +484,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
 def _raise_if_failed(delta: Delta) -> None:
     if delta.finish_reason == "error":
         raise GenerationFailed(delta.error or "the engine gave no reason")
+    if delta.error == CANCELLED:
+        raise ApiError(499, CANCELLED, code="request_cancelled")
     if delta.finish_reason == "abort":
         raise EngineStopped("the server stopped this request before it was complete: try again later")

@@ -84,6 +84,12 @@ class Backend(Protocol):
         """End a pause."""
         ...
 
+    async def cancel(self, request_name: str) -> int:
+        """End the requests with this name, or with this name and a number behind a space. Returns the number of ended
+        samples.
+        """
+        ...
+
     def health(self) -> Health:
         """Whether the engine serves, and the reason if not. Never blocks."""
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import reprlib
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +22,7 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _MAX_MESSAGE_CHARS = 600  # messages quote the client's values, which may be megabytes
 
 
@@ -71,6 +74,14 @@ def bad_request(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def checked_request_id(text: str, field: str) -> str:
+    """`text`, which is a valid request id: it becomes a header, and a word in the log. Raises ApiError."""
+    if not _REQUEST_ID.fullmatch(text):
+        message = f"{field} is {reprlib.repr(text)}: give 1 to 128 printable ASCII characters without spaces"
+        raise bad_request(message, field)
+    return text
+
+
 def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> ApiError:
     """The reply to a failure. An unexpected failure becomes status 500, with the request's id in the log."""
     match failure:
@@ -109,7 +120,7 @@ def _http(failure: HTTPException) -> ApiError:
         known = (
             "POST /v1/chat/completions, POST /v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, "
             "GET /v1/models, POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics, "
-            "POST /reset_prefix_cache, POST /flush, POST /pause, POST /resume"
+            "POST /reset_prefix_cache, POST /flush, POST /pause, POST /resume, DELETE /v1/requests/ID"
         )
         return ApiError(404, f"no such path; known: {known}", code="unknown_url")
     return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

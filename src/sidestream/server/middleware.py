@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestream.errors import EngineStopped
 from sidestream.server.body import JsonResponse, to_json
-from sidestream.server.errors import ApiError, ClientGone, as_api_error
+from sidestream.server.errors import ApiError, ClientGone, as_api_error, checked_request_id
 from sidestream.server.options import ServerOptions
 from sidestream.server.responses import Usage
 
@@ -106,6 +106,8 @@ class RequestMiddleware:
             await send(message)
 
         try:
+            if "x-request-id" in (headers := Headers(scope=scope)):
+                record.request_id = checked_request_id(headers["x-request-id"], "x-request-id")
             self._authorise(scope)
             await self._app(scope, receive, send_tracked)
         except ClientGone:

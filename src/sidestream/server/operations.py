@@ -1,4 +1,4 @@
-"""The endpoints for operators: reset and flush the KV cache, and pause the admission of requests.
+"""The endpoints for operators: reset and flush the KV cache, pause the admission of requests, cancel a request.
 
 Every one needs the admin key; see `ServerOptions.admin_key`. Used on the event loop only.
 """
@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from sidestream.server.backend import Backend
 from sidestream.server.body import JsonResponse
-from sidestream.server.errors import bad_request
+from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.middleware import require_admin
 
 DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 60.0, 600.0
@@ -45,11 +45,19 @@ def operation_routes(backend: Backend) -> list[Route]:
         await backend.resume()
         return JsonResponse({"paused": False})
 
+    async def cancel(request: Request) -> Response:
+        _check_query(request, ())
+        name = request.path_params["id"]
+        if not (ended := await backend.cancel(name)):
+            raise ApiError(404, f"no request {name[:128]!r} runs or waits in the engine", code="request_not_found")
+        return JsonResponse({"id": name, "cancelled": ended})
+
     return [
         _operation("/reset_prefix_cache", reset_prefix_cache),
         _operation("/flush", flush),
         _operation("/pause", pause),
         _operation("/resume", resume),
+        _operation("/v1/requests/{id:path}", cancel, "DELETE"),
     ]
 
 
