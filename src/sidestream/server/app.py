@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal
 
 from starlette.applications import Starlette
@@ -37,6 +39,7 @@ from sidestream.server.errors import ApiError
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.middleware import (
+    HEALTH_PATHS,
     CallbackEvent,
     CancelOnDisconnect,
     RequestMiddleware,
@@ -83,10 +86,14 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
     )
 
 
-def health_reply(backend: Backend) -> tuple[int, Json]:
-    """Status and body of the reply to a health check."""
+def health_reply(backend: Backend, path: str = "/health") -> tuple[int, Json]:
+    """Status and body of the reply to a health check with one of the paths `HEALTH_PATHS`. `/livez` asks whether the
+    server must be restarted, `/readyz` whether it answers new requests soon, any other path whether its engine serves.
+    """
     state = backend.health()
-    return 200 if state.status == "ok" else 503, {"status": state.status, "detail": state.detail}
+    good = {"/livez": ("ok", "draining")}.get(path, ("ok",))
+    bad = state.status not in good or (path == "/readyz" and state.paused)
+    return 503 if bad else 200, {"status": state.status, "detail": state.detail}
 
 
 def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | None = None) -> Starlette:
@@ -125,8 +132,13 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
         return JsonResponse({"version": VERSION})
 
     async def health(request: Request) -> Response:
-        status, body = health_reply(backend)
+        status, body = health_reply(backend, request.scope["path"].removeprefix(options.root_path))
         return JsonResponse(body, status)
+
+    async def load(request: Request) -> Response:
+        values = (await backend.metrics_snapshot()).values
+        requests = sum(values.get(name, {}).get((), 0) for name in ("requests_running", "requests_waiting"))
+        return JsonResponse({"server_load": int(requests)})
 
     async def metrics(request: Request) -> Response:
         if lost := lost_lines():
@@ -146,8 +158,8 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
             Route("/tokenize", converting("tokenize"), methods=["POST"]),
             Route("/detokenize", converting("detokenize"), methods=["POST"]),
             Route("/version", version),
-            Route("/health", health),
-            Route("/ping", health, methods=["GET", "POST"]),
+            Route("/load", load),
+            *(Route(path, health, methods=["GET", "POST"] if path == "/ping" else ["GET"]) for path in HEALTH_PATHS),
             Route("/metrics", metrics),
             *operation_routes(backend),
         ],
@@ -165,7 +177,21 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
 
 async def _reraise(request: Request, failure: Exception) -> Response:
     """Let RequestMiddleware reply to Starlette's own 404 and 405, as to every other failure."""
+    if isinstance(failure, HTTPException) and failure.status_code == HTTPStatus.NOT_FOUND:
+        known = ", ".join(f"{method} {path}" for path, method in known_paths(request.app))
+        raise ApiError(404, f"no such path; known: {known}", code="unknown_url")
     raise failure
+
+
+def known_paths(app: Starlette) -> list[tuple[str, str]]:
+    """Path and method of all endpoints. A path has the name of its parameter in braces."""
+    return [
+        (re.sub(r":\w+}", "}", route.path), method)
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in sorted(route.methods or ())
+        if method != "HEAD"
+    ]
 
 
 def _cors(options: ServerOptions) -> list[Middleware]:

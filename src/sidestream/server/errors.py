@@ -6,7 +6,6 @@ import functools
 import re
 import reprlib
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -104,7 +103,7 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
         case CallTimeout():
             return ApiError(504, str(failure), kind="server_error", code="timeout")
         case HTTPException():
-            return _http(failure)
+            return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)
         case _:
             return ApiError(
                 500,
@@ -112,15 +111,3 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
                 kind="server_error",
                 code="internal_error",
             )
-
-
-def _http(failure: HTTPException) -> ApiError:
-    """The reply to an error that Starlette raises itself: 404 or 405."""
-    if failure.status_code == HTTPStatus.NOT_FOUND:
-        known = (
-            "POST /v1/chat/completions, POST /v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, "
-            "GET /v1/models, POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics, "
-            "POST /reset_prefix_cache, POST /flush, POST /pause, POST /resume, DELETE /v1/requests/ID"
-        )
-        return ApiError(404, f"no such path; known: {known}", code="unknown_url")
-    return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

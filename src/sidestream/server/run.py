@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
@@ -78,7 +79,7 @@ def serve(
         config = uvicorn.Config(
             app,
             http=ConnectionLimits(
-                options, backend.count, lambda: health_reply(backend), tls_context(options)
+                options, backend.count, partial(health_reply, backend), tls_context(options)
             ).protocol(),
             loop="asyncio",
             ws="none",
