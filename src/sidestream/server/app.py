@@ -47,6 +47,7 @@ from sidestream.server.middleware import (
     RootPathMiddleware,
     request_record,
 )
+from sidestream.server.openapi import document_routes
 from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
 from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
@@ -162,6 +163,7 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
             *(Route(path, health, methods=["GET", "POST"] if path == "/ping" else ["GET"]) for path in HEALTH_PATHS),
             Route("/metrics", metrics),
             *operation_routes(backend),
+            *document_routes(served.model_name, known_paths),
         ],
         middleware=[
             Middleware(RootPathMiddleware, prefix=options.root_path),

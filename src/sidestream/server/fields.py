@@ -357,6 +357,18 @@ _TOKENIZE_CHAT_IDLE: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+Body = tuple[type[BaseModel], Mapping[str, tuple[Any, ...] | None]]
+"""A request body: its fields, and the fields without effect with their accepted values besides null (None: all)."""
+
+BODIES: Mapping[str, tuple[Body, ...]] = {
+    "/v1/chat/completions": ((_CHAT, _IDLE["chat"]),),
+    "/v1/completions": ((_TEXT, _IDLE["text"]),),
+    "/tokenize": ((_TokenizeText, {"messages": ()}), (_TokenizeChat, {**_TOKENIZE_CHAT_IDLE, "prompt": ()})),
+    "/detokenize": ((_Detokenize, {}),),
+}
+"""Alternatives of the request body by path, for the OpenAPI document."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenized:
     """The result of a request to `/tokenize`: token ids, and whether the reply also lists the tokens as texts."""

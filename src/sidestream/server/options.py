@@ -33,7 +33,8 @@ class ServerOptions:
     ssl_keyfile_password  password of an encrypted key
     ssl_ca_certs       PEM file with CA certificates. Clients must have a certificate that one of them signed; None: no
                        client certificates
-    api_key            clients must send `Authorization: Bearer <api_key>`, except for health checks; None: no check
+    api_key            clients must send `Authorization: Bearer <api_key>`, except for health checks and
+                       /docs; None: no check
     admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
                        other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
