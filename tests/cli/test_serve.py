@@ -155,8 +155,8 @@ def test_a_signal_while_kv_is_stored_ends_the_server_at_once() -> None:
         (("--kv-events-topic", "kv"), "--kv-events-topic is kv, but no KV events are published"),
         (("--kv-events", "tcp://*:5557", "--kv-events-encoding", "maps"), "no encoding maps; did you mean map?"),
         (
-            ("--cors-origin", "*", "--cors-origin", "http://a/"),
-            "--cors-origin has 'http://a/': give an origin as browsers send it",
+            ("--allowed-origins", "*", "--allowed-origins", "http://a/"),
+            "--allowed-origins has 'http://a/': give an origin as browsers send it",
         ),
     ],
 )

@@ -198,7 +198,6 @@ _FIELDS = {
     "head_timeout_s": "head_timeout",
     "body_timeout_s": "body_timeout",
     "stall_timeout_s": "stall_timeout",
-    "cors_origins": "cors_origin",
     "drain_s": "drain_seconds",
 }
 

@@ -89,11 +89,10 @@ _ROWS = (
     _Row("max_connections", "N", "Maximum connections at once.", "2048, or as many as the limit of open files allows"),
     _Row("max_connections_per_address", "N", "Maximum connections at once from one client address.", "no limit"),
     _Row(
-        "cors_origins",
+        "allowed_origins",
         "ORIGIN",
         "Allow browser pages of this origin (CORS); * for all; may be given several times.",
         False,
-        name="cors_origin",
     ),
     _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
     _Row("reasoning_parser", "NAME", "Format of the model's reasoning, by vLLM's name; none: off.", "by the template"),
@@ -111,7 +110,7 @@ def server_options(**values: Any) -> ServerOptions:
     for row in _ROWS:
         if row.field in _SIZES and known[row.field] is not None:
             known[row.field] = parse_bytes(known[row.field], option=row.name or row.field)
-    known["cors_origins"] = tuple(known["cors_origins"] or ())
+    known["allowed_origins"] = tuple(known["allowed_origins"] or ())
     return ServerOptions(**known, ssl_keyfile_password=os.environ.get("SIDESTREAM_SSL_KEYFILE_PASSWORD"))
 
 
@@ -119,7 +118,7 @@ def _parameters() -> list[inspect.Parameter]:
     types = get_type_hints(ServerOptions)
     defaults: dict[str, Any] = {field.name: field.default for field in fields(ServerOptions)}
     types |= dict.fromkeys(_SIZES, str | None)
-    types["cors_origins"], defaults["cors_origins"] = list[str] | None, None
+    types["allowed_origins"], defaults["allowed_origins"] = list[str] | None, None
     parameters = []
     for row in _ROWS:
         name, kind = row.name or row.field, types[row.field]

@@ -145,7 +145,8 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
         if lost := lost_lines():
             backend.count("log_lines_lost_total", lost)
         return Response(
-            render(await backend.metrics_snapshot(), replica=options.replica), media_type=CONTENT_TYPE_LATEST
+            render(await backend.metrics_snapshot(), replica=options.replica),
+            media_type=CONTENT_TYPE_LATEST,
         )
 
     app = Starlette(
@@ -200,12 +201,12 @@ def _cors(options: ServerOptions) -> list[Middleware]:
     """The CORS middleware. It is outside RequestMiddleware, because a preflight request has no API key, and because
     browsers hide an error reply without CORS headers.
     """
-    if not options.cors_origins:
+    if not options.allowed_origins:
         return []
     return [
         Middleware(
             CORSMiddleware,
-            allow_origins=options.cors_origins,
+            allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", "x-sidestream-replica"),

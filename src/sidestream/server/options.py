@@ -52,7 +52,7 @@ class ServerOptions:
                        as many as open files allow
     max_connections_per_address  maximum number of connections from one client address at the same time; None: no limit.
                                  All clients behind a reverse proxy have the proxy's address
-    cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
+    allowed_origins    origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
                        all origins
     tool_call_parser   name of the format of the model's tool calls (`TOOL_FORMATS`); none: tools are refused; None: the
                        format of its chat template
@@ -83,7 +83,7 @@ class ServerOptions:
     stall_timeout_s: float = 60.0
     max_connections: int | None = None
     max_connections_per_address: int | None = None
-    cors_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     max_choices: int = 128
@@ -126,7 +126,7 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and value not in (*formats, "none"):
                 raise ConfigError(unknown_name(name, str(value), (*formats, "none")))
-        for origin in self.cors_origins:
+        for origin in self.allowed_origins:
             _check_origin(origin)
         for name, without in (("api_key", "to check no key"), ("admin_key", "to refuse operations")):
             key = getattr(self, name)
@@ -206,6 +206,6 @@ def _check_origin(origin: str) -> None:
         or origin != f"{parts.scheme}://{parts.netloc}".lower()
     ):
         raise ConfigError(
-            f"cors_origins has {origin!r}: give an origin as browsers send it, such as https://chat.example.com "
+            f"allowed_origins has {origin!r}: give an origin as browsers send it, such as https://chat.example.com "
             "or http://localhost:3000, in lower case and without a path or a slash at the end; or * for all origins"
         )

@@ -105,7 +105,7 @@ def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
             "set --api-key (in Python api_key)",
             address,
         )
-    if options.api_key is None and "*" in options.cors_origins:
+    if options.api_key is None and "*" in options.allowed_origins:
         log.warning(
             "any web page in a browser that reaches this server can use the model: "
             "set --api-key (in Python api_key), or name origins instead of *"
