@@ -145,7 +145,7 @@ def create_app(backend: Backend, *, options: ServerOptions, text: TextWork | Non
         if lost := lost_lines():
             backend.count("log_lines_lost_total", lost)
         return Response(
-            render(await backend.metrics_snapshot(), replica=options.replica),
+            render(await backend.metrics_snapshot(), replica=options.replica, model_name=served.model_name),
             media_type=CONTENT_TYPE_LATEST,
         )
 
