@@ -24,6 +24,7 @@ RARE = frozenset(
     [
         "--single-process",
         "--replica",
+        "--log-format",
         "--admin-key",
         "--root-path",
         "--ssl-ca-certs",

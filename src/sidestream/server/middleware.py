@@ -184,20 +184,27 @@ def require_admin(scope: Scope) -> None:
 
 def _log_request(record: RequestRecord, scope: Scope) -> None:
     now = time.monotonic()
-    ttft = "-" if record.first_token is None else f"{record.first_token - record.started:.3f}s"
+    usage, ttft_s = record.usage, None if record.first_token is None else record.first_token - record.started
+    fields = {
+        "request_id": record.request_id,
+        "method": scope["method"],
+        # percent-encoded: a path cannot forge a log line
+        "path": scope.get("raw_path", b"")[:200].decode("latin-1"),
+        "status": record.status,
+        "outcome": record.outcome.replace(" ", "_"),
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.output_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "ttft_s": ttft_s,
+        "duration_s": now - record.started,
+    }
     log.log(
         logging.DEBUG if _route(scope) in _QUIET_PATHS else logging.INFO,
         "%s %s %s status=%d outcome=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d ttft=%s duration=%.3fs",
-        record.request_id,
-        scope["method"],
-        scope.get("raw_path", b"")[:200].decode("latin-1"),  # percent-encoded: a path cannot forge a log line
-        record.status,
-        record.outcome.replace(" ", "_"),
-        record.usage.prompt_tokens,
-        record.usage.output_tokens,
-        record.usage.cached_tokens,
-        ttft,
+        *list(fields.values())[:8],
+        "-" if ttft_s is None else f"{ttft_s:.3f}s",
         now - record.started,
+        extra={"fields": fields},
     )
 
 
