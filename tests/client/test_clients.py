@@ -484,6 +484,7 @@ def test_operations_of_one_front_end_reach_all_front_ends(at: Make) -> None:
             while not other.health().paused:
                 await asyncio.sleep(0.001)
             assert made.connect().health().paused  # one that starts during the pause
+            assert (await other.metrics_snapshot()).values["admission_paused"] == {(): 1.0}
             answer = other.submit(PROMPT, SamplingParams(max_tokens=4))
             await other.operate("resume")
             assert tokens_of(await read_all(answer)) == made.rig.model.expected(PROMPT, 4)

@@ -155,4 +155,4 @@ class Operations:
         else:
             self._parts.scheduler.resume_admission("operator")
         self._serving.paused = paused
-        self._parts.metrics.set("admission_paused", paused)
+        self._parts.metrics.set("admission_paused", float(paused))
