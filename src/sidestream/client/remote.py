@@ -129,7 +129,6 @@ class RemoteClient:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
         return self._checker.bounds.longest
 
     @property
@@ -138,7 +137,6 @@ class RemoteClient:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """The model's sampling defaults."""
         return self.info.sampling_defaults
 
     # ------------------------------------------------------------------ requests
@@ -198,7 +196,6 @@ class RemoteClient:
         return self._health
 
     def count(self, name: str, value: float, *labels: str) -> None:
-        """Add to one of the engine's counters."""
         if not self._closed:
             self._send(Count(name, value, labels))
 
