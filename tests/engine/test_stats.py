@@ -18,7 +18,7 @@ def test_step_time_is_the_larger_one_of_device_and_host_or_unknown() -> None:
     )  # by something else that the host does all the time
 
 
-def test_queue_and_whole_time_are_observed_once_for_each_request_also_after_preemptions() -> None:
+def test_queue_and_whole_time_are_observed_once_per_request_despite_preemptions() -> None:
     with serving(blocks=24) as rig:
         asked = prompts(0, 8, shared=24)
         for reply, prompt in zip([rig.submit(prompt, 16) for prompt in asked], asked, strict=True):

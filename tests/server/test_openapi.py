@@ -62,7 +62,7 @@ def test_the_document_has_every_route_and_a_body_for_every_post_that_reads_one()
 
 
 @pytest.mark.parametrize("place", BODIES, ids=str)
-def test_a_request_made_from_the_document_is_accepted_and_one_with_another_field_is_not(
+def test_a_request_made_from_the_document_is_accepted_but_not_with_another_field(
     place: tuple[str, int], shared: Served
 ) -> None:
     body = example(BODIES[place])
@@ -97,7 +97,7 @@ def test_the_document_has_the_fields_without_effect_with_their_values() -> None:
             assert properties[extra.name] == ({} if extra.values is None else {"enum": [*extra.values, None]})
 
 
-def test_the_page_needs_no_key_and_nothing_from_elsewhere_and_the_document_needs_the_key() -> None:
+def test_the_page_needs_no_key_and_no_other_file_and_the_document_needs_the_key() -> None:
     nobody = {"authorization": ""}
     with serving(api_key="k", root_path="/llm") as served:
         page = served.http.get("/docs", headers=nobody)
