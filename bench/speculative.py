@@ -308,7 +308,7 @@ class _HandedOver:
         self.dispatching: list[float] = []
         self.launched_steps = self.uncaptured = 0
         self._enqueued_s = 0.0
-        launch, run_eagerly, run = executor.launch, executor._run_eagerly, executor._forward.run
+        launch, run_eagerly, run = executor.launch, executor._work._run_eagerly, executor._forward.run
 
         def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
             self.launched_steps += 1
@@ -325,7 +325,7 @@ class _HandedOver:
             return run_eagerly(batch, step)
 
         executor.launch = timed  # type: ignore[method-assign]
-        executor._run_eagerly = counted  # type: ignore[method-assign]
+        executor._work._run_eagerly = counted  # type: ignore[method-assign]
         executor._forward.run = self._behind(run)  # type: ignore[method-assign]
         if executor._graphs is not None:
             executor._graphs.replay = self._behind(executor._graphs.replay)  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from sidestream.runner.executor import Executor, PreparedStep
+from sidestream.runner.executor import Executor, PreparedStep, UnsampledPass
 from sidestream.types import BatchPlan
 from sidestream_kv.device.base import Device
 from sidestream_kv.device.kinds import CUDA
@@ -79,9 +79,9 @@ class StepClock:
 
         recorded = device.stream("step clock").submit(record_all)  # the driver creates an event at its first record
         device.wait_host(recorded, reason="benchmark")
-        run = executor._run
+        run = executor._work.run
 
-        def marked(batch: BatchPlan, step: PreparedStep) -> None:
+        def marked(batch: BatchPlan, step: PreparedStep, unsampled: UnsampledPass | None) -> None:
             columns, rows = batch.columns, batch.num_rows
             begin, end = at_hand.pop() if at_hand else (new(), new())
             self.launched_steps.append(
@@ -89,10 +89,10 @@ class StepClock:
             )
             self._marks.append((begin, end))
             begin.record()
-            run(batch, step)
+            run(batch, step, unsampled)
             end.record()
 
-        executor._run = marked  # type: ignore[method-assign]
+        executor._work.run = marked  # type: ignore[method-assign]
 
     def steps(self, launched_steps: Sequence[int]) -> tuple[list[float], list[float]]:
         """Times of the steps with these indices. First list: for each step, the seconds from the end of the previous

@@ -52,6 +52,10 @@ class FakeTokenizer:
         """The text of these bytes, with U+FFFD for invalid bytes."""
         return bytes(token_ids).decode("utf-8", "replace")
 
+    def special_id(self, text: str) -> int | None:
+        """Always None: no token is special."""
+        return None
+
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The bytes in sentencepiece's notation: <0x41>."""
         return [f"<0x{token_id:02X}>" for token_id in token_ids]

@@ -22,6 +22,20 @@ from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
     Mutation(
+        name="committed-tokens-advance-the-grammar",
+        hazard="H12",
+        change=Value("False"),
+        consequence="the masks of an answer are those of an earlier token",
+        needs=frozenset({"grammar"}),
+    ),
+    Mutation(
+        name="complete-answer-ends",
+        hazard="H12",
+        change=Never(),
+        consequence="an answer goes on behind the end of its grammar",
+        needs=frozenset({"grammar"}),
+    ),
+    Mutation(
         name="removals-are-not-merged-over-a-store",
         hazard="H32",
         change=Become(
@@ -261,6 +275,37 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="masks-of-drafts-wait-for-their-pass",
+            hazard="H17",
+            consequence="the masks of a step are made for the drafts of an earlier one",
+        ),
+        "no schedule has drafts in answers with a grammar",
+        noticed_by="engine/test_structured.py::test_drafts_obey_the_grammar_and_are_still_accepted",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="answer-that-left-its-grammar-is-an-error",
+            hazard="H12",
+            change=Never(),
+            consequence="a client takes half an answer for a complete one",
+        ),
+        "no schedule has a grammar that reaches a limit",
+        noticed_by="engine/test_structured.py::test_a_grammar_that_fails_ends_its_answer_with_an_error_alone",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="grammar-returns-from-its-drafts",
+            hazard="H12",
+            consequence="rejected drafts count as tokens of the answer",
+        ),
+        "schedules have toy grammars, which keep no position while they fill masks",
+        noticed_by="grammar/test_token_grammar.py::test_masks_of_drafts_leave_the_position_as_it_was",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="invalidated-keys-are-sent-to-the-tiers",
             hazard="H9",
             consequence="blocks of a request with wrong KV are found in host memory and on disk",
@@ -359,6 +404,7 @@ EXEMPT = (
     ),
     Exempt("StepLoop._turn", ("_commit", "_commit", "_commit"), _NOTHING),
     Exempt("StepLoop._commit", ("commit",), _NOTHING),
+    Exempt("StepLoop._commit", ("end_sample",), "see complete-answer-ends"),
     Exempt("StepLoop._idle", ("wait",), "it sleeps while the engine is idle"),
     Exempt("Listener.apply_messages", ("take",), _MESSAGE),
     Exempt("Listener.apply_events", ("poll",), _WHAT_MAY_BE_CONCLUDED),

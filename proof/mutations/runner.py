@@ -367,6 +367,18 @@ MUTATIONS = (
         needs=frozenset({"bad_logits"}),
     ),
     Mutation(
+        name="masked-tokens-are-not-sampled",
+        hazard="H18",
+        consequence="an answer has tokens that its grammar does not allow",
+        needs=frozenset({"grammar"}),
+    ),
+    Mutation(
+        name="slot-begins-with-its-need-of-masks",
+        hazard="H18",
+        consequence="a step is sampled without the masks of a new request",
+        needs=frozenset({"grammar"}),
+    ),
+    Mutation(
         name="read-mailbox-entry-is-released",
         hazard="H22",
         consequence="the mailbox runs out of slots",
@@ -398,6 +410,35 @@ EQUIVALENT = (
         ),
         "prefill chunks carry their tokens, and the last chunk samples the token that the first decode step reads",
     ),
+    Equivalent(
+        Mutation(
+            name="masks-are-written-after-their-last-use",
+            hazard="H17",
+            change=Never(),
+            consequence="the host overwrites masks that a sampler still reads",
+        ),
+        "a step is sampled after the commit of the step before it, whose sampler has therefore ended",
+        noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
+    ),
+    Equivalent(
+        Mutation(
+            name="masks-are-kept-until-they-were-read",
+            hazard="H17",
+            consequence="nobody notices masks that are written while a sampler reads them",
+        ),
+        "see masks-are-written-after-their-last-use",
+        noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
+    ),
+    Equivalent(
+        Mutation(
+            name="drafts-are-read-after-their-pass",
+            hazard="H17",
+            change=Never(),
+            consequence="the host reads the drafts of an earlier step",
+        ),
+        "the engine waits for the pass",
+        noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
+    ),
 )
 
 _WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_interpreter.py runs it"
@@ -409,10 +450,11 @@ _UNPLACED = (
 )
 
 EXEMPT = (
+    Exempt("Executor.sample", ("replace",), "it copies a value"),
     Exempt("Executor.capture", ("gates=",), "a stream"),
     Exempt("Executor.warm_up", ("after=", "gates=", "wait_host", "drop", "failure"), _WARM_UP),
     Exempt("Executor.launch", ("begin",), "see slot-begins-on-the-host and step-samples-in-the-mode-of-its-rows"),
-    Exempt("Executor._run", ("forget",), _UNPLACED),
+    Exempt("StepWork.running", ("forget",), _UNPLACED),
     Exempt("BlockTableMirror.changes", ("extend", "extend"), "a list"),
     Exempt("Graphs.delete", ("clear", "clear"), "a dict"),
     Exempt("Graphs._finish", ("wait_host", "failure"), _WARM_UP),

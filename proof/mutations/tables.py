@@ -25,6 +25,7 @@ Feature = Literal[
     "failing_tier",
     "flipped_block",
     "full_queue",
+    "grammar",
     "growing_tier",
     "hang_up",
     "hidden_states",
@@ -68,6 +69,7 @@ failing_step    forward passes raise
 failing_tier    disk reads and writes raise
 flipped_block   a bit of a block flips in a file of the disk tier
 full_queue      requests are refused because too many wait
+grammar         a grammar allows a part of the tokens of an answer
 growing_tier    host memory is pinned while the engine serves
 hang_up         front ends disconnect and others take their place
 hidden_states   drafts are made from hidden states

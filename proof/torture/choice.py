@@ -24,6 +24,7 @@ NEVER_TOGETHER: Mapping[tuple[Feature, Feature], str] = {
     ("device_loss", "rank_loss"): "either of them ends the engine",
     ("device_loss", "restart"): "the loss ends the engine, and another one starts on the same disk",
     ("failing_step", "rank_loss"): "either of them ends an engine with several ranks",
+    ("grammar", "speculative"): "the reference has no accept lengths of answers with a grammar",
     ("meanwhile", "twins"): "a twin's prompt would replace one that arrives in the middle of a step",
     ("rank_loss", "restart"): "the loss ends the engine, and another one starts on the same disk",
     ("rank_loss", "weights"): "an engine with several ranks refuses new weights",

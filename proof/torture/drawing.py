@@ -70,6 +70,7 @@ def draw_workload(seed: int) -> Workload:
     large = workload.layer_groups and random.Random(f"sidestream large groups {seed}").random() < 1 / 4
     turn_blocks = 1 + random.Random(f"sidestream turns {seed}").randrange(2)
     workload = dataclasses.replace(workload, large_groups=large, turn_blocks=turn_blocks)
+    workload = _draw_grammars(random.Random(f"sidestream grammars {seed}"), workload)
     return _draw_vocabulary(random.Random(f"sidestream vocabulary {seed}"), workload)
 
 
@@ -84,6 +85,15 @@ def _draw_vocabulary(rng: random.Random, workload: Workload) -> Workload:
         for asked in workload.requests
     )
     return dataclasses.replace(workload, requests=requests, vocab=LARGE_VOCAB)
+
+
+def _draw_grammars(rng: random.Random, workload: Workload) -> Workload:
+    """Let half of the requests have a grammar in one workload of six without drafts."""
+    if workload.drafts or rng.random() >= 1 / 6:
+        return workload
+    forms = ("", "", "2 100", f"3 {rng.randint(1, 8)}")
+    requests = tuple(dataclasses.replace(asked, grammar=rng.choice(forms)) for asked in workload.requests)
+    return dataclasses.replace(workload, requests=requests)
 
 
 def _draw_lag(rng: random.Random, workload: Workload) -> Workload:

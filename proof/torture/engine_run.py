@@ -15,6 +15,7 @@ from proof.torture.oracle import SALT, state_bytes, toy_of
 from proof.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from proof.torture.workload import LOAD_DEADLINE_S, Workload
 from proof.toy import ToyDraftHead, ToyProposer
+from proof.toy_grammar import ToyGrammars
 from sidestream.config import EngineConfig, KVEventsConfig, SpeculativeConfig
 from sidestream.engine import Engine, build_engine
 from sidestream.ranks.fences import local_fence
@@ -95,6 +96,7 @@ class Life:
                 group=None if self.others is None else self.others.groups[0],
                 tiers=None if self.disk is None else {"disk": self.disk},
                 proposer=self._proposer(workload),
+                grammars=ToyGrammars(workload.vocab),
             )
             self.events = EventReplay(self.engine)
             self._publish_events = self._hold_events_back()

@@ -19,9 +19,10 @@ from proof.tokenizer import ToyTokenizer
 from proof.torture.script import Script, ScriptedDevice, ScriptedModel
 from proof.torture.workload import VOCAB, Asked, Workload, blocks_for
 from proof.toy import StatefulToyModel, ToyModel
+from proof.toy_grammar import ToyGrammars, toy_grammar
 from sidestream.attention.paged import PagedBatch
 from sidestream.client.front_end import OutputProcessor
-from sidestream.config import EngineConfig, SamplingParams
+from sidestream.config import EngineConfig, SamplingParams, StructuredOutputs
 from sidestream.engine import Engine, build_engine
 from sidestream.types import Delta
 from sidestream_kv.kv.state_layout import RESERVED_STATES, blocks_per_state
@@ -98,6 +99,7 @@ def params_of(number: int, asked: Asked, *, vocab: int) -> SamplingParams:
         max_tokens=asked.max_tokens,
         logprobs=asked.logprobs,
         n=asked.n,
+        structured_outputs=StructuredOutputs(regex=asked.grammar) if asked.grammar else None,
     )
 
 
@@ -150,6 +152,7 @@ def greedy_answer(model: ScriptedModel, asked: Asked) -> Sample:
     in_prompt = np.isin(np.arange(model.vocab_size), asked.prompt)
     repetition, presence, frequency = (np.float32(value) for value in asked.penalties or (1.0, 0.0, 0.0))
     eos_ids = list(model.eos_token_ids)
+    grammar = toy_grammar(asked.grammar, model.vocab_size) if asked.grammar else None
     while answer.reason is None:
         raw = np.zeros(model.vocab_size, np.float32)
         raw[model.next_token((*asked.prompt, *answer.tokens))] = 100.0
@@ -162,6 +165,8 @@ def greedy_answer(model: ScriptedModel, asked: Asked) -> Sample:
         logits -= (counts > 0) * presence
         if len(answer.tokens) < asked.min_tokens:
             logits[eos_ids] = -np.inf
+        if grammar is not None:
+            logits[~grammar.allowed(answer.tokens)[: model.vocab_size]] = -np.inf
         token = int(logits.argmax())
         counts[token] += 1
         answer.tokens.append(token)
@@ -171,6 +176,8 @@ def greedy_answer(model: ScriptedModel, asked: Asked) -> Sample:
             answer.reason = "stop"
         elif len(answer.tokens) == asked.max_tokens:
             answer.reason = "length"
+        elif grammar is not None and len(answer.tokens) >= grammar.length:
+            answer.reason = "stop"
     answer.text = ToyTokenizer().decode([token for token in answer.tokens if token not in eos_ids])
     return answer
 
@@ -193,7 +200,8 @@ def run_alone(workload: Workload, model: ScriptedModel, numbers: Sequence[int]) 
         asynchronous=False,
     )
     device = ScriptedDevice(make_policy("early", random.Random(0)), Script(Workload(0, ())), tracer=None)
-    engine: Engine = build_engine(model, config, device=device, threaded=False)
+    grammars = ToyGrammars(workload.vocab)
+    engine: Engine = build_engine(model, config, device=device, threaded=False, grammars=grammars)
     received: dict[tuple[int, int], Sample] = {}
     for number in numbers:
         asked = workload.requests[number]

@@ -28,7 +28,7 @@ from proof.toy import ToyItself, ToyModel
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import ConfigError, InvariantError, SidestreamError
-from sidestream.runner.executor import PreparedStep
+from sidestream.runner.executor import PreparedStep, UnsampledPass
 from sidestream.types import BatchPlan, Delta
 from sidestream_kv.config import OffloadConfig, unknown_name
 from sidestream_kv.device.cpu import CpuDevice
@@ -348,13 +348,13 @@ def _engine(kind: str, model: ToyModel, *, seed: int, eager: bool, report: Servi
 
 def _hold_up_steps(engine: Engine, device: CpuDevice | CudaDevice, seed: int) -> None:
     executor, rng = engine.parts.executor, random.Random(seed + 1)
-    run = executor._run
+    run = executor._work.run
 
-    def late(batch: BatchPlan, step: PreparedStep) -> None:
+    def late(batch: BatchPlan, step: PreparedStep, unsampled: UnsampledPass | None) -> None:
         busy(device, draw_delay(rng, _HABITS.delay))
-        run(batch, step)
+        run(batch, step, unsampled)
 
-    executor._run = late  # type: ignore[method-assign]
+    executor._work.run = late  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

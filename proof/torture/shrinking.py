@@ -180,6 +180,8 @@ def _simpler_requests(asked: Asked) -> Iterator[Asked]:
     if asked.abort_at is not None:
         yield dataclasses.replace(asked, abort_at=None)
     plain = {"n": 1, "priority": 0, "hot": False, "penalties": None, "bias": (), "min_tokens": 0, "logprobs": None}
+    if asked.grammar:
+        yield dataclasses.replace(asked, grammar="")
     for name, value in plain.items():
         if getattr(asked, name) != value:
             yield dataclasses.replace(asked, **{name: value})  # type: ignore[arg-type]

@@ -84,6 +84,7 @@ class Asked:
     penalties  repetition, presence, frequency; None: none
     bias       tokens, each with the number that is added to its logit
     salt       cache salt: KV is shared only between requests with the same salt
+    grammar    the form of its answers (`ToyGrammars`); empty: any
     """
 
     at: int
@@ -98,6 +99,7 @@ class Asked:
     min_tokens: int = 0
     logprobs: int | None = None
     salt: str = ""
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
     "flipped_block": lambda w: any(f.kind == "flipped" and 1.0 - BLOCK_PART <= f.place < 1.0 for f in w.faults),
     "full_queue": lambda w: w.front_ends > 0 and w.waiting + w.max_running < sum(asked.n for asked in w.requests),
+    "grammar": lambda w: any(asked.grammar for asked in w.requests),
     "growing_tier": lambda w: w.slots > 1 and w.pin_s > 0,
     "hang_up": lambda w: w.front_ends > 0 and any(event.kind == "hang_up" for event in w.events),
     "hidden_states": lambda w: w.leaves_hidden,

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from sidestream import moved
-from sidestream.config import EngineConfig, KVEventsConfig, SamplingParams, SpeculativeConfig
+from sidestream.config import EngineConfig, KVEventsConfig, SamplingParams, SpeculativeConfig, StructuredOutputs
 from sidestream.errors import (
     CallTimeout,
     ConfigError,
@@ -72,6 +72,7 @@ __all__ = [
     "SamplingParams",
     "SidestreamError",
     "SpeculativeConfig",
+    "StructuredOutputs",
     "TierCorrupt",
     "TierError",
     "TierFull",

@@ -5,12 +5,13 @@ about models.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from sidestream.errors import ConfigError, RequestRejected
 from sidestream.types import SamplingSpec
@@ -440,6 +441,61 @@ NEUTRAL = SamplingDefaults()
 
 @options_checked(RequestRejected)
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that an answer must have. Give exactly one of the first six; the names are vLLM's.
+
+    json            a JSON schema, as text or as a dict: the answer is JSON that is valid under it
+    json_object     the answer is a JSON object
+    regex           the whole answer matches this regular expression
+    choice          the answer is one of these texts
+    grammar         the answer is derived from this grammar, in Lark's or GBNF's syntax
+    structural_tag  parts of the answer that begin with a trigger have the form of a tag: JSON, as text or as a dict
+    disable_any_whitespace  JSON has no white space between its parts
+    whitespace_pattern      regular expression of the white space between the parts of JSON
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURED_KINDS if getattr(self, name)]
+        if len(given) != 1:
+            actual = " and ".join(given) if given else "nothing"
+            raise RequestRejected(
+                f"structured_outputs has {actual}: give exactly one of {', '.join(STRUCTURED_KINDS)}",
+                param="structured_outputs",
+            )
+        for name in ("json", "structural_tag"):
+            if isinstance(value := getattr(self, name), dict):
+                object.__setattr__(self, name, json.dumps(value))
+        kind = given[0]
+        text = getattr(self, kind)
+        if kind != "json_object" and not isinstance(text, tuple if kind in _FORMS else str):
+            raise RequestRejected(
+                f"structured_outputs.{kind} is a {type(text).__name__}: give a {_FORMS.get(kind, 'text')}",
+                param=f"structured_outputs.{kind}",
+            )
+        size = sum(map(len, text)) if isinstance(text, tuple) else len(text) if isinstance(text, str) else 0
+        if size > MOST_GRAMMAR_CHARS:
+            raise RequestRejected(
+                f"structured_outputs.{kind} has {size} characters: at most {MOST_GRAMMAR_CHARS}; shorten it",
+                param=f"structured_outputs.{kind}",
+            )
+
+
+STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+MOST_GRAMMAR_CHARS = 1 << 20
+_FORMS = {"choice": "tuple of texts"}
+
+
+@options_checked(RequestRejected)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters and stop conditions of one request.
 
@@ -458,6 +514,7 @@ class SamplingParams:
     logprobs            k: log-probabilities of the sampled token and of the k likeliest tokens; None: no logprobs
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
+    structured_outputs  the form that the answer must have; None: any
     """
 
     temperature: Annotated[
@@ -506,6 +563,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     max_drafts: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, option in SAMPLING_OPTIONS.items():
@@ -560,6 +618,7 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             forbidden_until_min=tuple(sorted(set(ending_ids))),
             top_logprobs=-1 if self.logprobs is None else self.logprobs,
+            masked=self.structured_outputs is not None,
         )
 
 

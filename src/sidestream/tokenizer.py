@@ -103,6 +103,10 @@ class Tokenizer:
         """The vocabulary's string for each token, such as `Ġhello`; empty for an id without a token."""
         return [token or "" for token in self._backend.convert_ids_to_tokens(list(token_ids))]
 
+    def to_json(self) -> str:
+        """The content of the tokenizer's tokenizer.json."""
+        return str(self._backend.backend_tokenizer.to_str())
+
     def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
         """A new incremental detokenizer, for one sample.
 

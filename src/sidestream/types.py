@@ -35,6 +35,8 @@ class SamplingSpec:
     """Stop token ids and end-of-sequence ids. They are not sampled before the request has `min_tokens` outputs."""
     top_logprobs: int
     """Number of likeliest tokens whose logprobs are returned, besides the sampled token; -1: no logprobs at all."""
+    masked: bool = False
+    """Whether a grammar decides which tokens may be sampled."""
 
     @property
     def greedy(self) -> bool:

@@ -123,6 +123,7 @@ class Rig:
         load_deadline_s: float = 10.0,
         always_load: bool = True,
         proposer: Proposer | None = None,
+        grammars: Any = None,
         **options: Any,
     ) -> None:
         self.model = model or ToyModel()
@@ -149,6 +150,7 @@ class Rig:
             eos_ids=self.tokenizer.eos_ids,
             tiers=None if self.disk is None else {"disk": self.disk},
             proposer=proposer,
+            grammars=grammars,
         )
         if always_load and self.engine.parts.costs is not None:
             self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds

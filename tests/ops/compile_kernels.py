@@ -62,6 +62,7 @@ for logits, unused in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
         )  # fmt: skip
     compiled(step_kernels.sample_token, logits, LONG, LONG, *inputs[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
     compiled(step_kernels.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
+    compiled(step_kernels.mask, logits, LONG, INT, *["i32"] * 3, warps=4)
 compiled(step_kernels.previous_hidden, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
 compiled(step_kernels.keep_hidden, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
 compiled(draft_kernels.argmax_of_parts, BF16, "*fp32", INT, *["i32"] * 3)

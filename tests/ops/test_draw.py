@@ -171,6 +171,24 @@ def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
         assert tokens[row] == expected or between(logits, row, row, here, [int(tokens[row]), expected]) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "stride"), [(60, 60), (9000, 9010)])
+def test_masks(width: int, stride: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, stride, generator=generator).to(dtype)[:, :width]
+    rows = torch.tensor([7, 0, 3])
+    masks = torch.randint(-(1 << 31), 1 << 31, (3, -(-width // 32)), generator=generator).to(torch.int32)
+    wanted = logits.clone()
+    for row, words in zip(rows.tolist(), masks.tolist(), strict=True):
+        for token in range(width):
+            if not words[token // 32] >> token % 32 & 1:
+                wanted[row, token] = -torch.inf
+    for ops, device in ((TorchOps(), torch.device("cpu")), (triton_ops.TritonOps(), HERE)):
+        masked = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=device).copy_(logits)
+        ops.mask(masked, rows.to(device), masks.to(device))
+        assert torch.equal(masked.cpu(), wanted)
+
+
 @pytest.mark.parametrize("drafted", [True, False])
 @pytest.mark.parametrize(("width", "stride"), [(60, 60), (9000, 9000), (9000, 9010)])
 def test_penalties(width: int, stride: int, drafted: bool) -> None:

@@ -19,6 +19,7 @@ from sidestream.engine.kv_events import KVEvents
 from sidestream.engine.kv_sockets import KVEventSockets, warn_if_open
 from sidestream.engine.parts import Parts
 from sidestream.engine.rank_parts import RankParts, build_rank_parts
+from sidestream.grammar import Grammars
 from sidestream.models.compile_cache import use_compile_cache
 from sidestream.ranks.follower import Follower
 from sidestream.ranks.leader import Ranks, joint_device, joint_executor
@@ -59,6 +60,7 @@ def build_engine(
     threaded: bool = True,
     ranks: Ranks | None = None,
     group: Group | None = None,
+    grammars: Grammars | None = None,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
     """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError, after closing
@@ -77,6 +79,7 @@ def build_engine(
     threaded  False: the engine has no thread, see `Engine`
     ranks     the other ranks, each with a follower of `build_follower`; `model` is rank 0's share
     group     collectives among the ranks; None: there is one rank
+    grammars  compiles the forms of answers; None: structured outputs are refused
     tell      progress callback: gets the current activity, its steps done, and its steps in total (0 and 0: unknown)
     """
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == CUDA
@@ -95,7 +98,16 @@ def build_engine(
         joint = device if ranks is None else joint_device(device, ranks)
         rank = build_rank_parts(plan, host=joint, tiers=tiers, undo=undo, tell=tell)
         parts = _build_parts(
-            plan, rank, joint, ranks, metrics, events, eos_ids=eos_ids, defaults=defaults, timeline=timeline
+            plan,
+            rank,
+            joint,
+            ranks,
+            metrics,
+            events,
+            eos_ids=eos_ids,
+            defaults=defaults,
+            timeline=timeline,
+            grammars=grammars,
         )
         undo.pop_all()
     if ranks is not None:
@@ -147,6 +159,7 @@ def _build_parts(
     eos_ids: Sequence[int],
     defaults: SamplingDefaults,
     timeline: Timeline | None,
+    grammars: Grammars | None,
 ) -> Parts:
     """All parts of the engine: the parts of rank 0, and the parts that plan the work of every rank. `device`: the joint
     device of all ranks, or the device of the only rank.
@@ -181,6 +194,7 @@ def _build_parts(
         ranks=ranks,
         kv_events=events,
         self_check=plan.config.self_check,
+        grammars=grammars,
     )
 
 

@@ -24,7 +24,8 @@ from sidestream.engine.loop import StepLoop
 from sidestream.engine.operations import Operations
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
-from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped
+from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped, RequestRejected
+from sidestream.grammar import TokenGrammar
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
 from sidestream.types import Flushed, Health
@@ -98,12 +99,17 @@ class Engine:
         return self.enqueue(checked, sink, name=name)
 
     def enqueue(self, request: CheckedRequest, sink: Sink, *, name: str = "") -> Handle:
-        """Queue a request that this engine or a front end has checked. Raises QueueFull or EngineStopped."""
+        """Queue a request that this engine or a front end has checked. Compiles its grammar, if it has one, on this
+        thread. Raises QueueFull or EngineStopped, and RequestRejected for a grammar.
+        """
         num_samples, arrival_s = request.params.n, self.parts.device.now()
+        grammar = self._grammar_of(request.params)
         with self.serving.lock:  # so that ids are in order of arrival
             self.serving.check_room(num_samples)
             streams = [
-                OutputStream(self._sample(index, request), index=index, sink=sink, arrival_s=arrival_s, name=name)
+                OutputStream(
+                    self._sample(index, request, grammar), index=index, sink=sink, arrival_s=arrival_s, name=name
+                )
                 for index in range(num_samples)
             ]
             self.serving.accept(num_samples)
@@ -137,7 +143,16 @@ class Engine:
         # rule: keys-are-computed-with-the-requests-salt
         return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
 
-    def _sample(self, index: int, checked: CheckedRequest) -> Request:
+    def _grammar_of(self, params: SamplingParams) -> TokenGrammar | None:
+        wanted, grammars = params.structured_outputs, self.parts.grammars
+        if wanted is None:
+            return None
+        if grammars is None:
+            reason = "this engine has no tokenizer, so it cannot enforce the form of an answer; leave it out"
+            raise RequestRejected(f"structured_outputs is set: {reason}", param="structured_outputs")
+        return grammars.compile(wanted)
+
+    def _sample(self, index: int, checked: CheckedRequest, grammar: TokenGrammar | None) -> Request:
         """One sample of a request."""
         parts, params = self.parts, checked.params
         return Request(
@@ -145,6 +160,7 @@ class Engine:
             prompt=checked.prompt,
             keys=list(checked.keys),
             keys_version=checked.keys_version,
+            grammar=None if grammar is None else grammar.copy(),
             cache_salt=checked.cache_salt,
             sampling=params.spec(seed=checked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=checked.max_outputs,

@@ -21,6 +21,7 @@ from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.engine import Engine, build_engine
 from sidestream.engine.kv_sockets import check_endpoints
 from sidestream.errors import ConfigError, DeviceLost, ModelError, ProcessFailed, RaceError, RequestRejected
+from sidestream.grammar import GrammarCompiler
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
@@ -157,6 +158,9 @@ class LoadedEngine:
             defaults=self.sampling_defaults,
             ranks=None if self._processes is None else self._processes.transport.ranks,
             group=group,
+            grammars=GrammarCompiler(
+                self.tokenizer.to_json(), vocab_size=loaded.vocab_size, eos_ids=self.tokenizer.eos_ids
+            ),
             tell=on_stage,
         )
         if self._processes is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sidestream.config import WATCHDOG_OPTION
 from sidestream.engine.failures import Failures
@@ -19,9 +19,10 @@ from sidestream.engine.inbox import Listener
 from sidestream.engine.output_stream import OutputStreams
 from sidestream.engine.parts import Parts
 from sidestream.engine.stats import Gauges, SelfCheck, SpecStats, StepTimes
+from sidestream.engine.structured import Complete, StructuredSampler
 from sidestream.errors import DeviceLost
 from sidestream.runner.executor import LaunchedStep
-from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.scheduler import RowOutput, Scheduler
 from sidestream.types import Health, StepPlan
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout
@@ -78,6 +79,7 @@ class StepLoop:
             has_ranks=parts.ranks is not None,
         )
         self._gauges = Gauges(parts)
+        self._structured = StructuredSampler(parts.scheduler, parts.executor)
         self._stopping = False
         self._trimmed = False
 
@@ -145,10 +147,11 @@ class StepLoop:
         if not self.asynchronous or failed:
             self._commit(previous)
             self.in_flight = None
-            self._commit(step)
+            self._commit(self._sampled(step))
             return step is not None
         self.in_flight = step
         self._commit(previous)
+        self.in_flight = self._sampled(step)
         return step is not None or previous is not None
 
     def _store_latest_states(self) -> None:
@@ -178,6 +181,15 @@ class StepLoop:
         parts.metrics.inc("steps_total")
         return step
 
+    def _sampled(self, step: LaunchedStep | None) -> LaunchedStep | None:
+        """The step, complete: with its sampling enqueued. The step before it was committed."""
+        if step is None or step.unsampled is None:
+            return step
+        if any(step.batch.columns.drafts):
+            # Masks of drafts need the drafts, which only the device knows.
+            self._listener.wait_for(step.fence)  # rule: masks-of-drafts-wait-for-their-pass
+        return self._structured.sample(step)
+
     def _commit(self, step: LaunchedStep | None) -> None:
         """Wait for a step, and apply its results."""
         if step is None:
@@ -204,13 +216,19 @@ class StepLoop:
             self.spec_stats.count(step, results)
         if results.compared is not None:
             self._self_check.count(step, results.compared)
-        endings = self._streams.send(committed.outputs)
+        outputs: Sequence[RowOutput] = committed.outputs
+        complete: Sequence[Complete] = ()
+        if step.masked:
+            outputs, complete = self._structured.follow(outputs)
+        endings = self._streams.send(outputs)
         if parts.transfers is not None and committed.invalidated:
             parts.transfers.forget(committed.invalidated)  # rule: invalidated-keys-are-sent-to-the-tiers
         store = parts.scheduler.publish(committed)  # rule: completed-blocks-are-published-before-their-requests-end
         if parts.transfers is not None and store is not None:  # rule: store-is-submitted-before-its-blocks-are-released
             parts.transfers.submit([store])
         self._streams.finish(endings)  # rule: ended-requests-end
+        for ending in complete:
+            self._streams.end_sample(*ending)
         seconds = times.end_commit(step)
         if seconds is not None:
             parts.scheduler.measured(step.batch, seconds)

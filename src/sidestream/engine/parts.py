@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sidestream.config import SamplingDefaults
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.kv_events import KVEvents
+from sidestream.grammar import Grammars
 from sidestream.ranks.leader import Ranks
 from sidestream.runner.executor import Executor
 from sidestream.schedule.limits import Bounds
@@ -37,6 +38,7 @@ class Parts:
     ranks         the other ranks of tensor parallelism; None: the engine has one rank
     kv_events     publishes which blocks can be reused; None: no events
     self_check    share of steps that run twice
+    grammars     compiles the forms of answers; None: the engine has no tokenizer, and refuses structured outputs
     watchdog_timeout_s  seconds after which a turn of the engine thread counts as hanging
     """
 
@@ -63,4 +65,5 @@ class Parts:
     ranks: Ranks | None = None
     kv_events: KVEvents | None = None
     self_check: float = 0.0
+    grammars: Grammars | None = None
     watchdog_timeout_s: float = math.inf

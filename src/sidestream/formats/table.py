@@ -32,7 +32,9 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """A JSON object that has the name and the arguments."""
+    """A JSON object that has the name and, under `key` (or another usual one), the arguments."""
+
+    key: str = "arguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,13 @@ class Pairs:
     opening   literal with which each begins
     closing   literal with which each ends
     pattern   one complete argument: its groups are name and value
+    form      how a model writes an argument
     """
 
     opening: str
     closing: str
     pattern: re.Pattern[str]
+    form: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,13 @@ _GLM_PAIRS = Pairs(
     "<arg_key>",
     "</arg_value>",
     re.compile(r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+    "<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>",
 )
 _QWEN_PAIRS = Pairs(
-    "<parameter=", "</parameter>", re.compile(r"\s*<parameter=\s*([^>]*?)\s*>\n?(.*?)\n?</parameter>", re.DOTALL)
+    "<parameter=",
+    "</parameter>",
+    re.compile(r"\s*<parameter=\s*([^>]*?)\s*>\n?(.*?)\n?</parameter>", re.DOTALL),
+    "<parameter={name}>\n{value}\n</parameter>",
 )
 _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -141,7 +149,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     ),
     "hermes": ToolFormat(("<tool_call>",), "<tool_call>", (Object(), "</tool_call>")),
     "llama3_json": ToolFormat(
-        ('"parameters": dictionary of argument name',), "<|python_tag|>", (Object(),), bare="{", more=";"
+        ('"parameters": dictionary of argument name',), "<|python_tag|>", (Object("parameters"),), bare="{", more=";"
     ),
     "pythonic": ToolFormat(
         ("[func_name1(params_name1=params_value1",),

@@ -100,6 +100,13 @@ def typed(text: str, parameters: Any, name: str) -> Any:
         return None if word == "None" and "null" in types else text
 
 
+def is_text(parameters: Any, name: str) -> bool:
+    """Whether the argument `name`, written as plain text, is a text whatever it says."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    types = _types(properties.get(name)) if isinstance(properties, Mapping) else set()
+    return not types or "string" in types
+
+
 def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()

@@ -190,6 +190,15 @@ class Ops(Protocol):
         """
         ...
 
+    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Set the logits of tokens that are not allowed to -inf. Overwrites `logits`, `[N, V]`.
+
+        rows    `[M]`: the rows of logits to change
+        masks   int32 `[M, ceil(V / 32)]`, on a GPU in mapped host memory: bit i of word w is set if the row may get
+                token 32 w + i
+        """
+        ...
+
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
         """Sample one token for each row of logits. Returns the tokens, `[N]`, and whether the logits of each row are
         finite, bool `[N]`; if not, the token is 0.

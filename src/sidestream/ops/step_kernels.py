@@ -36,6 +36,7 @@ _STEP_INPUTS = [
 # Number of logits to which a program applies penalties. Triton compiles a variant for sizes that are multiples of 16,
 # with wide loads; this pays off here, because vocabulary size and strides do not change.
 PENALTY_TILE = tl.constexpr(4096)
+MASK_TILE = tl.constexpr(128)  # words of 32 tokens
 # The same constants as in `ops/torch_ops.py` and `ops/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
 # `search_threshold` finds a filter's threshold as a radix select does: digit by digit, with two bits per digit. For
@@ -193,6 +194,21 @@ def penalise(logits, slots, params_f64, output_counts, in_prompt, drafted, out, 
         logit = tl.where((count > 0) | (prompt_token != 0), repeated, logit)
         logit = logit - count.to(tl.float32) * frequency - (count > 0).to(tl.float32) * presence
     tl.store(out + logit_row * width + token_ids, logit, mask=mask)
+
+
+@triton.jit
+def mask(logits, rows, masks, width, stride, words):
+    """Set the logits of tokens that are not allowed to -inf. Grid (masks, parts of a row). Each program reads its words
+    once, side by side, because they are in host memory.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    word_ids = tl.program_id(1) * MASK_TILE + tl.arange(0, MASK_TILE)
+    word = tl.load(masks + number * words + word_ids, mask=word_ids < words, other=0)
+    bits = tl.arange(0, 32)[None, :]
+    token_ids = word_ids[:, None] * 32 + bits
+    allowed = (word[:, None] >> bits) & 1
+    row = tl.load(rows + number)
+    tl.store(logits + row * stride + token_ids, float("-inf"), mask=(token_ids < width) & (allowed == 0))
 
 
 @triton.jit

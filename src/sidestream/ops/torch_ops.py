@@ -24,6 +24,7 @@ UNIT = 2.0**40
 # Bounds of temperature and repetition penalty as divisors. Beyond them, a quotient would overflow or become zero in
 # float32. They are powers of two, which are exact in every type.
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
+_WORD_BITS = 32
 
 
 class TorchOps:
@@ -140,6 +141,12 @@ class TorchOps:
         penalised = penalised - counts * _column(rules["frequency_penalty"][slots])
         penalised = penalised - output * _column(rules["presence_penalty"][slots])
         return logits.index_copy_(0, penalised_rows, penalised)
+
+    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=logits.device)
+        for row, words in zip(rows, masks, strict=True):  # row by row: a table of all rows would not stay in the cache
+            forbidden = ((words[:, None] >> bits) & 1 == 0).view(-1)[: logits.shape[1]]
+            logits[row].masked_fill_(forbidden, -torch.inf)
 
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
         rules = SamplingTensors(sampling)

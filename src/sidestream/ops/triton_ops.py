@@ -143,6 +143,11 @@ class TritonOps:
         )  # fmt: skip
         return out
 
+    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        count, words = masks.shape
+        grid: Any = step_kernels.mask[(count, -(-words // step_kernels.MASK_TILE.value))]
+        grid(logits, rows, masks, logits.shape[1], logits.stride(0), words, num_warps=4)
+
     def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
         tokens, finite = self.argmax(logits)
         _draw(logits, slots, output_indices, finite, sampling, tokens)

@@ -8,8 +8,9 @@ On a GPU, `launch` never waits for the device: kernels read a step's inputs from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -17,13 +18,15 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.states import DraftInputs, StatePool
-from sidestream.errors import DeviceLost
+from sidestream.errors import DeviceLost, InvariantError
+from sidestream.grammar.token_grammar import Masks
 from sidestream.ops import Ops, TorchOps
 from sidestream.runner.accesses import StepAccesses
 from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs, Tell
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
-from sidestream.runner.sampler import Sampler, SamplingMode
+from sidestream.runner.masks import MaskMemory
+from sidestream.runner.sampler import Sampler, SamplingMode, TokenMasks
 from sidestream.runner.second_run import SecondRun
 from sidestream.runner.state import DecodeState, Uploads
 from sidestream.runner.step_inputs import (
@@ -69,10 +72,25 @@ class PreparedStep(NamedTuple):
     entry: MailboxEntry
 
 
+@dataclass(slots=True, eq=False)
+class UnsampledPass:
+    """A launched forward pass. Its step is complete after `Executor.sample`.
+
+    inputs   the accesses of the step's inputs, for the tracer
+    result   written when the pass has run; None: it has not, or it failed
+    """
+
+    step: PreparedStep
+    inputs: Sequence[Access]
+    result: tuple[StepInputs, ForwardOutput] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A launched batch; its fence covers the forward pass, the sampling, and the delivery of the results.
 
+    unsampled      the step's rows need token masks, so only its forward pass was launched, and the fence covers no more
+    masked         whether rows needed token masks
     gated          whether the step waits for loads
     top_logprobs   requested numbers of log-probabilities, see `Sampler.top_logprobs_of`
     launched_s     time of the launch, by the device's clock
@@ -86,6 +104,8 @@ class LaunchedStep:
     top_logprobs: tuple[int, ...]
     launched_s: float
     mailbox: Mailbox
+    unsampled: UnsampledPass | None = None
+    masked: bool = False
     on_all_ranks: Fence | None = None
 
     @property
@@ -196,6 +216,153 @@ class StepTracing:
         return exact
 
 
+@dataclass(slots=True, eq=False)
+class StepWork:
+    """The work of steps on the compute stream: the forward pass and the sampling, eagerly or by captured graphs. On a
+    GPU, the engine thread enqueues it; on a CPU, it runs on the stream's thread.
+
+    is_rank   several ranks share the model
+    graphs    captured graphs; None: every step runs eagerly
+    """
+
+    _stream: Stream
+    _state: DecodeState
+    _tables: BlockTableMirror
+    _uploads: Uploads
+    _ops: Ops
+    _forward: Forward
+    _second_run: SecondRun
+    _sampler: Sampler
+    _mailbox: Mailbox
+    _tracing: StepTracing
+    _has_states: bool
+    _is_rank: bool
+    graphs: Graphs | None = None
+    _failed: str | None = None
+
+    def run(self, batch: BatchPlan, step: PreparedStep, unsampled: UnsampledPass | None) -> None:
+        """Run the step, or only its forward pass: the work that `launch` submits to the compute stream."""
+        with self.running(), torch.inference_mode():
+            if len(step.changes.indices):
+                indices, block_ids = self._uploads.together([torch.from_numpy(part) for part in step.changes])
+                self._ops.update_block_tables(indices, block_ids, self._state.block_tables)
+            if begins := batch.begins:
+                self._state.begin(begins)  # rule: slot-begins-on-the-device
+            # rule: second-run-is-part-of-its-step
+            inputs, output = self._run_twice(batch, step) if batch.self_check else self._run_once(batch, step)
+            if unsampled is None:
+                self.sample(batch, step, inputs, output)
+                return
+            unsampled.result = inputs, output
+            if output.proposed is not None:
+                drafts = output.proposed.tokens[: batch.num_decodes]
+                self._mailbox.write_drafts(step.entry.start, drafts, self._stream)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around work of a step on the compute stream.
+
+        If it fails, `_tables` forgets which block tables are on the device, so that the next step writes them
+        completely. That is in time: on a GPU, this method runs on the engine thread, before the next step is packed.
+
+        If a step fails on one of several ranks, no later step runs there. Its collectives would meet those of the
+        failed step on other ranks, whose steps would then end without an error and with wrong results.
+        """
+        if self._failed is not None:  # rule: no-step-of-a-rank-follows-a-failed-one
+            raise DeviceLost(f"an earlier step failed on this rank: {self._failed}")
+        try:
+            yield
+        except BaseException as error:
+            self._tables.forget()
+            if self._is_rank:
+                self._failed = f"{type(error).__name__}: {error}"
+            raise
+
+    def _run_once(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
+        """Run the forward pass."""
+        return self._run_eagerly(batch, step) if step.captured is None else self._replay(batch, step)
+
+    def _run_twice(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
+        """Run the forward pass twice, and deliver the differences of both runs. Returns the second run."""
+        inputs, output, differences = self._second_run.compare(lambda: self._run_once(batch, step), batch)
+        self._mailbox.write_differences(step.entry.start, differences, self._stream)
+        return inputs, output
+
+    def sample(
+        self,
+        batch: BatchPlan,
+        step: PreparedStep,
+        inputs: StepInputs,
+        output: ForwardOutput,
+        masks: TokenMasks | None = None,
+    ) -> None:
+        """Sample the step's tokens, and deliver them: by a graph if sampling is captured for the step's mode."""
+        captured, gated = step.captured, bool(step.gates.by_layer)
+        if captured is not None and self.graphs is not None and step.mode in captured.modes(gated=gated):
+            self.graphs.draw(captured, step.mode, gated=gated)
+        elif any(batch.columns.samples):
+            drawn, accepted = self._sampler.sample(inputs, output, step.mode, batch, masks)
+            times = None if output.proposed is None else output.proposed.times
+            self._mailbox.write(step.entry.start, drawn, self._stream, counts=accepted, times=times)
+
+    def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
+        """Run the forward pass eagerly."""
+        (buffer,) = self._uploads.together([torch.from_numpy(step.numbers)])
+        chunks = batch.rows[batch.num_decodes :] if step.sizes.has_states else ()
+        inputs = StepInputs.of(
+            buffer,
+            step.sizes,
+            table_width=max(map(len, batch.columns.block_table)),
+            chunk_lens=tuple(row.num_tokens for row in chunks),
+        )
+        gated = bool(step.gates.by_layer)
+        accesses = self._tracing.at_start(batch, gated=gated)
+        before_layer = self._layer_hook(step.gates, accesses)
+        before_states = self._states_hook(step.gates, accesses)
+        return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
+
+    def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
+        """Replay the graph of the forward pass."""
+        captured = step.captured
+        assert self.graphs is not None and captured is not None
+        gated = bool(step.gates.by_layer)
+        self.graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
+        accesses = self._tracing.at_start(batch, gated=gated)
+        return captured.inputs, self.graphs.replay(captured, gated=gated, accesses=accesses)
+
+    def forget_failure(self) -> None:
+        """Let steps of a rank run again after a failure that all ranks have in common, before they serve."""
+        self._failed = None
+
+    def _layer_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[int], None]:
+        """Make the callback that attention calls before it reads or writes a layer's KV. The callback makes the stream
+        wait for the loads of this layer (hazard H5).
+        """
+        if not gates.by_layer:
+            return lambda layer: None
+
+        def before_layer(layer: int) -> None:
+            for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
+                self._stream.wait(fence)
+            self._tracing.touch(lambda: accesses.layers(range(layer, layer + 1)))  # rule: gated-layer-is-declared
+
+        return before_layer
+
+    def _states_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[], None]:
+        """Make the callback that is called once, before a step reads or writes recurrent states. A load copies states
+        before the KV of all layers, so the stream waits for the fences of the first layer.
+        """
+        if not gates.by_layer or not self._has_states:
+            return lambda: None
+
+        def before_states() -> None:
+            for fence in gates.by_layer[0]:  # rule: states-wait-for-their-load
+                self._stream.wait(fence)
+            self._tracing.touch(accesses.states)  # rule: gated-states-are-declared
+
+        return before_states
+
+
 class Executor:
     """Owner of the compute stream, of the decode state on the device, and of the mailbox (host memory for results).
 
@@ -228,7 +395,7 @@ class Executor:
         """Until `capture` is called, every step runs eagerly."""
         self._device = device
         self._model = model
-        self._ops = ops = TorchOps() if ops is None else ops
+        ops = TorchOps() if ops is None else ops
         self._clock = device.now
         self._stream = device.stream("compute")
         self._gate_stream: Stream | None = None
@@ -237,7 +404,6 @@ class Executor:
         num_blocks = memory.num_bytes // layout.block_bytes if states is None else states.num_blocks
         scratch = num_blocks - 1 if proposer is not None and proposer.hidden_size else None
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
-        self._has_states = states is not None
         self._state_pool: StatePool | None = None
         if states is not None:
             sizes = states.layout, num_slots + 1, max_drafts, device.torch_device
@@ -280,20 +446,21 @@ class Executor:
             states=self._state_pool,
             group=group,
         )
-        self._second_run = SecondRun(
-            self._kv,
-            self._state,
-            self._stream,
-            num_layers=self._forward.num_model_layers,
-            declare=self._tracing.at_second_run,
-        )
+        layers, declare = self._forward.num_model_layers, self._tracing.at_second_run
+        second_run = SecondRun(self._kv, self._state, self._stream, num_layers=layers, declare=declare)
+        parts = self._state, self._tables, self._uploads, ops, self._forward, second_run, self._sampler, self._mailbox
+        self._work = StepWork(self._stream, *parts, self._tracing, states is not None, group is not None)
         self._graphs: Graphs | None = None
-        self._is_rank = group is not None
-        self._failed: str | None = None
+        # Other ranks sample without masks, and then continue with the tokens of rank 0.
+        masks = group is None or group.rank == 0
+        self._masks = MaskMemory(device, num_slots * (1 + max_drafts), model.vocab_size) if masks else None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
         """Enqueue one step. The step waits for the fences `after`, and before each layer for the fences of the layer in
         `gates` (its loads). Returns at once.
+
+        If rows need token masks, enqueue only the forward pass: the step is complete after `sample`, which must follow
+        before the next launch.
         """
         launched_s = self._clock()
         gated, columns = bool(gates.by_layer), batch.columns
@@ -305,13 +472,45 @@ class Executor:
         step = step._replace(numbers=numbers)
         for fence in after:  # rule: step-waits-for-the-last-use
             self._stream.wait(fence)
+        masked = self._masks is not None and self._sampler.needs_masks(columns)
+        unsampled = UnsampledPass(step, inputs) if masked else None
         fence = self._stream.submit(
-            lambda: self._run(batch, step),
+            lambda: self._work.run(batch, step, unsampled),
             lambda: [*self._tracing.at_launch(batch, step.entry, gated=gated), *inputs],
             label=_label_of(batch),
         )
         top_logprobs = self._sampler.top_logprobs_of(columns)
-        return LaunchedStep(batch, fence, step.entry, gated, top_logprobs, launched_s, self._mailbox)
+        return LaunchedStep(batch, fence, step.entry, gated, top_logprobs, launched_s, self._mailbox, unsampled, masked)
+
+    def drafts_of(self, launched: LaunchedStep) -> list[list[int]]:
+        """The drafts of the decode rows of an unsampled step, after its fence."""
+        return self._mailbox.read_drafts(launched.entry, launched.batch.num_decodes, launched.fence)
+
+    def open_masks(self, num_rows: int) -> Masks:
+        """The memory for `num_rows` token masks of the step that is sampled next."""
+        assert self._masks is not None
+        return self._masks.open(num_rows)
+
+    def sample(self, launched: LaunchedStep, rows: Sequence[int]) -> LaunchedStep:
+        """Enqueue the sampling of a step whose forward pass was launched. `rows`: the row of logits of each mask that
+        was written to `open_masks`. Returns at once, with the complete step.
+        """
+        masks, unsampled, batch = self._masks, launched.unsampled, launched.batch
+        assert masks is not None and unsampled is not None
+
+        def run() -> None:
+            if unsampled.result is None:
+                raise launched.fence.failure or InvariantError("a step was sampled whose forward pass did not run")
+            with self._work.running(), torch.inference_mode():
+                read = TokenMasks(self._state.index(rows), masks.rows(len(rows))) if rows else None
+                self._work.sample(batch, unsampled.step, *unsampled.result, read)
+
+        entry = launched.entry.access(write=True)
+        fence = self._stream.submit(
+            run, lambda: [entry, masks.access(len(rows), write=False), *unsampled.inputs], label="sample"
+        )
+        masks.used_until(fence)  # rule: masks-are-kept-until-they-were-read
+        return replace(launched, fence=fence, unsampled=None)
 
     def _prepare(self, batch: BatchPlan, gates: LayerGates) -> PreparedStep:
         """Choose the step's graphs and pack its inputs. For a captured step that waits for loads, also record the
@@ -336,78 +535,6 @@ class Executor:
         if captured is not None and gated and self._graphs is not None:
             self._graphs.close_gates(gates)
         return PreparedStep(sizes, numbers, left_over, captured, self._sampler.mode_of(batch.columns), gates, entry)
-
-    def _run(self, batch: BatchPlan, step: PreparedStep) -> None:
-        """Run the step: the work that `launch` submits to the compute stream.
-
-        If it fails, `_tables` forgets which block tables are on the device, so that the next step writes them
-        completely. That is in time: on a GPU, this method runs on the engine thread, before the next step is packed.
-
-        If a step fails on one of several ranks, no later step runs there. Its collectives would meet those of the
-        failed step on other ranks, whose steps would then end without an error and with wrong results.
-        """
-        if self._failed is not None:  # rule: no-step-of-a-rank-follows-a-failed-one
-            raise DeviceLost(f"an earlier step failed on this rank: {self._failed}")
-        try:
-            with torch.inference_mode():
-                if len(step.changes.indices):
-                    indices, block_ids = self._uploads.together([torch.from_numpy(part) for part in step.changes])
-                    self._ops.update_block_tables(indices, block_ids, self._state.block_tables)
-                if begins := batch.begins:
-                    self._state.begin(begins)  # rule: slot-begins-on-the-device
-                # rule: second-run-is-part-of-its-step
-                inputs, output = self._run_twice(batch, step) if batch.self_check else self._run_once(batch, step)
-                self._sample(batch, step, inputs, output)
-        except BaseException as error:
-            self._tables.forget()
-            if self._is_rank:
-                self._failed = f"{type(error).__name__}: {error}"
-            raise
-
-    def _run_once(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
-        """Run the forward pass."""
-        return self._run_eagerly(batch, step) if step.captured is None else self._replay(batch, step)
-
-    def _run_twice(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
-        """Run the forward pass twice, and deliver the differences of both runs. Returns the second run."""
-        inputs, output, differences = self._second_run.compare(lambda: self._run_once(batch, step), batch)
-        self._mailbox.write_differences(step.entry.start, differences, self._stream)
-        return inputs, output
-
-    def _sample(self, batch: BatchPlan, step: PreparedStep, inputs: StepInputs, output: ForwardOutput) -> None:
-        """Sample the step's tokens, and deliver them: by a graph if sampling is captured for the step's mode."""
-        captured, gated = step.captured, bool(step.gates.by_layer)
-        if captured is not None and self._graphs is not None and step.mode in captured.modes(gated=gated):
-            self._graphs.draw(captured, step.mode, gated=gated)
-        elif any(batch.columns.samples):
-            drawn, accepted = self._sampler.sample(inputs, output, step.mode, batch)
-            times = None if output.proposed is None else output.proposed.times
-            self._mailbox.write(step.entry.start, drawn, self._stream, counts=accepted, times=times)
-
-    def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
-        """Run the forward pass eagerly."""
-        (buffer,) = self._uploads.together([torch.from_numpy(step.numbers)])
-        chunks = batch.rows[batch.num_decodes :] if step.sizes.has_states else ()
-        inputs = StepInputs.of(
-            buffer,
-            step.sizes,
-            table_width=max(map(len, batch.columns.block_table)),
-            chunk_lens=tuple(row.num_tokens for row in chunks),
-        )
-        gated = bool(step.gates.by_layer)
-        accesses = self._tracing.at_start(batch, gated=gated)
-        before_layer = self._layer_hook(step.gates, accesses)
-        before_states = self._states_hook(step.gates, accesses)
-        return inputs, self._forward.step(inputs, before_layer, gated=gated, before_states=before_states)
-
-    def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
-        """Replay the graph of the forward pass."""
-        captured = step.captured
-        assert self._graphs is not None and captured is not None
-        gated = bool(step.gates.by_layer)
-        self._graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
-        accesses = self._tracing.at_start(batch, gated=gated)
-        return captured.inputs, self._graphs.replay(captured, gated=gated, accesses=accesses)
 
     def warm_up(self, steps: Iterable[BatchPlan]) -> None:
         """Run steps without requests, one after the other, and wait for each. Their results are dropped. Raises the
@@ -448,52 +575,24 @@ class Executor:
             shared=shared,
         )
         graphs.capture(keys, tell=tell)
-        self._graphs = graphs
+        self._graphs = self._work.graphs = graphs
 
     def forget_failure(self) -> None:
         """Let steps of a rank run again after a failure that all ranks have in common, before they serve."""
-        self._failed = None
+        self._work.forget_failure()
 
     def close(self) -> None:
         """Delete the captured graphs, which hold device memory and collectives of the group, and let go of the model
         and the KV pool. Call it after the last step, and before the group closes. Idempotent.
         """
         self._delete_graphs()
-        for held in ("_model", "_kv", "_state_pool", "_forward", "_second_run"):
+        for held in ("_model", "_kv", "_state_pool", "_forward", "_work"):
             self.__dict__.pop(held, None)
 
     def _delete_graphs(self) -> None:
-        graphs, self._graphs = self._graphs, None
+        graphs, self._graphs, self._work.graphs = self._graphs, None, None
         if graphs is not None:
             graphs.delete()
-
-    def _layer_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[int], None]:
-        """Make the callback that attention calls before it reads or writes a layer's KV. The callback makes the stream
-        wait for the loads of this layer (hazard H5).
-        """
-        if not gates.by_layer:
-            return lambda layer: None
-
-        def before_layer(layer: int) -> None:
-            for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
-                self._stream.wait(fence)
-            self._tracing.touch(lambda: accesses.layers(range(layer, layer + 1)))  # rule: gated-layer-is-declared
-
-        return before_layer
-
-    def _states_hook(self, gates: LayerGates, accesses: StepAccesses) -> Callable[[], None]:
-        """Make the callback that is called once, before a step reads or writes recurrent states. A load copies states
-        before the KV of all layers, so the stream waits for the fences of the first layer.
-        """
-        if not gates.by_layer or not self._has_states:
-            return lambda: None
-
-        def before_states() -> None:
-            for fence in gates.by_layer[0]:  # rule: states-wait-for-their-load
-                self._stream.wait(fence)
-            self._tracing.touch(accesses.states)  # rule: gated-states-are-declared
-
-        return before_states
 
 
 def _make_state_pool(

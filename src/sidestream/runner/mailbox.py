@@ -101,6 +101,7 @@ class Mailbox:
             "second_run": (np.int64, 1, 2),
             "counts": (np.int64, 1, num_slots),
             "tokens": (np.int64, 1, num_places),
+            "drafts": (np.int64, max_drafts, num_slots if max_drafts else 0),
             "top_ids": (np.int64, width, num_places),
             "drawn": (np.float32, 1, num_places),
             "top": (np.float32, width, num_places),
@@ -147,6 +148,21 @@ class Mailbox:
         if drawn.logprobs is not None:
             values |= {"drawn": drawn.logprobs.drawn, "top_ids": drawn.logprobs.top_ids, "top": drawn.logprobs.top}
         self._write_fields(start, values, stream)
+
+    def write_drafts(self, start: int, drafts: Tensor, stream: Stream) -> None:
+        """Deliver the drafts of a step's decode rows, `[R, K]`, before it samples. Called inside work of `stream`, the
+        compute stream.
+        """
+        self._write_fields(start, {"drafts": drafts}, stream)
+
+    def read_drafts(self, entry: MailboxEntry, num_rows: int, fence: Fence) -> list[list[int]]:
+        """Read the drafts of a step's decode rows, after the fence of its forward pass. Engine thread only."""
+        if not fence.poll():  # rule: drafts-are-read-after-their-pass
+            raise InvariantError(f"the drafts were read before {fence!r}")
+        if self._tracer is not None:
+            self._tracer.host_touched(lambda: [entry.access(write=False)], "read drafts")
+        drafts: list[list[int]] = self._values(entry, "drafts", num_rows).tolist()
+        return drafts
 
     def write_differences(self, start: int, differences: Differences, stream: Stream) -> None:
         """Deliver the comparison of a step's two runs. Called inside work of `stream`, the compute stream."""

@@ -5,8 +5,8 @@ One row is sampled in this order:
 
 1. Add the logit bias. For tokens in the prompt or the output, divide positive logits by the repetition penalty and
    multiply negative logits by it. For tokens in the output, subtract the frequency penalty (per occurrence) and the
-   presence penalty (once). Before `min_tokens` outputs, forbid the ids that end the answer. Penalties are defined as in
-   transformers and vLLM.
+   presence penalty (once). Before `min_tokens` outputs, forbid the ids that end the answer. Forbid the ids that the
+   request's grammar does not allow. Penalties are defined as in transformers and vLLM.
 2. Temperature 0 or `top_k` 1: argmax, the lowest id among equals.
 3. Else temperature, softmax, then top-k, top-p and min-p, each applied to the tokens that the previous filter kept (the
    order of transformers). A filter keeps or drops equally likely tokens together, so it may keep more than k.
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import compress, repeat
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,7 @@ class SamplingMode(IntEnum):
     RANDOM      temperature and filters
     PENALISED   also penalties
     HOST        also options that only the host knows: logit bias, token ids that are forbidden before `min_tokens`
-                outputs, log-probabilities. Never captured
+                outputs, token masks, log-probabilities. Never captured
     """
 
     ARGMAX = 0
@@ -64,7 +65,7 @@ class SamplingMode(IntEnum):
     def of(cls, spec: SamplingSpec, *, outputs: int) -> SamplingMode:
         """The mode of a row with the options `spec` after `outputs` output tokens."""
         banned = outputs < spec.min_tokens and spec.forbidden_until_min  # rule: ban-is-needed
-        if spec.logit_bias or banned or spec.top_logprobs >= 0:
+        if spec.logit_bias or banned or spec.masked or spec.top_logprobs >= 0:
             return cls.HOST
         if spec.penalised:
             return cls.PENALISED
@@ -84,6 +85,13 @@ class Logprobs:
     drawn: Tensor
     top_ids: Tensor
     top: Tensor
+
+
+class TokenMasks(NamedTuple):
+    """Masks of some rows of logits, see `Ops.mask`."""
+
+    rows: Tensor
+    masks: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ class Sampler:
         self._top_logprobs: dict[int, int] = {}  # requested number of each slot that requested log-probabilities
         self._modes: dict[int, SamplingMode] = {}  # modes of the slots whose mode is above ARGMAX
         self._bans: dict[int, SamplingSpec] = {}  # of slots whose mode becomes lower after `min_tokens` outputs
+        self._masked: set[int] = set()  # slots whose tokens need masks
 
     def begin(self, slot: int, spec: SamplingSpec) -> None:
         """Record the sampling options of a new request, which has the slot from the next launched step on."""
@@ -120,6 +129,7 @@ class Sampler:
             self._top_logprobs[slot] = spec.top_logprobs
         else:
             self._top_logprobs.pop(slot, None)  # rule: slot-begins-on-the-host
+        (self._masked.add if spec.masked else self._masked.discard)(slot)  # rule: slot-begins-with-its-need-of-masks
         self._bans.pop(slot, None)
         if spec.min_tokens and spec.forbidden_until_min:
             self._bans[slot] = spec
@@ -137,6 +147,11 @@ class Sampler:
         modes = map(self._modes.get, compress(columns.slot, columns.samples), repeat(SamplingMode.ARGMAX))
         return max(modes, default=SamplingMode.ARGMAX)  # rule: captured-sampling-suits-every-row
 
+    def needs_masks(self, columns: RowColumns) -> bool:
+        """Whether a row that samples in this step needs a token mask."""
+        masked = self._masked
+        return bool(masked) and not masked.isdisjoint(compress(columns.slot, columns.samples))
+
     def top_logprobs_of(self, columns: RowColumns) -> tuple[int, ...]:
         """The number of log-probabilities that each sampling row requested (-1: none); empty: no row requested any."""
         if not self._top_logprobs:
@@ -149,12 +164,14 @@ class Sampler:
         output: ForwardOutput,
         mode: SamplingMode,
         batch: BatchPlan | None = None,
+        masks: TokenMasks | None = None,
     ) -> tuple[SamplerOutput, Tensor | None]:
         """Sample at all logits and update the slots. Returns the sampled tokens, and the accept lengths of the sampling
         rows, int64 `[B]`, or None if the step has no drafts.
 
         batch   the step's batch. Required by mode HOST, and by PENALISED with drafts. None: the call may be captured in
                 a graph; then it samples at padding, too
+        masks   of rows of logits that may not get every token
         """
         state, proposed = self._state, output.proposed
         count = len(output.logits) if batch is None else InputSizes.of(batch).logits
@@ -174,7 +191,15 @@ class Sampler:
                 # rule: drafts-count-for-later-penalties-in-their-row
                 drafted = self._drafted_before(_sampling_rows(batch), proposed.tokens)
             drawn = draw_tokens(
-                logits, slots, output_indices, state, self._ops, mode=mode, options=options, drafted=drafted
+                logits,
+                slots,
+                output_indices,
+                state,
+                self._ops,
+                mode=mode,
+                options=options,
+                drafted=drafted,
+                masks=masks,
             )
         if self._group is not None:
             self._group.broadcast(drawn.tokens)  # rule: sampled-tokens-are-those-of-rank-0
@@ -218,6 +243,7 @@ def draw_tokens(
     mode: SamplingMode,
     options: Sequence[SlotSampling] = (),
     drafted: Tensor | None = None,
+    masks: TokenMasks | None = None,
 ) -> SamplerOutput:
     """Draw one token at each row of logits; `state` is read, not changed.
 
@@ -243,6 +269,8 @@ def draw_tokens(
         logits = ops.penalise(logits, slots, state.rules.numbers, *state.seen_tables(), drafted)
     if any(len(option.forbidden) for option in options):
         logits = _forbid(logits.float(), options, output_indices, state)
+    if masks is not None:
+        ops.mask(logits, *masks)  # rule: masked-tokens-are-not-sampled
     tokens, finite = ops.draw(logits, slots, output_indices, state.rules.numbers)
     if raw is None:
         return SamplerOutput(tokens, finite, None)

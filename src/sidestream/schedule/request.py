@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from sidestream.grammar import TokenGrammar
 from sidestream.types import BatchPlan, CachedTokens, SamplingSpec
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.types import BlockId, Fence, Key, RequestId
@@ -112,6 +113,8 @@ class Request:
     """Part of every key: KV is shared only between requests with the same salt."""
     keys_version: int = 0
     """The scheduler's `keys_version` when `keys` were computed."""
+    grammar: TokenGrammar | None = None
+    """Follows its answer, and says which tokens may come next; None: any. The engine changes it with each commit."""
 
     # written by the scheduler only
     tokens: list[int] = field(init=False)

@@ -30,7 +30,7 @@ _IDLE: dict[str, tuple[Any, ...] | None] = {
     "service_tier": None,
 }
 _IDLE_OF_BLOCK = {"type": None, "cache_control": None, "citations": None, "caller": None}
-_IDLE_OF_TOOL = {"type": ("custom",), "cache_control": None, "eager_input_streaming": None, "strict": (False,)}
+_IDLE_OF_TOOL = {"type": ("custom",), "cache_control": None, "eager_input_streaming": None}
 _Objects = Annotated[list[dict[str, Any]], FailFast()]
 _SWITCHES = ("enable_thinking", "thinking")  # of reasoning, in chat templates
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -52,7 +52,13 @@ class _ToolChoice(_Strict):
     disable_parallel_tool_use: bool = False
 
 
+class _OutputFormat(_Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
 class _OutputConfig(_Strict):
+    format: _OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -78,6 +84,7 @@ class _Tool(_Strict):
     name: str
     description: str = ""
     input_schema: dict[str, Any] = Field(serialization_alias="parameters")
+    strict: bool = False
 
 
 class _Message(_Strict):
@@ -134,9 +141,6 @@ def count_tokens(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: S
 
 
 def _call(asked: _Request, tokenizer: TokenizerLike, served: Served) -> Call:
-    if (choice := asked.tool_choice).type in ("any", "tool"):
-        reason = "a forced call needs a grammar, which this server does not have; send 'auto'"
-        raise bad_request(f"tool_choice.type is {choice.type!r}: {reason}", "tool_choice.type")
     tools = [checked(_Tool, tool, _IDLE_OF_TOOL, f"tools[{at}]") for at, tool in enumerate(asked.tools)]
     thinks = asked.thinking.type != "disabled"
     system = [block.text for block in _blocks(asked.system, _TEXT_ONLY, "system")]
@@ -151,8 +155,9 @@ def _call(asked: _Request, tokenizer: TokenizerLike, served: Served) -> Call:
         **{name: getattr(asked, name) for name in ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")},
         "messages": messages,
         "tools": [{"type": "function", "function": tool.model_dump(by_alias=True)} for tool in tools],
-        "tool_choice": choice.type,
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "tool_choice": _tool_choice(asked.tool_choice),
+        "response_format": _response_format(asked.output_config.format),
+        "parallel_tool_calls": not asked.tool_choice.disable_parallel_tool_use,
         "stop": asked.stop_sequences,
         "include_stop_str_in_output": bool(asked.stop_sequences),  # tells which one was found
         "include_reasoning": thinks and asked.thinking.display != "omitted",
@@ -161,6 +166,16 @@ def _call(asked: _Request, tokenizer: TokenizerLike, served: Served) -> Call:
         "continue_final_message": continues,
     }
     return chat_call(fields, tokenizer=tokenizer, served=served, renamed={"stop": "stop_sequences"})
+
+
+def _tool_choice(choice: _ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(form: _OutputFormat | None) -> Json | None:
+    return None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
 def _messages(messages: list[Json]) -> list[Json]:

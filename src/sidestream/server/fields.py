@@ -17,12 +17,13 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
 
-from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams
+from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, StructuredOutputs
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.formats import AnswerFormat
 from sidestream.formats.answer import is_inside
 from sidestream.server.body import parse_json, parse_object
 from sidestream.server.errors import ApiError, bad_request, checked_request_id
+from sidestream.server.structured import answer_form, check_strict, enforceable_parameters, structured_outputs
 from sidestream.text import TokenizerLike
 from sidestream_kv.config import unknown_name
 
@@ -79,7 +80,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("echo", ("chat",), (False,)),
     Extra("length_penalty", _BOTH, (1, 1.0)),
     Extra("modalities", ("chat",), (["text"],)),
-    Extra("response_format", _BOTH, ({"type": "text"},)),
     Extra("return_token_ids", _BOTH, (False,)),
     Extra("skip_special_tokens", _BOTH, (True,)),
     Extra("suffix", ("text",), ("",)),
@@ -103,7 +103,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("function_call", ("chat",), ("none", "auto")),
     Extra("function_call", ("message",), ()),
     Extra("functions", ("chat",), ([],)),
-    Extra("guided_choice", _BOTH, ()),
+    Extra("guided_choice", _BOTH, ()),  # older names of the parts of structured_outputs
     Extra("guided_grammar", _BOTH, ()),
     Extra("guided_json", _BOTH, ()),
     Extra("guided_regex", _BOTH, ()),
@@ -112,7 +112,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("mm_processor_kwargs", ("chat",), ({},)),
     Extra("prompt_logprobs", _BOTH, ()),
     Extra("refusal", ("message",), ("",)),
-    Extra("structured_outputs", _BOTH, ()),
     Extra("tool_choice", ("text",), ("none",)),
     Extra("truncate_prompt_tokens", _BOTH, ()),
     Extra("vllm_xargs", _BOTH, ({},)),
@@ -132,14 +131,14 @@ OTHER_SERVERS: Mapping[str, str] = {
     "repeat_last_n": "repetition_penalty counts the whole prompt and output here; leave it out",
     "samplers": "the order of sampling options is fixed here; leave it out",
     "typical": "typical sampling does not exist here; leave it out",
-    "grammar": "answers cannot be constrained here; leave it out",
-    "json_schema": "answers cannot be constrained here; leave it out",
+    "grammar": "structured_outputs, with grammar, has this meaning here",
+    "json_schema": "structured_outputs, with json, has this meaning here",
     # Ollama
     "options": "send its fields directly, and num_predict as max_tokens",
     "num_predict": "max_tokens has this meaning here",
     "num_ctx": "the context is set when the server starts: --max-model-len",
     "keep_alive": "the model stays loaded here; leave it out",
-    "format": "answers cannot be constrained here; leave it out",
+    "format": "structured_outputs has this meaning here, with json or json_object",
     "think": "chat_template_kwargs may have such an option, such as enable_thinking",
     "raw": "/v1/completions takes a text without a chat template",
     "images": "images are not supported here; leave them out",
@@ -154,8 +153,8 @@ OTHER_SERVERS: Mapping[str, str] = {
     "min_new_tokens": "min_tokens has this meaning here",
     "stop_sequences": "stop has this meaning here",
     "do_sample": "temperature 0 is greedy here, and any other samples; leave it out",
-    "regex": "answers cannot be constrained here; leave it out",
-    "ebnf": "answers cannot be constrained here; leave it out",
+    "regex": "structured_outputs, with regex, has this meaning here",
+    "ebnf": "structured_outputs, with grammar, has this meaning here",
     "no_stop_trim": "include_stop_str_in_output has this meaning here",
     "separate_reasoning": "include_reasoning asks for reasoning beside the text here",
     "stream_reasoning": "reasoning is streamed here as it is written; leave it out",
@@ -253,6 +252,39 @@ class _StreamOptions(BaseModel):
     include_obfuscation: Literal[False] = False
 
 
+class _StructuredOutputs(BaseModel):
+    """vLLM's field. `StructuredOutputs` checks that exactly one of the first six is given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] = []
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+
+class _JsonSchema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field(default={}, alias="schema")
+    strict: bool = False
+
+
+class _ResponseFormat(BaseModel):
+    """OpenAI's field. A schema is enforced whether it is strict or not."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
 class _Fields(BaseModel):
     """The fields that both APIs share, with their types. Fields that are null are removed before validation.
     `SamplingParams` checks ranges.
@@ -268,7 +300,9 @@ class _Fields(BaseModel):
     stop: Annotated[list[str], FailFast()] = []
     logit_bias: dict[str, float] = Field(default={}, max_length=1024)
     seed: int | None = None
+    response_format: _ResponseFormat | None = None
     # not in OpenAI's API
+    structured_outputs: _StructuredOutputs | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=1024)
@@ -402,8 +436,7 @@ def chat_call(
             )
         limit, limit_name = asked.max_completion_tokens, "max_completion_tokens"
     messages, layout = _messages(asked.messages, served), _layout(asked, tokenizer)
-    _check_tool_choice(asked.tool_choice)
-    tools = layout.get("tools", ()) if asked.tool_choice != "none" else ()
+    tools, forced = _chosen(asked.tool_choice, layout.get("tools", ()))
     if tools and served.tool_format is None:
         raise bad_request(
             "tools: the format of this model's tool calls is unknown or switched off: "
@@ -413,19 +446,32 @@ def chat_call(
     params = _sampling(
         asked, limit, asked.top_logprobs if asked.logprobs else None, renamed or {"max_tokens": limit_name}
     )
+    content = _form(asked)
     call = _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout, served)], "messages", served)
+    prompt_end = tokenizer.decode(call.prompts[0][-64:], skip_special_tokens=False)
+    answer = _answer(asked, tools, prompt_end, served, structured=content is not None)
+    if answer is not None:
+        content = answer_form(answer, tokenizer, content, forced=forced, several=asked.parallel_tool_calls)
     return dataclasses.replace(
         call,
-        answer=_answer(asked, tools, tokenizer.decode(call.prompts[0][-64:], skip_special_tokens=False), served),
+        params=dataclasses.replace(call.params, structured_outputs=content),
+        answer=answer,
         include_reasoning=asked.include_reasoning is not False,
         parallel_tool_calls=asked.parallel_tool_calls,
     )
 
 
-def _answer(asked: Any, tools: Sequence[Mapping[str, Any]], prompt_end: str, served: Served) -> AnswerFormat | None:
+def _form(asked: _Fields) -> StructuredOutputs | None:
+    """The form of the content that the request asks for."""
+    return structured_outputs(asked) if asked.response_format or asked.structured_outputs else None
+
+
+def _answer(
+    asked: Any, tools: Sequence[Mapping[str, Any]], prompt_end: str, served: Served, *, structured: bool
+) -> AnswerFormat | None:
     """What to parse in the answers; None if the request asks for neither tools nor reasoning."""
     kwargs = asked.chat_template_kwargs
-    asks = asked.include_reasoning is not None or asked.reasoning_effort is not None
+    asks = asked.include_reasoning is not None or asked.reasoning_effort is not None or structured
     asks |= bool(tools or kwargs.get("enable_thinking") or kwargs.get("thinking"))
     reasoning = served.reasoning_format if asks or served.always_reasoning else None
     if not tools and reasoning is None:
@@ -434,7 +480,7 @@ def _answer(asked: Any, tools: Sequence[Mapping[str, Any]], prompt_end: str, ser
         served.tool_format if tools else None,
         reasoning,
         reasoning is not None and is_inside(reasoning, prompt_end, continues=asked.continue_final_message),
-        {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools},
+        {tool["function"]["name"]: enforceable_parameters(tool["function"]) for tool in tools},
     )
 
 
@@ -455,6 +501,8 @@ def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
         options.setdefault("reasoning_effort", asked.reasoning_effort)
     begins = not asked.continue_final_message if asked.add_generation_prompt is None else asked.add_generation_prompt
     if tools := _tools(asked.tools):
+        for number, tool in enumerate(tools):
+            check_strict(tool["function"], f"tools[{number}].function")
         options["tools"] = tools
     return {**options, "add_generation_prompt": begins, "continue_final_message": asked.continue_final_message}
 
@@ -485,25 +533,31 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
         reason = "give 1 to 128 letters, digits and ._:/-"
         raise bad_request(f"{where}.name is {_short(name)}: {reason}", f"{where}.name")
-    strict = function.pop("strict", False)
-    if strict is not False:
-        reason = "a strict tool needs a grammar, which this server does not have: send false, or leave it out"
-        raise bad_request(f"{where}.strict is {_short(strict)}: {reason}", f"{where}.strict")
-    for name, kind, expected in (("description", str, "a string"), ("parameters", dict, "a JSON schema, an object")):
+    for name, kind, expected in (
+        ("description", str, "a string"),
+        ("parameters", dict, "a JSON schema, an object"),
+        ("strict", bool, "true or false"),
+    ):
         if not isinstance(function.get(name, kind()), kind):
             at = f"{where}.{name}"
             raise bad_request(f"{at} is {_short(function[name])}: it must be {expected}", at)
     return {"type": "function", "function": function}
 
 
-def _check_tool_choice(choice: Any) -> None:
+def _chosen(choice: Any, tools: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], bool]:
+    """The tools that the answer may call, and whether it must call one."""
     if choice in ("auto", "none"):
-        return
-    if choice == "required" or isinstance(choice, dict):
-        reason = "a forced call needs a grammar, which this server does not have; send 'auto'"
-    else:
-        reason = "it must be 'auto' or 'none'"
-    raise bad_request(f"tool_choice is {_short(choice)}: {reason}", "tool_choice")
+        return (tools if choice == "auto" else ()), False
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    named = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and named is None:
+        expected = "it must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise bad_request(f"tool_choice is {_short(choice)}: {expected}", "tool_choice")
+    found = [tool for tool in tools if named is None or tool["function"]["name"] == named]
+    if not found:
+        reason = "no tool has this name" if tools else "there are no tools"
+        raise bad_request(f"tool_choice is {_short(choice)}: {reason}; send the tool in tools", "tool_choice")
+    return found, True
 
 
 def _lay_out(
@@ -528,6 +582,7 @@ def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
     max_tokens = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
     only_echo = asked.echo and max_tokens == 0
     params = _sampling(asked, 1 if only_echo else max_tokens, asked.logprobs, {})
+    params = dataclasses.replace(params, structured_outputs=_form(asked))
     call = _call("text", asked, params, _prompts(asked.prompt, tokenizer, served), "prompt", served)
     if not asked.echo:
         return call

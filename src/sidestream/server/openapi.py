@@ -45,7 +45,7 @@ _CHECKED_BY_HAND: dict[str, Json] = {
     "messages": _messages("user", "assistant", "system", "developer", "tool"),
     "_Request.messages": _messages("user", "assistant"),
     "tools": {"type": "array", "items": {"type": "object"}, "maxItems": 1024},
-    "tool_choice": {"enum": ["auto", "none"]},
+    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object"}]},
     "prompt": {
         "anyOf": [
             _TEXT,

@@ -1,0 +1,151 @@
+"""Structured output: each token obeys a grammar that depends on all tokens before it, whatever else happens to its
+request; and other requests get the tokens that they would get alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engine_rig import Reply, Rig, prompts, serving
+
+from proof.toy import ToyDraftHead, ToyModel, ToyProposer
+from proof.toy_grammar import ToyGrammar, ToyGrammars
+from sidestream.config import SpeculativeConfig, StructuredOutputs
+from sidestream.errors import InvariantError, RequestRejected
+
+LONG = StructuredOutputs(regex="2 1000")
+
+
+def masked(**options: Any) -> Any:
+    model = options.setdefault("model", ToyModel())
+    return serving(grammars=ToyGrammars(model.vocab_size), **options)
+
+
+def ask(rig: Rig, prompt: Sequence[int], count: int = 20, **params: Any) -> Reply:
+    return rig.submit(prompt, count, structured_outputs=LONG, ignore_eos=True, temperature=0.0, **params)
+
+
+def expected(model: ToyModel, prompt: Sequence[int], count: int) -> list[int]:
+    """The model's best token if it is allowed, else the first that is: all others are equally likely."""
+    grammar, answer = ToyGrammar(model.vocab_size, period=2, length=1000), list[int]()
+    for _ in range(count):
+        best, allowed = model.expected([*prompt, *answer], 1)[0], grammar.allowed(answer)
+        answer.append(best if allowed[best] else int(allowed.argmax()))
+    return answer
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_answers_obey_their_grammar_beside_answers_without_one(asynchronous: bool) -> None:
+    asked = prompts(1, 12)
+    with masked(blocks=96, asynchronous=asynchronous) as rig:
+        with_grammar = [ask(rig, prompt) for prompt in asked[::2]]
+        plain = [rig.submit(prompt, 20) for prompt in asked[1::2]]
+        for reply, prompt in zip(with_grammar, asked[::2], strict=True):
+            assert reply.wait().token_ids() == expected(rig.model, prompt, 20)
+            assert reply.token_ids() != rig.model.expected(prompt, 20)
+        for reply, prompt in zip(plain, asked[1::2], strict=True):
+            rig.expect(reply, prompt, 20)
+
+
+def test_drafts_obey_the_grammar_and_are_still_accepted() -> None:
+    model = ToyModel()
+    speculative = SpeculativeConfig(max_drafts=3, adaptive=False)
+    with masked(
+        model=model, blocks=96, proposer=ToyProposer(ToyDraftHead(model, width=3)), speculative=speculative
+    ) as rig:
+        asked = prompts(2, 8)
+        replies = [
+            ask(rig, prompt, 40) if number % 3 else rig.submit(prompt, 40) for number, prompt in enumerate(asked)
+        ]
+        for number, (reply, prompt) in enumerate(zip(replies, asked, strict=True)):
+            assert reply.wait().token_ids() == (expected if number % 3 else lambda model, *of: model.expected(*of))(
+                model, prompt, 40
+            )
+        assert rig.counted("accepted_tokens_total", "toy") > 60
+
+
+def test_a_preempted_answer_goes_on_in_its_grammar() -> None:
+    asked = prompts(3, 4, longest=20)
+    with masked(blocks=16) as rig:
+        replies = [ask(rig, prompt, 30) for prompt in asked]
+        for reply, prompt in zip(replies, asked, strict=True):
+            assert reply.wait().token_ids() == expected(rig.model, prompt, 30)
+        assert rig.counted("preemptions_total") > 0
+
+
+def test_samples_of_one_request_follow_their_own_answers() -> None:
+    prompt = prompts(4, 1)[0]
+    with masked(blocks=96) as rig:
+        reply = rig.submit(prompt, 12, structured_outputs=LONG, n=3, temperature=100.0, seed=5, ignore_eos=True).wait()
+        answers = [reply.token_ids(index) for index in range(3)]
+        assert len(set(map(tuple, answers))) == 3
+        for answer in answers:
+            assert all((token + sum(answer[:at])) % 2 for at, token in enumerate(answer))
+
+
+def test_an_answer_ends_when_its_grammar_is_complete() -> None:
+    with masked() as rig:
+        reply = rig.submit(prompts(5, 1)[0], 20, structured_outputs=StructuredOutputs(regex="2 7"), ignore_eos=True)
+        assert (len(reply.wait().token_ids()), len(reply.text()), reply.reason) == (7, 7, "stop")
+
+
+def test_a_grammar_that_fails_ends_its_answer_with_an_error_alone() -> None:
+    with masked(blocks=96) as rig:
+        prompt, other = prompts(6, 2)
+        failing = rig.submit(
+            prompt, 20, structured_outputs=StructuredOutputs(regex="2 9 3"), ignore_eos=True, temperature=0.0
+        )
+        good = ask(rig, other)
+        assert (failing.reason, failing.error) == ("error", "a limit was reached")
+        assert good.wait().token_ids() == expected(rig.model, other, 20)
+
+
+def test_the_pass_is_launched_before_the_last_step_is_committed() -> None:
+    order: list[str] = []
+    with masked() as rig:
+        loop, executor = rig.engine.loop, rig.engine.parts.executor
+        launch, sample, commit = executor.launch, executor.sample, loop._commit
+
+        def launching(*args: Any, **options: Any) -> Any:
+            order.append("launch")
+            return launch(*args, **options)
+
+        def sampling(*args: Any) -> Any:
+            order.append("sample")
+            return sample(*args)
+
+        def committing(step: Any) -> None:
+            order.extend(["commit"] if step is not None else [])
+            commit(step)
+
+        executor.launch, executor.sample, loop._commit = launching, sampling, committing  # type: ignore[method-assign]
+        ask(rig, [5], 4).wait()
+    assert order[:8] == ["launch", "sample", "launch", "commit", "sample", "launch", "commit", "sample"]
+
+
+def test_masks_and_drafts_are_refused_while_a_step_uses_them() -> None:
+    with masked() as rig:
+        reply = ask(rig, [5], 3).wait()
+        executor, hold = rig.engine.parts.executor, rig.hold("compute")
+        assert executor._masks is not None and executor._masks._last_use is not None
+        reading = rig.device._streams["compute"].submit(lambda: None)
+        executor._masks.used_until(reading)
+        with pytest.raises(InvariantError, match="masks are written before"):
+            executor.open_masks(1)
+        entry = executor._mailbox.take_entry()
+        with pytest.raises(InvariantError, match="drafts were read before"):
+            executor._mailbox.read_drafts(entry, 1, reading)
+        entry.lease.release()
+        hold.release()
+        assert reply.reason == "length"
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_before_anything_is_taken() -> None:
+    with masked() as rig:
+        with pytest.raises(RequestRejected, match=r"structured_outputs\.regex is 'two'"):
+            rig.submit([5], structured_outputs=StructuredOutputs(regex="two"))
+        rig.check_idle()
+    with serving() as rig, pytest.raises(RequestRejected, match="no tokenizer"):
+        rig.submit([5], structured_outputs=LONG)

@@ -1,0 +1,89 @@
+"""Grammars of tool calls: the parser reads whatever a grammar allows as calls with valid arguments."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from sidestream.formats import TOOL_FORMATS, AnswerFormat, AnswerParser, message_of
+from sidestream.formats.grammar import answer_grammar
+
+BYTES = LLTokenizer("byte")
+SCHEMAS = {
+    "weather.at": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "units": {"enum": ["C", "F"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
+
+def answers(grammar: str, count: int, seed: int) -> list[str]:
+    """Random complete answers of a grammar. Most characters of each are chosen among the least of those allowed, so
+    that texts and lists end soon.
+    """
+    rng, found = random.Random(seed), list[str]()
+    while len(found) < count:
+        matcher, answer = LLMatcher(BYTES, grammar), list[int]()
+        assert not matcher.is_error(), matcher.get_error()
+        while not matcher.is_stopped() and len(answer) < 600:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            if BYTES.eos_token in allowed and (len(allowed) < 3 or rng.random() < 0.2):
+                break
+            allowed = [int(token) for token in allowed if token < 128] or [int(allowed[0])]
+            closing = [token for token in allowed if chr(token) in '"}])<[']
+            token = rng.choice(closing if closing and rng.random() < 0.3 else allowed)
+            answer.append(token)
+            assert matcher.consume_token(token)
+        if matcher.is_accepting():
+            found.append(BYTES.decode_str(answer))
+    return found
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_whatever_a_forced_grammar_allows_is_read_as_calls(name: str, several: bool) -> None:
+    form = AnswerFormat(name, None, False, SCHEMAS)
+    grammar = answer_grammar(form, lambda text: None, forced=True, several=several)
+    for text in answers(grammar, 12, seed=1):
+        parser = AnswerParser(form)
+        message = message_of([*parser.feed(text), *parser.finish()])
+        assert message.calls and (several or len(message.calls) == 1), text
+        assert not message.content.strip(), text
+        for _, tool, arguments in message.calls:
+            given = json.loads(arguments)
+            assert set(SCHEMAS[tool].get("required", ())) <= set(given) <= set(SCHEMAS[tool]["properties"]), text
+            if name != "pythonic" and "days" in given:
+                assert isinstance(given["days"], int), text
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.start and not form.bare])
+def test_with_auto_only_what_follows_a_marker_is_bound(name: str) -> None:
+    form = AnswerFormat(name, None, False, SCHEMAS)
+    grammar = answer_grammar(form, lambda text: None)
+    marker = (TOOL_FORMATS[name].wrappers or (TOOL_FORMATS[name].start,))[0]
+    forced = answers(answer_grammar(form, lambda text: None, forced=True), 3, seed=2)
+
+    def follows(text: str) -> tuple[bool, bool]:
+        matcher, tokens = LLMatcher(BYTES, grammar), BYTES.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens), matcher.is_accepting()
+
+    assert follows("a text with < and [ and {") == (True, True)
+    assert follows(f"so {marker}") == (True, False)
+    assert follows(f"so {marker}?")[0] is False
+    assert all(follows(f"so {call}") == (True, True) for call in forced)
+
+
+def test_markers_that_are_special_tokens_become_tokens() -> None:
+    special = {"<tool_call>": 7, "</tool_call>": 8, "</think>": 9}
+    form = AnswerFormat("hermes", "qwen3", True, SCHEMAS)
+    grammar = answer_grammar(form, special.get)
+    assert all(f"<[{token}]>" in grammar for token in special.values())
+    assert not any(f'"{text}' in grammar for text in special)
