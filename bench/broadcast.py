@@ -246,7 +246,7 @@ class _Ranks:
                 )
             )
         config = plain(EngineConfig()) | {"step_s": _BUSY_SHARE / self._rate}
-        begin = Begin(VERSION, "", config, rank, self._size, str(self._directory), 0)
+        begin = Begin(VERSION, "", config, rank, self._size, str(self._directory), 0, log_json=False)
         ours.sendall(FrameEncoder().encode(begin))
 
     def _kill(self) -> None:

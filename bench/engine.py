@@ -448,7 +448,7 @@ def _async(rig: Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
         for _ in range(3):
             for asynchronous in (True, False):
                 on_progress(f"{rows} rows, {'asynchronous' if asynchronous else 'each step committed before the next'}")
-                rig.engine.reset_cache()
+                rig.engine.reset_prefix_cache()
                 _make_asynchronous(rig.engine, asynchronous)
                 answers = ask_at_once(rig.engine, prompts, sizes.outputs)
                 tokens[asynchronous] = [answer.wait().tokens for answer in answers]

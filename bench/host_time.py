@@ -57,7 +57,7 @@ def measure(
             for name, asked in _ASKED.items():
                 on_progress(f"round {number} of {rounds}, {name}")
                 clock.steps.clear()
-                engine.reset_cache()
+                engine.reset_prefix_cache()
                 _serve(engine, prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **asked))
                 if number:  # the first round warms up
                     steps[name] += [step for step in clock.steps if step[0] == requests]

@@ -93,7 +93,7 @@ def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int
         random = np.random.default_rng(0)
         prompts = random_prompts(random, model.vocab_size, count=requests, tokens=prompt_tokens)
         plain = [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens)]
-        engine.reset_cache()
+        engine.reset_prefix_cache()
         return plain, [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens, logprobs=0)]
     finally:
         engine.close()

@@ -144,7 +144,7 @@ def waits_of_rank(model: Path, directory: Path) -> tuple[int, int]:
         for _ in range(2):
             for answer in ask_at_once(engine, prompts, 24):
                 answer.wait()
-            engine.reset_cache()
+            engine.reset_prefix_cache()
         steps = engine.num_steps
     finally:
         engine.close()
@@ -163,7 +163,7 @@ class _OtherRank:
         self.failure: BaseException | None = None
         self._serving = threading.Event()
         self._model, self._config, self._directory = model, config, directory
-        self.ours.sendall(FrameEncoder().encode(Begin(VERSION, model, {}, 1, 2, str(directory), 0)))
+        self.ours.sendall(FrameEncoder().encode(Begin(VERSION, model, {}, 1, 2, str(directory), 0, log_json=False)))
         self.thread = threading.Thread(target=self._run, name="rank 1", daemon=True)
         self.thread.start()
 

@@ -17,7 +17,7 @@ from typing import Any
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.text import Detokenizer
-from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+from sidestream.types import CachedTokens, Delta, Flushed, Health, TokenLogprob
 from sidestream_kv.metrics import Metrics, MetricsSnapshot
 
 _NOTHING_CACHED = CachedTokens()
@@ -138,6 +138,7 @@ class FakeBackend:
         self.tokenizer = FakeTokenizer()
         self.metrics = Metrics()
         self.status = Health("ok", "")
+        self.left: dict[str, int] = {}
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
         self.priorities: list[int] = []
@@ -159,6 +160,28 @@ class FakeBackend:
     def count(self, name: str, value: float, *labels: str) -> None:
         """Add to a counter of `metrics`."""
         self.metrics.inc(name, value, *labels)
+
+    async def flush(self, *, timeout_s: float) -> Flushed:
+        """`left`, at once."""
+        return Flushed(self.left)
+
+    async def reset_prefix_cache(self, tier: str | None = None, *, timeout_s: float) -> dict[str, int]:
+        """One dropped block in the tier, or on the device. The only other tier is `host`."""
+        if tier not in (None, "device", "host"):
+            raise RequestRejected(f"tier is {tier!r}: this engine has device, host", param="tier")
+        return {tier or "device": 1}
+
+    async def pause(self) -> None:
+        """Set `status`; no request waits."""
+        self.status = Health("ok", "paused", True)
+
+    async def resume(self) -> None:
+        """End a pause."""
+        self.status = Health("ok", "")
+
+    async def cancel(self, request_name: str) -> int:
+        """Number of requests with this name that were held; none ends."""
+        return self.held.count(request_name)
 
     def health(self) -> Health:
         """`status`."""

@@ -158,8 +158,17 @@ def test_flush_and_reset_reach_the_engine(model: AsyncLLM) -> None:
         assert await cached() > 0
         assert await model.flush()
         assert (await model.metrics_snapshot()).values["transfer_bytes_total"][("disk-write",)] > 0
-        await model.reset_cache()
+        assert set(await model.reset_prefix_cache()) == {"device", "host", "disk"}
         assert await cached() == 0
+        await model.pause()
+        waiting = asyncio.ensure_future(cached())
+        assert not (await asyncio.wait([waiting], timeout=0.1))[0]
+        await model.resume()
+        await waiting
+        running = model.generate("hi", SamplingParams(ignore_eos=True), request_name="job")
+        await anext(running)
+        assert (await model.cancel("job"), await model.cancel("job")) == (1, 0)
+        assert [delta async for delta in running][-1].error == "the request was cancelled"
 
     asyncio.run(use())
 
@@ -274,7 +283,10 @@ def test_start_reports_progress_and_close_leaves_no_process(
         lambda: anext(model.generate("hi")),
         lambda: anext(model.chat(QUESTION)),
         model.flush,
-        model.reset_cache,
+        model.reset_prefix_cache,
+        model.pause,
+        model.resume,
+        lambda: model.cancel("job"),
         model.__aenter__,
     )
     for call in calls:

@@ -465,7 +465,9 @@ def test_a_closed_model_raises_on_every_call(tmp_path: Path) -> None:
         lambda: next(closed.stream("hi")),
         lambda: closed.chat([{"role": "user", "content": "hi"}]),
         closed.flush,
-        closed.reset_cache,
+        closed.reset_prefix_cache,
+        closed.pause,
+        closed.resume,
         closed.__enter__,
     )
     for call in calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from sidestream.processes.log_stream import LogStream
+from sidestream.processes.log_stream import JsonFormatter, LogStream
 
 TOLD = re.compile(rb"(\d+) lines of the log were lost here: standard error was not read\n")
 
@@ -48,6 +49,38 @@ def test_lines_are_written_before_the_process_exits() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stderr == "INFO:root:last\n"
+
+
+def test_json_lines_have_the_fields_of_their_record_and_the_exception() -> None:
+    reader, writer = os.pipe()
+    handler = LogStream(writer)
+    handler.setFormatter(JsonFormatter())
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "two\nlines of %s", ("a",), sys.exc_info())
+    record.fields = {"status": 500}
+    handler.emit(record)
+    handler.flush()
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as log:
+        (line,) = map(json.loads, log)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
+    assert "ValueError: odd" in line.pop("exception")
+    assert line == {"level": "ERROR", "logger": "x", "pid": os.getpid(), "message": "two\nlines of a", "status": 500}
+
+
+def test_the_line_about_lost_lines_is_json_too() -> None:
+    reader, writer = os.pipe()
+    handler = LogStream(writer, max_lines=0)
+    handler.setFormatter(JsonFormatter())
+    handler.emit(_record("lost"))
+    handler._lines.put("{}\n")  # one that is written
+    handler._queued += 1
+    handler.flush()
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as log:
+        assert "1 lines of the log were lost" in [json.loads(line) for line in log][-1]["message"]
 
 
 def test_a_server_without_stderr_reports_its_error_on_stdout() -> None:

@@ -285,6 +285,7 @@ EXEMPT = (
     Exempt("Connection.on_output", ("add",), "without it, messages are longer, but have the same content"),
     Exempt("Connection.close", ("clear",), _AFTER_THE_END),
     Exempt("_request", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
+    Exempt("_status", ("paused",), "the health says it; see tests/client/test_clients.py"),
     Exempt("engine_info", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
     Exempt("EngineServer.run", ("done",), "it ends the process; tests/client/test_engine_server.py closes the server"),
     Exempt("EngineServer.finish", ("send_rest",), "the last messages; tests/client/test_engine_server.py reads them"),

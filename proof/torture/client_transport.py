@@ -224,12 +224,12 @@ class Border:
             if self._rng.random() < share:
                 actor()
 
-    def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
+    def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None], *, name: str = "") -> Handle:
         """Replaces `Engine.enqueue`: sometimes runs many steps before the server learns the request's id, as the engine
         thread could. An error of a step is kept in `step_error`: the server would take it for a rejection, or for the
         end of a front end.
         """
-        handle = Engine.enqueue(self._engine, request, sink)
+        handle = Engine.enqueue(self._engine, request, sink, name=name)
         if self._runs_ahead and self.step_error is None and self._rng.random() < 0.1:
             try:
                 for _ in range(self._rng.randint(1, 20)):

@@ -190,7 +190,7 @@ class _Traffic:
             while self._report.blocks < blocks and len(running) < _CROWD:
                 running.append(self._ask())
                 if self._rng.random() < _RESETS:
-                    self._engine.reset_cache()
+                    self._engine.reset_prefix_cache()
                     self._report.resets += 1
             self._changed.wait(0.05)
             self._changed.clear()

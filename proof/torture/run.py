@@ -292,7 +292,7 @@ class _Schedule:
             case "reset":
                 life.recorder.reset()
                 try:
-                    life.engine.reset_cache()
+                    life.engine.reset_prefix_cache()
                 except EngineStopped:
                     if not life.is_lost:
                         raise

@@ -242,7 +242,7 @@ def _ask_all(
             running.append(_ask(engine, model, families, rng, changed))
             asked += 1
             if rng.random() < 0.005:
-                engine.reset_cache()
+                engine.reset_prefix_cache()
                 report.resets += 1
         changed.wait(0.05)
         changed.clear()

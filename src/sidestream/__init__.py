@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sidestream import moved
 from sidestream.config import EngineConfig, KVEventsConfig, SamplingParams, SpeculativeConfig, StructuredOutputs
 from sidestream.errors import (
+    CallTimeout,
     ConfigError,
     ContextTooLong,
     DeviceError,
@@ -35,7 +36,7 @@ from sidestream.errors import (
     TierTimeout,
 )
 from sidestream.processes.progress import start_lines
-from sidestream.types import CachedTokens, Delta, TokenLogprob
+from sidestream.types import CachedTokens, Delta, Flushed, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.config import OffloadConfig
 
@@ -47,6 +48,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CachedTokens",
+    "CallTimeout",
     "Completion",
     "ConfigError",
     "ContextTooLong",
@@ -55,6 +57,7 @@ __all__ = [
     "DeviceLost",
     "EngineConfig",
     "EngineStopped",
+    "Flushed",
     "InvariantError",
     "KVEventsConfig",
     "ModelError",

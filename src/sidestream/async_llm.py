@@ -81,18 +81,6 @@ class AsyncLLM(FrontEnd):
             self.engine_pid = None
             self._close_engine = loaded.close
 
-    async def flush(self, *, timeout_s: float = 60.0) -> bool:
-        """Wait until the tiers (host memory, disk) hold all complete blocks; False after `timeout_s`."""
-        self._check_open()
-        return await self.client.flush(timeout_s=timeout_s)
-
-    async def reset_cache(self) -> None:
-        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue. Raises
-        EngineStopped.
-        """
-        self._check_open()
-        await self.client.reset_cache()
-
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Wait up to `drain_s` seconds for running requests and abort the others. Then store all complete blocks and
         end the engine, which frees the weights' memory and, on a GPU, that of KV on device and host. Idempotent.

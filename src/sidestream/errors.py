@@ -16,6 +16,7 @@ SidestreamError
 │   ├── OutOfDeviceMemory    the device has too little free memory
 │   └── DeviceLost       the device stopped working: the engine ends
 ├── EngineStopped        the engine is draining or has ended
+├── CallTimeout          the engine did not carry out an operation in time, and may still do so
 ├── ProcessFailed        a child process ended unexpectedly, or the engine of this one hangs in its close
 ├── RaceError            the order checker (`sidestream_order.checker`) found unordered accesses to the same bytes
 └── InvariantError       an internal invariant is broken: a bug in Sidestream
@@ -40,6 +41,7 @@ from sidestream_kv.errors import (
 )
 
 __all__ = [
+    "CallTimeout",
     "ConfigError",
     "ContextTooLong",
     "DeviceError",
@@ -91,3 +93,7 @@ class QueueFull(RequestError):
 
 class EngineStopped(SidestreamError):
     """The engine is draining or has ended."""
+
+
+class CallTimeout(SidestreamError):
+    """The engine did not carry out an operation in time, and may still do so."""

@@ -30,7 +30,7 @@ from sidestream.errors import EngineStopped, QueueFull, RequestError
 from sidestream.models.catalog import Progress
 from sidestream.models.directory import name_of
 from sidestream.tokenizer import Tokenizer
-from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+from sidestream.types import CachedTokens, Delta, Flushed, Health, TokenLogprob
 from sidestream_kv.metrics import Metrics
 
 
@@ -124,12 +124,27 @@ class LLM:
         """Whether the engine serves. Never blocks."""
         return self.engine.health()
 
-    def reset_cache(self) -> None:
-        """Drop the prefix cache: later requests reuse no KV that any tier holds now. Running requests continue. Raises
-        EngineStopped.
+    def reset_prefix_cache(self, tier: str | None = None, *, timeout_s: float = 60.0) -> dict[str, int]:
+        """Drop the prefix cache of a tier (`device`, `host`, `disk`), or of all tiers: later requests reuse no KV that
+        it holds now. Running requests continue. Returns the number of dropped blocks by tier.
+
+        Raises RequestRejected for a tier that the engine does not have, EngineStopped, and CallTimeout after
+        `timeout_s`; then the reset is still under way.
         """
         self._check_open()
-        self.engine.reset_cache()
+        return self.engine.reset_prefix_cache(tier, timeout_s=timeout_s)
+
+    def pause(self) -> None:
+        """Start no request that has not begun, until another thread calls `resume`: calls of `generate` wait, too.
+        Idempotent. Raises EngineStopped and CallTimeout.
+        """
+        self._check_open()
+        self.engine.operations.pause()
+
+    def resume(self) -> None:
+        """End a `pause`. Idempotent. Raises EngineStopped and CallTimeout."""
+        self._check_open()
+        self.engine.operations.resume()
 
     def on_kv_events(self, callback: OnBatch) -> None:
         """From now on, call `callback(sequence, batch)` for every batch of KV events (docs/kv-events.md), on a separate
@@ -206,8 +221,10 @@ class LLM:
         finally:
             self.engine.abort(request.handle)
 
-    def flush(self, *, timeout_s: float = 60.0) -> bool:
-        """Block until the tiers (host memory, disk) hold all complete blocks; False after `timeout_s`."""
+    def flush(self, *, timeout_s: float = 60.0) -> Flushed:
+        """Block until the tiers (host memory, disk) hold all complete blocks. After `timeout_s`, the result is false
+        and says what is left. Raises CallTimeout if the engine hangs.
+        """
         self._check_open()
         return self.engine.flush(timeout_s=timeout_s)
 

@@ -333,11 +333,30 @@ class Health:
     """State of an engine.
 
     status   `"ok"`, `"stalled"` (it hangs, and may go on), `"draining"` or `"failed"`
-    detail   the reason; with `"ok"`, why a tier fails at present, else empty
+    detail   the reason; with `"ok"`, why a tier fails or new requests wait at present, else empty
+    paused   whether new requests wait until `resume`
     """
 
     status: str
     detail: str
+    paused: bool = False
+
+
+CANCELLED = "the request was cancelled"
+"""`Delta.error` of the last delta of a cancelled sample, whose finish reason is `abort`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """The result of `flush`; true if nothing is left.
+
+    left   unfinished work of the transfers, by kind
+    """
+
+    left: Mapping[str, int]
+
+    def __bool__(self) -> bool:
+        return not self.left
 
 
 _MOVED = ("Access", "Accesses", "Key", "LayerGates", "LoadPlan", "PromotePlan", "StorePlan", "Tracer")

@@ -30,12 +30,12 @@ def test_the_servers_defaults_are_those_of_its_options() -> None:
     assert {name: serves[name].default for name in defaults} == defaults
     assert ServerOptions().address == ("127.0.0.1", 8000)
     assert defaults["max_body"] is None
-    assert defaults["cors_origin"] is None
+    assert defaults["allowed_origins"] is None
 
 
 def test_every_server_option_reaches_its_field() -> None:
     fields = {name.removesuffix("_s").removesuffix("_bytes") for name in ServerOptions.__dataclass_fields__}
-    names = {"cors_origin": "cors_origins", "drain_seconds": "drain"}
+    names = {"drain_seconds": "drain"}
     given = {names.get(name, name) for name in inspect.signature(server_options).parameters}
     assert fields - given == {"ssl_keyfile_password", "retry_after"}
     assert given <= fields

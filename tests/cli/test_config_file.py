@@ -75,13 +75,13 @@ def test_the_command_line_overrides_the_environment_and_both_the_file(
 ) -> None:
     path = write(
         "model: filed\nport: 1\nhead_timeout: 2\nseparate-tail-chunk: true\n"
-        "cors-origin: ['http://filed']\napi-key: filed\n"
+        "allowed-origins: ['http://filed']\napi-key: filed\n"
     )
     monkeypatch.setenv("SIDESTREAM_API_KEY", "environment")
-    given = ("given", "--port", 3, "--no-separate-tail-chunk", "--cors-origin", "http://given")
+    given = ("given", "--port", 3, "--no-separate-tail-chunk", "--allowed-origins", "http://given")
     assert run("serve", *given, "--config", path).exit_code == 0
     assert (seen.values["model"], seen.values["port"], seen.values["head_timeout"]) == ("given", 3, 2.0)
-    assert (seen.values["separate_tail_chunk"], seen.values["cors_origin"]) == (False, ["http://given"])
+    assert (seen.values["separate_tail_chunk"], seen.values["allowed_origins"]) == (False, ["http://given"])
     assert seen.values["api_key"] == "environment"
 
 
@@ -112,8 +112,8 @@ def test_an_empty_file_changes_nothing(run: Run, write: Write, seen: _Seen) -> N
         ("kv-memory:", "sets kv-memory to None: it must be a text"),
         ("speculative: off", "sets speculative to False: it must be a text"),
         ("eager: 1", "sets eager to 1: it must be true or false"),
-        ("cors-origin: http://a", "sets cors-origin to 'http://a': it must be a list of texts"),
-        ("cors-origin: [1]", "sets cors-origin to [1]: it must be a list of texts"),
+        ("allowed-origins: http://a", "sets allowed-origins to 'http://a': it must be a list of texts"),
+        ("allowed-origins: [1]", "sets allowed-origins to [1]: it must be a list of texts"),
         ("log-level: loud", "sets log-level to 'loud': it must be one of debug, info, warning, error"),
         ("api-key: 83", "sets api-key to a value that is not shown: it must be a text"),
         ("- port", "holds no options: write lines such as kv-memory: 2GiB"),

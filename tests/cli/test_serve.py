@@ -70,6 +70,18 @@ def test_an_interrupt_drains_and_stores_kv_and_timeline(tiny: Path, tmp_path: Pa
     assert json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
 
 
+def test_every_process_of_a_server_logs_json_if_asked_to(tiny: Path) -> None:
+    options = ("--log-format", "json", "--served-model-name", "tiny")
+    with _serving(tiny, *options) as (child, client, _):
+        assert client.post("/v1/chat/completions", json=_chat(max_tokens=2)).status_code == 200
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=WAIT_S)
+    lines = [json.loads(line) for line in errors.splitlines()]
+    assert len({line["pid"] for line in lines}) == 3
+    (request,) = [line for line in lines if "request_id" in line]
+    assert (request["status"], request["output_tokens"], request["path"]) == (200, 2, "/v1/chat/completions")
+
+
 def test_a_unix_socket_named_in_a_config_file_is_served_and_removed(tiny: Path, tmp_path: Path) -> None:
     path, config = tmp_path / "it's one", tmp_path / "serve.yaml"
     config.write_text(
@@ -155,8 +167,8 @@ def test_a_signal_while_kv_is_stored_ends_the_server_at_once() -> None:
         (("--kv-events-topic", "kv"), "--kv-events-topic is kv, but no KV events are published"),
         (("--kv-events", "tcp://*:5557", "--kv-events-encoding", "maps"), "no encoding maps; did you mean map?"),
         (
-            ("--cors-origin", "*", "--cors-origin", "http://a/"),
-            "--cors-origin has 'http://a/': give an origin as browsers send it",
+            ("--allowed-origins", "*", "--allowed-origins", "http://a/"),
+            "--allowed-origins has 'http://a/': give an origin as browsers send it",
         ),
     ],
 )

@@ -213,9 +213,9 @@ def test_a_closed_engine_refuses_requests(at: Make) -> None:
                 for _ in range(2):  # the connection's end may be noticed by the first one
                     await client.submit(PROMPT, SamplingParams(max_tokens=1)).read()
             with pytest.raises(EngineStopped):
-                await client.flush(timeout_s=1.0)
+                await client.operate("flush", timeout_s=1.0)
             with pytest.raises(EngineStopped):
-                await client.reset_cache()
+                await client.operate("reset_prefix_cache")
 
         run(use())
         assert client.health().status != "ok"
@@ -465,12 +465,69 @@ def test_flush_reports_whether_everything_is_stored_and_reset_drops_it(at: Make)
         async def use() -> None:
             hold = made.rig.hold("store")
             await ask(client, prompt, 4)
-            assert not await client.flush(timeout_s=0.01)
+            assert await client.operate("flush", timeout_s=0.01)
             hold.release()
-            assert await client.flush(timeout_s=PATIENCE_S)
+            assert not await client.operate("flush", timeout_s=PATIENCE_S)
             assert (await ask(client, prompt, 4))[-1].cached.total == 20
-            await client.reset_cache()
+            await client.operate("reset_prefix_cache")
             assert (await ask(client, prompt, 4))[-1].cached.total == 0
+
+        run(use())
+
+
+def test_operations_of_one_front_end_reach_all_front_ends(at: Make) -> None:
+    with at(slots=16) as made:
+        client, other = made.connect(), made.connect()
+
+        async def use() -> None:
+            await client.operate("pause")
+            while not other.health().paused:
+                await asyncio.sleep(0.001)
+            assert made.connect().health().paused  # one that starts during the pause
+            assert (await other.metrics_snapshot()).values["admission_paused"] == {(): 1.0}
+            answer = other.submit(PROMPT, SamplingParams(max_tokens=4))
+            await other.operate("resume")
+            assert tokens_of(await read_all(answer)) == made.rig.model.expected(PROMPT, 4)
+            while client.health().paused:
+                await asyncio.sleep(0.001)
+            with pytest.raises(RequestRejected, match="this engine has device, host"):
+                await client.operate("reset_prefix_cache", name="disk")
+            assert (await other.operate("reset_prefix_cache", name="host")).keys() == {"host"}
+
+        run(use())
+
+
+def test_a_request_is_cancelled_by_its_name_from_any_front_end(at: Make) -> None:
+    with at() as made:
+        client, other = made.connect(), made.connect()
+
+        async def use() -> None:
+            hold = made.rig.hold("compute")
+            answers = [client.submit(PROMPT, LONG, name=name) for name in ("job 0", "job 1", "jobs")]
+            cancelled = asyncio.ensure_future(other.operate("cancel", name="job"))
+            hold.release()
+            assert await cancelled == {"cancelled": 2}
+            assert await other.operate("cancel", name="job") == {"cancelled": 0}
+            assert await client.operate("cancel", name="jobs") == {"cancelled": 1}
+            for answer in answers:
+                last = (await read_all(answer))[-1]
+                assert (last.finish_reason, last.error) == ("abort", "the request was cancelled")
+
+        run(use())
+
+
+def test_a_resume_does_not_wait_for_flushes(at: Make) -> None:
+    with at(slots=16) as made:
+        client = made.connect()
+
+        async def use() -> None:
+            await client.operate("pause")
+            hold = made.rig.hold("store")
+            made.rig.submit(list(range(1, 22)), 4)
+            flushes = [asyncio.ensure_future(client.operate("flush", timeout_s=PATIENCE_S)) for _ in range(6)]
+            await client.operate("resume")
+            hold.release()
+            assert await asyncio.gather(*flushes) == [{}] * 6
 
         run(use())
 
@@ -483,12 +540,12 @@ def test_waiting_calls_delay_no_other_call(at: Make) -> None:
         async def use() -> None:
             hold = made.rig.hold("store")
             await ask(client, list(range(1, 22)), 4)
-            flushes = [asyncio.ensure_future(client.flush(timeout_s=PATIENCE_S)) for _ in range(6)]
+            flushes = [asyncio.ensure_future(client.operate("flush", timeout_s=PATIENCE_S)) for _ in range(6)]
             await asyncio.sleep(0)
             assert (await other.metrics_snapshot()).values["requests_total"] == {("length",): 1}
             assert tokens_of(await ask(other, OTHER)) == made.rig.model.expected(OTHER, 8)
             hold.release()
-            assert await asyncio.gather(*flushes) == [True] * 6
+            assert await asyncio.gather(*flushes) == [{}] * 6
 
         run(use())
 

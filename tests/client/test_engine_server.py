@@ -155,7 +155,7 @@ def test_a_client_that_is_closed_has_its_requests_aborted() -> None:
         async def use() -> None:
             hold = made.rig.hold("compute")
             answer = client.submit(PROMPT, SamplingParams(max_tokens=60))
-            calls = asyncio.ensure_future(client.flush(timeout_s=1.0))
+            calls = asyncio.ensure_future(client.operate("flush", timeout_s=1.0))
             await asyncio.sleep(0)
             client.close()
             client.close()
@@ -373,7 +373,7 @@ def test_waiting_calls_do_not_delay_the_end_of_the_server() -> None:
         async def use() -> None:
             made.rig.hold("store")
             await ask(client, list(range(1, 22)), 4)
-            flushes = [asyncio.ensure_future(client.flush(timeout_s=1000.0)) for _ in range(6)]
+            flushes = [asyncio.ensure_future(client.operate("flush", timeout_s=1000.0)) for _ in range(6)]
             await asyncio.sleep(0)
             await client.metrics_snapshot()  # they are under way
             await asyncio.to_thread(made.close)
@@ -462,7 +462,7 @@ def test_an_engine_that_does_not_answer_is_stalled_and_shows_its_last_metrics(mo
         with pytest.raises(EngineStopped, match="the engine is stalled: the engine's process has not answered"):
             client.submit(PROMPT, SamplingParams(max_tokens=4))
         with pytest.raises(EngineStopped, match="the engine is stalled"):
-            await client.flush(timeout_s=60)
+            await client.operate("flush", timeout_s=60)
         answer()
         while client.health().status == "stalled":
             await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ import pytest
 
 from sidestream import errors
 from sidestream.client import messages
-from sidestream.config import SamplingDefaults, SamplingParams
+from sidestream.config import SamplingDefaults, SamplingParams, StructuredOutputs
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
@@ -37,6 +37,10 @@ PARAMS = SamplingParams(
     logprobs=4,
     n=3,
     max_drafts=1,
+    structured_outputs=StructuredOutputs(json={"type": "object"}, whitespace_pattern=" "),
+    allowed_token_ids=(1, 2),
+    bad_words=("no",),
+    bad_word_ids=((3, 4),),
 )
 DEFAULTS = SamplingDefaults({"temperature": 0.5, "top_k": 20})
 SIZES = (2048, 4096, 16, 32000, 64)
@@ -48,7 +52,7 @@ DETAIL = messages.OutputDetail(
 CONFIG = {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None}
 TO_ENGINE: list[Any] = [
     messages.Start("whale", CONFIG, "/tmp/timeline", True, 20, ("%(message)s", "")),
-    messages.Submit(3, b"\x01\0\0\0", b"k" * 16, 2, PARAMS, (1 << 63) - 1, 100, -(1 << 63), b"salt"),
+    messages.Submit(3, b"\x01\0\0\0", b"k" * 16, 2, PARAMS, (1 << 63) - 1, 100, -(1 << 63), b"salt", "job"),
     messages.Abort(3, 6, "stop"),
     messages.Call(1, "flush", 2.5),
     messages.Count("http_requests_total", 1.0, ("/health", "200")),
@@ -64,7 +68,7 @@ TO_CLIENT: list[Any] = [
     messages.Rejected(3, 5, messages.Failure("QueueFull", "try again later")),
     messages.Status("failed", "DeviceLost: gone"),
     messages.Ping(),
-    messages.Reply(1, None, False, SNAPSHOT),
+    messages.Reply(1, None, SNAPSHOT, {"device": 3}),
 ]
 
 

@@ -265,7 +265,7 @@ def test_a_subscriber_and_a_replay_receive_what_a_callback_receives(tmp_path: Pa
         # The subscription may have come too late; and an answer may come before the batch of its last step.
         while not (missed := replayed(context, config.replay_endpoint or "", 0)):
             pass
-        rig.engine.reset_cache()
+        rig.engine.reset_prefix_cache()
         rig.ask(PROMPT, 12)
         rig.close()
         while not heard or heard[-1][0] < len(told) - 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_rig import Reply, serving
+from engine_rig import Reply, prompts, serving
 
 from sidestream.engine.stats import step_seconds
 from sidestream.types import Delta, StepPlan
@@ -16,6 +16,22 @@ def test_step_time_is_the_larger_one_of_device_and_host_or_unknown() -> None:
     assert (
         step_seconds(2.0, 0.9, before=True, awaited=False) == 2.0
     )  # by something else that the host does all the time
+
+
+def test_queue_and_whole_time_are_observed_once_per_request_despite_preemptions() -> None:
+    with serving(blocks=24) as rig:
+        asked = prompts(0, 8, shared=24)
+        for reply, prompt in zip([rig.submit(prompt, 16) for prompt in asked], asked, strict=True):
+            rig.expect(reply, prompt, 16)
+        assert rig.engine.parts.scheduler.num_preemptions > 0
+        aborted = rig.submit(asked[0], 60)
+        aborted.wait_for_tokens(1)
+        rig.abort(aborted)
+        aborted.wait()
+        histograms = rig.engine.parts.metrics.snapshot().histograms
+    queued, first, whole = (histograms[f"{name}_seconds"][()] for name in ("queue", "ttft", "e2e"))
+    assert (queued.count, first.count, whole.count) == (9, 9, 8)
+    assert 0 < queued.total < first.total < whole.total
 
 
 def test_the_measured_prefill_rate_bounds_chunks_beside_a_decoding_request() -> None:

@@ -210,7 +210,7 @@ def test_tokens_are_equal_after_preemption(tmp_path: Path) -> None:
     with LLM(directory, kv_memory="16MiB", **OPTIONS) as llm:
         expected = tokens_of(llm.generate(prompts, long))
         blocks = llm.engine.parts.blocks
-        llm.engine.reset_cache()
+        llm.engine.reset_prefix_cache()
         held: list[Lease] = []
         llm.engine.call(lambda: held.append(blocks.take(blocks.size - 10)))  # three requests take up to seven each
         assert tokens_of(llm.generate(prompts, long)) == expected

@@ -165,7 +165,7 @@ def test_suppressed_log_lines_are_counted_after_their_period(
     ]
 
 
-@pytest.mark.parametrize("line", [b"GET /health", b"GET /llm/health", b"POST /ping", b"GET /ping?x"])
+@pytest.mark.parametrize("line", [b"GET /health", b"GET /llm/health", b"GET /livez", b"POST /ping", b"GET /ping?x"])
 def test_a_health_check_is_answered_while_unfinished_heads_use_all_connections(line: bytes) -> None:
     with serving(max_connections=2, root_path="/llm") as served, contextlib.ExitStack() as opened:
         for _ in range(2):

@@ -25,16 +25,16 @@ def _allowed(reply: httpx.Response) -> str | None:
 
 
 def test_a_preflight_of_an_allowed_origin_passes_without_the_key() -> None:
-    with serving(api_key="k", cors_origins=("https://other.example", PAGE)) as served:
+    with serving(api_key="k", allowed_origins=("https://other.example", PAGE)) as served:
         reply = _preflight(served)
         assert (reply.status_code, _allowed(reply)) == (200, PAGE)
-        assert "POST" in reply.headers["access-control-allow-methods"]
+        assert {"GET", "POST", "DELETE"} <= set(reply.headers["access-control-allow-methods"].split(", "))
         for name in ("authorization", "content-type", "x-stainless-lang"):
             assert name in reply.headers["access-control-allow-headers"].lower()
 
 
 def test_every_reply_and_error_names_the_allowed_origin() -> None:
-    with serving(api_key="k", cors_origins=(PAGE,)) as served:
+    with serving(api_key="k", allowed_origins=(PAGE,)) as served:
         served.http.headers["origin"] = PAGE
         replies = [
             served.chat(),
@@ -49,23 +49,23 @@ def test_every_reply_and_error_names_the_allowed_origin() -> None:
 
 
 def test_another_origin_is_not_allowed() -> None:
-    with serving(cors_origins=(PAGE,)) as served:
+    with serving(allowed_origins=(PAGE,)) as served:
         reply = _preflight(served, origin="http://evil.example")
         assert (reply.status_code, _allowed(reply)) == (400, None)
         assert _allowed(served.http.get("/v1/models", headers={"origin": "http://evil.example"})) is None
 
 
-def test_without_cors_origins_no_origin_is_allowed() -> None:
+def test_without_allowed_origins_no_origin_is_allowed() -> None:
     with serving() as served:
         assert _allowed(_preflight(served)) is None
         assert _allowed(served.http.get("/v1/models", headers={"origin": PAGE})) is None
 
 
 def test_a_star_allows_every_origin_and_logs_a_warning_without_a_key(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(cors_origins=("*",), api_key="k") as served:
+    with serving(allowed_origins=("*",), api_key="k") as served:
         assert _allowed(_preflight(served)) == "*"
         assert _allowed(served.http.get("/v1/models", headers={"origin": PAGE})) == "*"
     assert not warned(caplog)
-    with serving(cors_origins=("*",)):
+    with serving(allowed_origins=("*",)):
         pass
     assert any("any web page" in line for line in warned(caplog))

@@ -135,7 +135,7 @@ def test_a_given_request_id_is_used_in_reply_log_and_engine(caplog: pytest.LogCa
         reply = served.chat(request_id="bench-7/a:1")
         assert served.text(prompt=["a", "b"], request_id="two").status_code == 200
         assert served.backend.names[0] == "bench-7/a:1"
-        assert sorted(served.backend.names[1:]) == ["two.0", "two.1"]
+        assert sorted(served.backend.names[1:]) == ["two 0", "two 1"]
     assert reply.headers["x-request-id"] == "bench-7/a:1"
     assert reply.json()["id"] == "chatcmpl-bench-7/a:1"
     assert any(

@@ -61,7 +61,7 @@ def test_one_refused_prompt_aborts_the_others() -> None:
     with serving(FakeBackend(script)) as served:
         assert served.text(prompt=["a", "b"]).status_code == 429
         (aborted,) = served.backend.aborted
-        assert aborted.endswith(".0")
+        assert aborted.endswith(" 0")
 
 
 def test_an_unexpected_error_is_logged_with_a_traceback_and_sent_without(caplog: pytest.LogCaptureFixture) -> None:
@@ -177,7 +177,7 @@ def test_a_failed_request_is_aborted_before_its_error_is_raised() -> None:
     async def run() -> None:
         with pytest.raises(ZeroDivisionError):
             await generate_all(backend, call, "r", broken)
-        assert sorted(backend.aborted) == ["r.0", "r.1"]
+        assert sorted(backend.aborted) == ["r 0", "r 1"]
 
     asyncio.run(run())
 

@@ -29,6 +29,7 @@ def test_the_engines_values_are_served_with_their_labels() -> None:
     samples = _samples(reply.text)
     assert samples["sidestream_requests_total", (("finish_reason", "stop"),)] == 2
     assert samples["sidestream_blocks_free", ()] == 7
+    assert samples["sidestream_model_info", (("model_name", "fake"),)] == 1
 
 
 def test_every_declared_metric_is_rendered_before_its_first_write() -> None:

@@ -139,13 +139,37 @@ def test_token_routes_return_404_for_another_model(shared: Served) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(("status", "code"), [("ok", 200), ("draining", 503), ("failed", 503)])
-def test_ping_and_health_have_the_same_reply(status: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("state", "serves", "lives", "is_ready"),
+    [
+        (Health("ok", "because"), 200, 200, 200),
+        (Health("ok", "because", paused=True), 200, 200, 503),
+        (Health("draining", "because"), 503, 200, 503),
+        (Health("stalled", "because"), 503, 503, 503),
+        (Health("failed", "because"), 503, 503, 503),
+    ],
+)
+def test_health_checks_ask_about_the_engine_a_restart_or_new_requests(
+    state: Health, serves: int, lives: int, is_ready: int
+) -> None:
     backend = FakeBackend()
-    backend.status = Health(status, "because")
+    backend.status = state
+    with serving(backend, api_key="k", root_path="/llm") as served:
+        served.http.headers.pop("authorization")
+        paths = ("/health", "/healthz", "/ping", "/livez", "/llm/livez", "/readyz", "/llm/readyz")
+        replies = [served.http.get(path) for path in paths] + [served.http.post("/ping")]
+    assert [reply.status_code for reply in replies] == [
+        *(serves, serves, serves, lives, lives, is_ready, is_ready, serves)
+    ]
+    assert replies[0].json() == {"status": state.status, "detail": "because"}
+
+
+def test_the_load_counts_running_and_waiting_requests() -> None:
+    backend = FakeBackend()
+    backend.metrics.set("requests_running", 2)
+    backend.metrics.set("requests_waiting", 3)
     with serving(backend) as served:
-        for reply in (served.http.get("/ping"), served.http.post("/ping"), served.http.get("/health")):
-            assert (reply.status_code, reply.json()) == (code, {"status": status, "detail": "because"})
+        assert served.http.get("/load").json() == {"server_load": 5}
 
 
 def test_the_version_needs_the_key_and_a_ping_does_not() -> None:

@@ -24,6 +24,8 @@ RARE = frozenset(
     [
         "--single-process",
         "--replica",
+        "--log-format",
+        "--admin-key",
         "--root-path",
         "--ssl-ca-certs",
         "--max-buffered",
@@ -199,7 +201,6 @@ _FIELDS = {
     "head_timeout_s": "head_timeout",
     "body_timeout_s": "body_timeout",
     "stall_timeout_s": "stall_timeout",
-    "cors_origins": "cors_origin",
     "drain_s": "drain_seconds",
 }
 

@@ -28,9 +28,9 @@ LOG_FORMAT = ("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
 """Format of log lines and of their dates."""
 
 
-def start_logging(level: LogLevel) -> None:
+def start_logging(level: LogLevel, log_format: tuple[str, str] = LOG_FORMAT) -> None:
     """Send the log to standard error, with one line for each event. Raises ConfigError if that is closed."""
-    log_stream.start_logging(level.value.upper(), *LOG_FORMAT)
+    log_stream.start_logging(level.value.upper(), *log_format)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request to the hub
 
 

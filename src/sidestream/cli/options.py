@@ -55,6 +55,13 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class LogFormat(StrEnum):
+    """Format of the lines of the log."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 Logging = Annotated[LogLevel, option("--log-level", metavar="|".join(LogLevel), help="Log level on standard error.")]
 
 

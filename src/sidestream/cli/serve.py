@@ -17,11 +17,22 @@ from typing import TYPE_CHECKING, Annotated
 from sidestream.cli.config_file import ConfigFile
 from sidestream.cli.declare import flag, option, whole
 from sidestream.cli.loading import LOG_FORMAT, exit_if_hung, prepare_model, start, start_logging
-from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
+from sidestream.cli.options import (
+    DEMO_MODEL,
+    LogFormat,
+    Logging,
+    LogLevel,
+    Model,
+    Watching,
+    engine_config,
+    options_of,
+    watching,
+)
 from sidestream.cli.progress import Steps
 from sidestream.cli.server_options import kv_events_config, server_options
 from sidestream.config import EngineConfig, KVEventsConfig
 from sidestream.errors import ConfigError
+from sidestream.processes.log_stream import JSON_LAYOUT
 from sidestream.processes.signals import on_stop_signal, print_stacks
 from sidestream.server.options import ServerOptions
 from sidestream_kv.device.machine import process_age_s
@@ -59,6 +70,9 @@ def serve(
         ),
     ] = False,
     log_level: Logging = LogLevel.INFO,
+    log_format: Annotated[
+        LogFormat, option("--log-format", "|".join(LogFormat), "Format of the log's lines.")
+    ] = LogFormat.TEXT,
     *,
     server: ServerOptions,
     events: KVEventsConfig | None,
@@ -76,14 +90,16 @@ def serve(
     """
     _check_processes(api_processes, single_process=single_process)
     print_stacks()
-    start_logging(log_level)
+    lines = LOG_FORMAT if log_format is LogFormat.TEXT else (JSON_LAYOUT, "")
+    start_logging(log_level, lines)
     prepare_model(model)
     _check_packages()
     engine = dataclasses.replace(engine, kv_events=events)
     if single_process:
         _serve_in_one_process(model, server, engine, watch)
     else:
-        _serve(model, server, engine, watch, _default_api_processes() if api_processes is None else api_processes)
+        number = _default_api_processes() if api_processes is None else api_processes
+        _serve(model, server, engine, watch, number, lines)
 
 
 def _check_processes(api_processes: int | None, *, single_process: bool) -> None:
@@ -104,14 +120,21 @@ def _check_packages() -> None:
         raise ConfigError(f"serving needs the package {package}: pip install 'sidestream[server]'") from missing
 
 
-def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watching, api_processes: int) -> None:
+def _serve(
+    model: str,
+    options: ServerOptions,
+    config: EngineConfig,
+    watch: Watching,
+    api_processes: int,
+    log_format: tuple[str, str],
+) -> None:
     """Run the engine's process and the API processes until they end. This process is their supervisor."""
     from sidestream.server import Supervisor, bind, bind_shared
 
     _allow_open_files()
     listeners = bind_shared(bind(options), api_processes)  # first, so that an error comes before the model is loaded
     level = log.getEffectiveLevel()
-    with Supervisor(listeners, options, log_level=level, log_format=LOG_FORMAT) as supervisor:
+    with Supervisor(listeners, options, log_level=level, log_format=log_format) as supervisor:
         engine: EngineProcess = start("client.process.EngineProcess", model, config=config, watch=watch)
         name = options.served_model_name or engine.info.model_name
         with on_stop_signal(partial(_quit_at_once, engine.kill)):  # before and after `run`, which drains

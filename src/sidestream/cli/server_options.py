@@ -55,6 +55,13 @@ _ROWS = (
         False,
         envvar="SIDESTREAM_API_KEY",
     ),
+    _Row(
+        "admin_key",
+        "KEY",
+        "Key for operations such as /pause, without which they are refused; safer in the environment variable.",
+        False,
+        envvar="SIDESTREAM_ADMIN_KEY",
+    ),
     _Row("served_model_name", "NAME", "Model name in the API.", "the model's own"),
     _Row("replica", "NAME", "Name of this server among several: a label of all metrics, and a reply header.", False),
     _Row(
@@ -82,11 +89,10 @@ _ROWS = (
     _Row("max_connections", "N", "Maximum connections at once.", "2048, or as many as the limit of open files allows"),
     _Row("max_connections_per_address", "N", "Maximum connections at once from one client address.", "no limit"),
     _Row(
-        "cors_origins",
+        "allowed_origins",
         "ORIGIN",
         "Allow browser pages of this origin (CORS); * for all; may be given several times.",
         False,
-        name="cors_origin",
     ),
     _Row("chat_template", "FILE", "Jinja template to use in place of the model's own.", "the model's own"),
     _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
@@ -107,7 +113,7 @@ def server_options(**values: Any) -> ServerOptions:
     for row in _ROWS:
         if row.field in _SIZES and known[row.field] is not None:
             known[row.field] = parse_bytes(known[row.field], option=row.name or row.field)
-    known["cors_origins"] = tuple(known["cors_origins"] or ())
+    known["allowed_origins"] = tuple(known["allowed_origins"] or ())
     return ServerOptions(**known, ssl_keyfile_password=os.environ.get("SIDESTREAM_SSL_KEYFILE_PASSWORD"))
 
 
@@ -115,7 +121,7 @@ def _parameters() -> list[inspect.Parameter]:
     types = get_type_hints(ServerOptions)
     defaults: dict[str, Any] = {field.name: field.default for field in fields(ServerOptions)}
     types |= dict.fromkeys(_SIZES, str | None)
-    types["cors_origins"], defaults["cors_origins"] = list[str] | None, None
+    types["allowed_origins"], defaults["allowed_origins"] = list[str] | None, None
     parameters = []
     for row in _ROWS:
         name, kind = row.name or row.field, types[row.field]

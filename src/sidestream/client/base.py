@@ -43,7 +43,13 @@ class EngineClient(Protocol):
         ...
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
     ) -> OutputQueue:
         """Queue a request of `params.n` samples; its deltas come through the returned queue, on the running event loop.
 
@@ -70,15 +76,9 @@ class EngineClient(Protocol):
         """A copy of all values. Raises EngineStopped."""
         ...
 
-    async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until all complete blocks are stored in host memory or on disk; False after `timeout_s`. Raises
-        EngineStopped.
-        """
-        ...
-
-    async def reset_cache(self) -> None:
-        """Drop the prefix cache on the device, in host memory and on disk: later requests find no block of earlier
-        requests. Raises EngineStopped.
+    async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
+        """Carry out an operation, and wait for its end; see `Operations.run`. Raises EngineStopped, CallTimeout, and
+        the errors of the operation.
         """
         ...
 

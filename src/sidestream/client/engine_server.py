@@ -43,10 +43,10 @@ from sidestream.client.messages import (
     decoder_of_requests,
 )
 from sidestream.engine import Engine, Handle
-from sidestream.errors import EngineStopped, InvariantError, SidestreamError
+from sidestream.errors import EngineStopped, SidestreamError
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.schedule.limits import CheckedRequest
-from sidestream.types import Delta
+from sidestream.types import Delta, Health
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import KEY_BYTES
 from sidestream_kv.metrics import MetricsSnapshot
@@ -169,7 +169,9 @@ class Connection:
             self._ids.update(dict.fromkeys(streams))  # now, because the request may end before `enqueue` returns
         try:
             # rule: request-is-submitted-to-the-engine
-            handle = self._engine.enqueue(_request(message), functools.partial(self.on_output, message.stream))
+            handle = self._engine.enqueue(
+                _request(message), functools.partial(self.on_output, message.stream), name=message.name
+            )
         except SidestreamError as error:
             with self._lock:
                 for stream in streams:
@@ -238,6 +240,10 @@ def _snapshot(metrics: MetricsSnapshot) -> Snapshot:
     )
 
 
+def _status(health: Health) -> Status:
+    return Status(health.status, health.detail, health.paused)
+
+
 def engine_info(engine: Engine, *, model: str, model_name: str) -> EngineInfo:
     """The constants of an engine in this process, for its front ends."""
     bounds, scheduler = engine.parts.bounds, engine.parts.scheduler
@@ -288,8 +294,9 @@ class EngineServer:
         self._selector.register(owner, selectors.EVENT_READ, self._owner)
         self._front_ends: tuple[Connection, ...] = ()
         self._descriptors: list[int] = []  # from the owner, for its `Attach` messages
-        self._calls = ThreadPoolExecutor(4, thread_name_prefix="sidestream-call")
-        # A separate thread, because closing must not wait for calls.
+        # Separate threads: a resume must not wait for calls that take minutes, and closing must not wait for any call.
+        self._long_calls = ThreadPoolExecutor(4, thread_name_prefix="sidestream-long-call")
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="sidestream-call")
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="sidestream-close")
         self._reported_health = engine.health()
         self._drain_s: float | None = None
@@ -307,7 +314,7 @@ class EngineServer:
             health = self._engine.health()
             if health != self._reported_health:
                 self._reported_health = health
-                self.broadcast(Status(health.status, health.detail))
+                self.broadcast(_status(health))
             drain_s = 0.0 if health.status == "failed" or self._owner.lost else self._drain_s
             if closing is None and drain_s is not None:
                 closing = self._closer.submit(close, drain_s)
@@ -332,6 +339,8 @@ class EngineServer:
         front_end = Connection(connection, self._engine, self._wake)  # rule: front-end-is-attached
         self._selector.register(connection, selectors.EVENT_READ, front_end)
         front_end.send(Welcome(self._info))
+        if self._reported_health != Health("ok", ""):
+            front_end.send(_status(self._reported_health))
         self._front_ends = (*self._front_ends, front_end)
 
     def send_to_owner(self, message: ToClient) -> None:
@@ -345,7 +354,7 @@ class EngineServer:
 
     def finish(self, reply: Reply, *, timeout_s: float = 1.0) -> None:
         """Send `reply` to the owner, then all unsent bytes, and close the connections. Called after `run`."""
-        for threads in (self._calls, self._closer):
+        for threads in (self._long_calls, self._calls, self._closer):
             threads.shutdown(wait=False, cancel_futures=True)
         self._owner.send(reply)
         for front_end in (*self._front_ends, self._owner):
@@ -421,6 +430,8 @@ class EngineServer:
                 front_end.abort(message)
             case Call(number, "metrics"):
                 front_end.send(Reply(number, snapshot=_snapshot(self._engine.parts.metrics.snapshot())))
+            case Call(method="flush" | "reset_prefix_cache"):
+                self._long_calls.submit(self._answer, front_end, message)
             case Call():
                 self._calls.submit(self._answer, front_end, message)
             case Count(name, value, labels):
@@ -435,17 +446,11 @@ class EngineServer:
                 raise EngineStopped(f"a front end may not send {type(message).__name__}")
 
     def _answer(self, front_end: Connection, call: Call) -> None:
-        """Run a call on a separate thread, because it may take a minute."""
-        engine = self._engine
-        reply = Reply(call.number)
+        """Run a call on a separate thread, because it waits for the engine thread, and may take minutes."""
         try:
-            match call.method:
-                case "flush":
-                    reply = Reply(call.number, done=engine.flush(timeout_s=call.timeout_s))
-                case "reset_cache":
-                    engine.reset_cache()
-                case _:
-                    raise InvariantError(f"no call {call.method!r}")
+            counts = self._engine.operations.run(call.method, timeout_s=call.timeout_s, name=call.name)
+            reply = Reply(call.number, counts=counts)
         except Exception as error:
             reply = Reply(call.number, Failure.of(error))
+        self._wake()  # front ends learn of a pause at once
         front_end.send(reply)

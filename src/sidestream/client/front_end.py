@@ -16,7 +16,7 @@ from sidestream.client.base import EngineClient
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
-from sidestream.types import Delta, Health
+from sidestream.types import Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -148,7 +148,7 @@ class FrontEnd:
         samples.
 
         priority      requests with a lower number run earlier
-        request_name  accepted for callers that name their requests; not used
+        request_name  name for `cancel`, without spaces; several requests may have the same
         cache_salt    only requests with the same salt share KV, in all tiers
         continues     the output continues the prompt's text. False: it begins a text, as the answer in a chat does;
                       some tokenizers omit the space in front of a text's first word
@@ -161,6 +161,7 @@ class FrontEnd:
             params,
             priority,
             cache_salt,
+            request_name,
             continues=continues,
             in_thread=isinstance(prompt, str),
             shown_tokens=shown_tokens,
@@ -180,8 +181,51 @@ class FrontEnd:
         messages   each has a `role` and a `content`; a worker thread formats them with the model's chat template
         """
         return self._answer(
-            lambda: self.tokenizer.chat(messages), params, priority, cache_salt, continues=False, in_thread=True
+            lambda: self.tokenizer.chat(messages),
+            params,
+            priority,
+            cache_salt,
+            request_name,
+            continues=False,
+            in_thread=True,
         )
+
+    async def flush(self, *, timeout_s: float = 60.0) -> Flushed:
+        """Wait until the tiers (host memory, disk) hold all complete blocks. After `timeout_s`, the result is false and
+        says what is left. Raises CallTimeout if the engine hangs.
+        """
+        self._check_open()
+        return Flushed(await self.client.operate("flush", timeout_s=timeout_s))
+
+    async def reset_prefix_cache(self, tier: str | None = None, *, timeout_s: float = 60.0) -> dict[str, int]:
+        """Drop the prefix cache of a tier (`device`, `host`, `disk`), or of all tiers: later requests reuse no KV that
+        it holds now. Running requests continue. Returns the number of dropped blocks by tier.
+
+        Raises RequestRejected for a tier that the engine does not have, EngineStopped, and CallTimeout after
+        `timeout_s`; then the reset is still under way.
+        """
+        self._check_open()
+        return await self.client.operate("reset_prefix_cache", timeout_s=timeout_s, name=tier)
+
+    async def pause(self) -> None:
+        """Start no request that has not begun, until `resume`: new requests wait in the queue, begun ones continue.
+        Idempotent. Raises EngineStopped and CallTimeout.
+        """
+        self._check_open()
+        await self.client.operate("pause")
+
+    async def resume(self) -> None:
+        """End a `pause`. Idempotent. Raises EngineStopped and CallTimeout."""
+        self._check_open()
+        await self.client.operate("resume")
+
+    async def cancel(self, request_name: str) -> int:
+        """End the requests with this `request_name`, of all front ends of the engine. Returns the number of samples
+        that it ended; 0: no such request runs or waits. Their last delta has the finish reason `abort` and an error.
+        Raises EngineStopped and CallTimeout.
+        """
+        self._check_open()
+        return (await self.client.operate("cancel", name=request_name))["cancelled"]
 
     def _check_open(self) -> None:
         pass
@@ -192,6 +236,7 @@ class FrontEnd:
         params: SamplingParams | None,
         priority: int,
         cache_salt: str,
+        name: str,
         *,
         continues: bool,
         in_thread: bool,
@@ -205,7 +250,7 @@ class FrontEnd:
         chosen = with_token_ids(checked_params(params), self.tokenizer)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
         processor = OutputProcessor(self.tokenizer, chosen, ids if continues else (), shown_tokens)
-        outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt)
+        outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt, name=name)
         left = chosen.n
         try:
             while left:
@@ -303,7 +348,7 @@ class _SampleOutput:
             if delta.finish_reason == "abort":
                 return _with_text(delta, text, num_tokens, "abort")
             return _with_text(delta, text, count, "error", f"the tokenizer failed: {error}")
-        return _with_text(delta, text, num_tokens, delta.finish_reason)
+        return _with_text(delta, text, num_tokens, delta.finish_reason, delta.error)
 
     def _push(self, token_id: int) -> tuple[str, bool]:
         """The text that is final after this token, and whether a stop string is complete."""

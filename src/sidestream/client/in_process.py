@@ -76,7 +76,13 @@ class InProcessClient:
         return self._engine.parts.defaults
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
     ) -> OutputQueue:
         """See `EngineClient`. QueueFull is raised here, not by `OutputQueue.read`."""
         queue = self._queue_of(asyncio.get_running_loop())
@@ -84,7 +90,7 @@ class InProcessClient:
             raise stopped_error(health)
         outputs = OutputQueue(self._number + 1, params.n)
         sink = functools.partial(queue.put, self, outputs)
-        handle = self._engine.submit(prompt, params, sink, priority=priority, cache_salt=cache_salt)
+        handle = self._engine.submit(prompt, params, sink, priority=priority, cache_salt=cache_salt, name=name)
         self._number = outputs.number
         self._requests[outputs.number] = _Request(handle, set(range(params.n)))
         return outputs
@@ -144,8 +150,5 @@ class InProcessClient:
         """A copy of all values."""
         return self._engine.parts.metrics.snapshot()
 
-    async def flush(self, *, timeout_s: float) -> bool:
-        return await asyncio.to_thread(self._engine.flush, timeout_s=timeout_s)
-
-    async def reset_cache(self) -> None:
-        await asyncio.to_thread(self._engine.reset_cache)
+    async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
+        return await asyncio.to_thread(self._engine.operations.run, operation, timeout_s=timeout_s, name=name)

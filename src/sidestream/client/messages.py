@@ -75,6 +75,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     keys_version  version of the weights to which the keys belong
     params        the parameters without stop strings, which the front end handles
     cache_salt    UTF-8, which may contain lone surrogates
+    name          the request's name, for the operation `cancel`
     """
 
     stream: int
@@ -86,6 +87,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     max_outputs: int
     priority: int
     cache_salt: bytes
+    name: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -99,11 +101,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Call the engine's method: `"metrics"`, `"flush"` or `"reset_cache"`. The `Reply` has the same number."""
+    """Ask for the metrics, or for an operation (see `Operations.run`). The `Reply` has the same number."""
 
     number: int
     method: str
     timeout_s: float = 0.0
+    name: str | None = None
 
 
 class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -203,6 +206,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     status: str
     detail: str
+    paused: bool = False
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -215,12 +219,15 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a `Call`, or to `Close` (number 0)."""
+    """The answer to a `Call`, or to `Close` (number 0).
+
+    counts   of a reset: dropped blocks by tier; of a flush: unfinished work by kind
+    """
 
     number: int
     failure: Failure | None = None
-    done: bool = True
     snapshot: Snapshot | None = None
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 ToEngine = Start | Submit | Abort | Call | Count | Ping | Attach | Close

@@ -39,7 +39,7 @@ from sidestream.client.messages import (
 )
 from sidestream.client.pulse import PULSE_S, Pulse, silence
 from sidestream.config import SamplingDefaults, SamplingParams
-from sidestream.errors import ConfigError, EngineStopped
+from sidestream.errors import CallTimeout, ConfigError, EngineStopped
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.schedule.limits import Bounds, CheckedRequest, RequestChecker
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
@@ -56,6 +56,9 @@ only between two reads. Otherwise, the backlog after a pause of this process cou
 _GONE = "the engine's process has ended"
 _METRICS_S = 2.0
 """Maximum time to wait for new metrics; then the last known ones are given."""
+
+_CALL_GRACE_S = 5.0
+"""After the timeout of a call, the engine has this time for the answer."""
 
 _NOTHING_CACHED = CachedTokens()
 
@@ -126,7 +129,6 @@ class RemoteClient:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
         return self._checker.bounds.longest
 
     @property
@@ -135,13 +137,18 @@ class RemoteClient:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """The model's sampling defaults."""
         return self.info.sampling_defaults
 
     # ------------------------------------------------------------------ requests
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "",
     ) -> OutputQueue:
         """See `EngineClient`. QueueFull is raised by `OutputQueue.read`."""
         checked = self._checker.check(
@@ -151,7 +158,7 @@ class RemoteClient:
         if (health := self._known_health()).status != "ok":
             raise stopped_error(health)
         first = self._next_stream  # rule: stream-numbers-are-not-reused
-        frame = self._encoder.encode(_submit(first, checked))  # before any state changes, because it may raise
+        frame = self._encoder.encode(_submit(first, checked, name))  # before any state changes, because it may raise
         self._next_stream += params.n
         outputs = OutputQueue(first, params.n)
         for index in range(params.n):
@@ -189,7 +196,6 @@ class RemoteClient:
         return self._health
 
     def count(self, name: str, value: float, *labels: str) -> None:
-        """Add to one of the engine's counters."""
         if not self._closed:
             self._send(Count(name, value, labels))
 
@@ -209,28 +215,28 @@ class RemoteClient:
         """Ask for metrics without a wait, so that some are known if the engine hangs later."""
         self._send(Call(next(self._call_numbers), "metrics"))
 
-    async def flush(self, *, timeout_s: float) -> bool:
-        return (await self._call("flush", timeout_s)).done
-
-    async def reset_cache(self) -> None:
-        await self._call("reset_cache")
+    async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
+        return (await self._call(operation, timeout_s, name)).counts
 
     def close(self) -> None:
         """Close the connection. The engine then aborts this front end's unfinished requests. Idempotent."""
         self._on_lost("this front end has closed the connection")
 
-    async def _call(self, method: str, timeout_s: float = 0.0) -> Reply:
+    async def _call(self, method: str, timeout_s: float = 0.0, name: str | None = None) -> Reply:
         self.listen()
         if self._closed:
             raise stopped_error(self._health)
         number = next(self._call_numbers)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
+        until_s = time.monotonic() + timeout_s + _CALL_GRACE_S
         try:
-            self._send(Call(number, method, timeout_s))
+            self._send(Call(number, method, timeout_s, name))
             while not (await asyncio.wait([future], timeout=PULSE_S))[0]:
                 if (health := self.health()).status == "stalled":
                     raise stopped_error(health)
+                if timeout_s and time.monotonic() > until_s:
+                    raise CallTimeout(f"no answer within {timeout_s:g} s: too many such calls wait; try again later")
             reply = future.result()
         finally:
             self._calls.pop(number, None)
@@ -315,8 +321,8 @@ class RemoteClient:
                 for sample in (self._streams.pop(one, None) for one in range(stream, stop)):
                     if sample is not None:  # None: the reader has aborted the sample
                         sample.outputs.fail(failure.error())
-            case Status(status, detail):
-                self._health = Health(status, detail)
+            case Status(status, detail, paused):
+                self._health = Health(status, detail, paused)
             case Ping():
                 self._pulse.answered()
             case Reply(number) if (future := self._calls.get(number)) is not None and not future.done():
@@ -368,7 +374,7 @@ class RemoteClient:
         self.on_lost()
 
 
-def _submit(first: int, checked: CheckedRequest) -> Submit:
+def _submit(first: int, checked: CheckedRequest, name: str) -> Submit:
     params = checked.params
     return Submit(
         first,
@@ -380,6 +386,7 @@ def _submit(first: int, checked: CheckedRequest) -> Submit:
         checked.max_outputs,
         checked.priority,
         checked.cache_salt.encode("utf-8", "surrogatepass"),
+        name,
     )
 
 

@@ -21,17 +21,17 @@ from sidestream.engine.failures import Failures
 from sidestream.engine.inbox import ServingState
 from sidestream.engine.kv_events import OnBatch
 from sidestream.engine.loop import StepLoop
+from sidestream.engine.operations import Operations
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
-from sidestream.errors import ConfigError, DeviceLost, EngineStopped, RequestRejected
+from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped, RequestRejected
 from sidestream.grammar import RuledAnswer, TokenGrammar
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
-from sidestream.types import Health
+from sidestream.types import Flushed, Health
 from sidestream_kv.types import Key
 
-# Polling interval of reset_cache().
-_FORGETTING_POLL_S = 0.0005
+_PAUSED = "paused: new requests wait until resume"
 
 
 class Engine:
@@ -52,6 +52,14 @@ class Engine:
             serving=self.serving, inbox=parts.inbox, streams=self.streams, scheduler=parts.scheduler
         )
         self.loop = StepLoop(parts, streams=self.streams, failures=self._failures)
+        self.operations = Operations(
+            parts,
+            serving=self.serving,
+            cancel=self.streams.cancel,
+            call=self.call,
+            wait_a_turn=self._wait_a_turn,
+            is_alive=lambda: self._alive,
+        )
         self._ids = itertools.count()
         self._closing = threading.Lock()  # one close at a time; guards _closed
         self._closed = False
@@ -72,6 +80,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        name: str = "",
     ) -> Handle:
         """Queue one request of `params.n` samples. The engine thread calls `sink` with each delta (the new tokens of a
         sample).
@@ -80,15 +89,16 @@ class Engine:
         `sidestream.client.front_end.OutputProcessor`.
 
         cache_salt  requests share KV, in all tiers, only if they have the same salt; it may be empty
+        name        for `Operations.cancel`
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before it takes any resource.
         """
         checked = self.checker.check(
             prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
         )
-        return self.enqueue(checked, sink)
+        return self.enqueue(checked, sink, name=name)
 
-    def enqueue(self, request: CheckedRequest, sink: Sink) -> Handle:
+    def enqueue(self, request: CheckedRequest, sink: Sink, *, name: str = "") -> Handle:
         """Queue a request that this engine or a front end has checked. Compiles its grammar, if it has one, on this
         thread. Raises QueueFull or EngineStopped, and RequestRejected for a grammar.
         """
@@ -97,7 +107,9 @@ class Engine:
         with self.serving.lock:  # so that ids are in order of arrival
             self.serving.check_room(num_samples)
             streams = [
-                OutputStream(self._sample(index, request, grammar), index=index, sink=sink, arrival_s=arrival_s)
+                OutputStream(
+                    self._sample(index, request, grammar), index=index, sink=sink, arrival_s=arrival_s, name=name
+                )
                 for index in range(num_samples)
             ]
             self.serving.accept(num_samples)
@@ -173,9 +185,10 @@ class Engine:
     def health(self) -> Health:
         """Whether the engine serves, or hangs. If it serves while a tier fails, the detail says why. Never blocks."""
         health, transfers = self.loop.watchdog.judge(self.serving.health), self.parts.transfers
-        if health.status == "ok" and transfers is not None and (faults := transfers.tier_faults):
-            return Health("ok", "; ".join(faults))
-        return health
+        if health.status != "ok":
+            return health
+        paused, faults = self.serving.paused, [] if transfers is None else transfers.tier_faults
+        return Health("ok", "; ".join([*faults, *([_PAUSED] if paused else [])]), paused)
 
     @property
     def unfinished(self) -> int:
@@ -194,9 +207,9 @@ class Engine:
 
     # ------------------------------------------------------------------ control
 
-    def call(self, work: Callable[[], None]) -> None:
+    def call(self, work: Callable[[], None], *, timeout_s: float | None = None) -> None:
         """Run `work` on the engine thread between two steps, and wait for it. A sink must not call this. Raises
-        EngineStopped if the engine has ended.
+        EngineStopped if the engine has ended, and CallTimeout after `timeout_s`; then `work` may still run.
         """
         if self._thread is None:
             work()
@@ -212,53 +225,23 @@ class Engine:
             finally:
                 done.set()
 
+        until_s = None if timeout_s is None else self.parts.device.now() + timeout_s
         self.parts.inbox.put(run)
         while not done.wait(0.05):
             if not self._alive and not done.is_set():
                 raise EngineStopped("the engine has stopped")
+            if until_s is not None and self.parts.device.now() >= until_s:
+                raise CallTimeout(f"the engine thread did not get to this within {timeout_s:g} s: it is in a long step")
         if failures:
             raise failures[0]
 
-    def flush(self, *, timeout_s: float) -> bool:
-        """Block until no transfer is in flight: then all complete blocks are in the tiers. Returns False after
-        `timeout_s`.
-        """
-        transfers = self.parts.transfers
-        if transfers is None:
-            return True
-        deadline_s = self.parts.device.now() + timeout_s
-        busy = [True]
+    def flush(self, *, timeout_s: float) -> Flushed:
+        """See `Operations.flush`."""
+        return self.operations.flush(timeout_s=timeout_s)
 
-        def look() -> None:
-            busy[0] = transfers.has_work
-
-        while busy[0] and self.parts.device.now() < deadline_s:
-            self.call(look)
-            self._wait_a_turn(0.002)
-        return not busy[0]
-
-    def reset_cache(self) -> None:
-        """Make all blocks of all tiers unreachable at once (hazard H8). Running requests continue. Transfers in flight
-        complete, but publish no block.
-
-        Blocks the caller until the tiers' indices are empty, too. Raises EngineStopped if transfers have failed, which
-        ends the engine: the tiers may still hold blocks.
-        """
-        transfers = self.parts.transfers
-
-        def forget() -> None:
-            self.parts.scheduler.forget_all()  # rule: reset-reaches-the-scheduler
-            if transfers is not None:
-                transfers.forget_all()  # rule: reset-reaches-the-tiers
-
-        self.call(forget)
-        # rule: reset-ends-after-the-tiers
-        while transfers is not None and not transfers.has_forgotten and self._alive:
-            self.parts.device.sleep(_FORGETTING_POLL_S)
-        if transfers is not None and (failure := transfers.failure) is not None:  # rule: reset-that-failed-says-so
-            raise EngineStopped(
-                f"the tiers were not reset, because transfers failed ({failure}): start the engine again"
-            )
+    def reset_prefix_cache(self, tier: str | None = None, *, timeout_s: float = 60.0) -> dict[str, int]:
+        """See `Operations.reset_prefix_cache`."""
+        return self.operations.reset_prefix_cache(tier, timeout_s=timeout_s)
 
     def update_weights(self, apply: Callable[[], None], *, fingerprint: str) -> threading.Event:
         """Let `apply` replace the model's weights as soon as no request uses them. Returns at once, with an event that

@@ -169,11 +169,13 @@ class ServingState:
     - A sample counts as unfinished from `accept` until `release`, so an engine that closes knows of every accepted
       sample.
 
-    lock  orders submissions and changes of health
+    lock    orders submissions and changes of health
+    paused  whether new requests wait until `Engine.resume`; written by the engine thread
     """
 
     def __init__(self, max_unfinished: int) -> None:
         self.lock = threading.Lock()
+        self.paused = False
         self._max_unfinished = max_unfinished
         self._health = Health("ok", "")
         self._unfinished = 0

@@ -175,6 +175,7 @@ class StepLoop:
             return None
         step = parts.executor.launch(self._self_check.choose(plan.batch), after=plan.after, gates=gates)
         parts.scheduler.launched(plan.batch, step.last_use)  # rule: launched-step-is-recorded
+        self._streams.count_begun(plan.batch)
         self.times.launched(begin_s)
         self.num_steps += 1
         parts.metrics.inc("steps_total")

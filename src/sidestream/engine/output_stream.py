@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sidestream.engine.inbox import ServingState
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import RowOutput, Scheduler
-from sidestream.types import CachedTokens, Delta, RowResult
+from sidestream.types import CANCELLED, BatchPlan, CachedTokens, Delta, RowResult
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.types import RequestId
 
@@ -40,12 +40,17 @@ class Handle:
 class OutputStream:
     """The deltas of one sample.
 
+    name     the caller's name of the request
+    is_queued  whether no step with tokens of the sample was launched yet
     is_new   whether no token was sent yet
     last_s   time when the last tokens were sent; before the first token, the time of arrival
     """
 
-    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float) -> None:
+    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float, name: str = "") -> None:
         self.request = request
+        self.name = name
+        self.arrival_s = arrival_s
+        self.is_queued = True
         self.is_new = True
         self.last_s = arrival_s
         self._index = index
@@ -130,6 +135,18 @@ class OutputStreams:
             self._scheduler.submit(stream.request)
             self._metrics.inc("prompt_tokens_total", len(stream.request.prompt))
 
+    def count_begun(self, batch: BatchPlan) -> None:
+        """Measure how long the samples that begin with this batch have waited for their first step."""
+        columns = batch.columns
+        if not any(columns.begin):  # nearly always
+            return
+        now_s = self._clock()
+        for request_id, begin in zip(columns.request_id, columns.begin, strict=True):
+            stream = None if begin is None else self._by_id.get(request_id)
+            if stream is not None and stream.is_queued:  # else it resumes after a preemption
+                stream.is_queued = False
+                self._metrics.observe("queue_seconds", now_s - stream.arrival_s)
+
     # ------------------------------------------------------------------ tokens of a commit
 
     def send(self, outputs: Sequence[RowOutput]) -> list[Ending]:
@@ -191,6 +208,15 @@ class OutputStreams:
         for request_id in handle.request_ids:
             self.end_sample(request_id, reason)  # rule: aborted-request-ends
 
+    def cancel(self, name: str) -> int:
+        """End the samples of all requests with this name, or with this name and a number behind a space. Returns their
+        number.
+        """
+        ids = [stream.request.id for stream in self._by_id.values() if stream.name.partition(" ")[0] == name]
+        for request_id in ids:
+            self.end_sample(request_id, "abort", CANCELLED)
+        return len(ids)
+
     def abort_all(self) -> None:
         """End every sample."""
         for request_id in list(self._by_id):
@@ -206,8 +232,10 @@ class OutputStreams:
 
     def _close(self, request: Request, reason: str) -> None:
         self._scheduler.finish(request, reason)
-        del self._by_id[request.id]
+        stream = self._by_id.pop(request.id)
         self._serving.release()
+        if reason in ("stop", "length"):
+            self._metrics.observe("e2e_seconds", self._clock() - stream.arrival_s)
         self._metrics.inc("requests_total", 1, reason)
         if request.cached is not None:
             for tier, count in request.cached.by_tier.items():

@@ -17,7 +17,7 @@ from sidestream.engine.build import build_follower
 from sidestream.errors import ProcessFailed, SidestreamError
 from sidestream.models import load_model
 from sidestream.processes.child import config_of
-from sidestream.processes.log_stream import start_logging
+from sidestream.processes.log_stream import JSON_LAYOUT, start_logging
 from sidestream.ranks.link import RankConnection
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving
 from sidestream.ranks.worker_pool import COLLECTIVE_S, threads_of_rank
@@ -45,7 +45,8 @@ def main(descriptor: int, *, on_device: OnDevice = leave_as_it_is) -> None:
     begin = link.wait_for_begin()
     if begin is None:
         sys.exit(1)
-    start_logging(begin.log_level, f"rank {begin.rank}: %(levelname)s %(name)s %(message)s")
+    text = f"rank {begin.rank}: %(levelname)s %(name)s %(message)s"
+    start_logging(begin.log_level, JSON_LAYOUT if begin.log_json else text)
     try:
         with refused_threads_named():
             follow(begin, link, on_device)

@@ -18,7 +18,7 @@ from sidestream_kv.types import Fence, LayerGates
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The first message to a rank's process. `directory`: where the ranks' group meets."""
+    """The first message to a rank's process. `directory`: where the ranks' group meets. `log_json`: log in JSON."""
 
     version: str
     model: str
@@ -27,6 +27,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True, array_like=True):
     size: int
     directory: str
     log_level: int
+    log_json: bool
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -17,6 +17,7 @@ from sidestream.config import EngineConfig
 from sidestream.errors import ConfigError, EngineStopped, ProcessFailed
 from sidestream.processes.child import how_it_ended, plain, start_child
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
+from sidestream.processes.log_stream import logs_json
 from sidestream.ranks.leader import error_named
 from sidestream.ranks.link import SocketTransport, decoder_of_reports
 from sidestream.ranks.messages import Arrived, Begin, Refused, Serving, ToLeader
@@ -186,6 +187,7 @@ class RankProcesses:
             size=self.size,
             directory=str(self._directory.path),
             log_level=logging.getLogger("sidestream").getEffectiveLevel(),
+            log_json=logs_json(),
         )
         connection.sendall(FrameEncoder().encode(begin))
 

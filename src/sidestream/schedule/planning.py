@@ -191,8 +191,8 @@ class Admission:
         reuse: ReuseFinder,
         prefill: PrefillPlanner,
     ) -> None:
-        self.paused = False
-        """If True, requests that were never admitted stay in the queue."""
+        self.paused: frozenset[str] = frozenset()
+        """Why requests that were never admitted stay in the queue; empty: they do not."""
         self._limits = limits
         self._queues = queues
         self._prefix_cache = prefix_cache

@@ -277,13 +277,13 @@ class Scheduler:
         """Release a running request's slot and blocks, and queue it again."""
         self._preemption.preempt(request)
 
-    def pause_admission(self) -> None:
+    def pause_admission(self, reason: str = "weights") -> None:
         """Admit no new requests. Requests that were admitted before continue to their end, even after a preemption."""
-        self._admission.paused = True
+        self._admission.paused |= {reason}
 
-    def resume_admission(self) -> None:
-        """Admit all requests again."""
-        self._admission.paused = False
+    def resume_admission(self, reason: str = "weights") -> None:
+        """Admit all requests again, unless admission is also paused for another reason."""
+        self._admission.paused -= {reason}
 
     # ------------------------------------------------------------------ keys and blocks
 

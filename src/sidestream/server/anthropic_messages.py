@@ -15,7 +15,7 @@ from starlette.types import Send
 from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning, message_of
 from sidestream.server.body import EVENT_STREAM, parse_object, to_json
 from sidestream.server.errors import bad_request
-from sidestream.server.fields import Call, Served, chat_call, checked
+from sidestream.server.fields import Body, Call, Served, chat_call, checked
 from sidestream.server.middleware import RequestRecord
 from sidestream.server.responses import Json, answer_events
 from sidestream.text import TokenizerLike
@@ -118,6 +118,12 @@ _BLOCKS: dict[str, dict[str, type[_Strict]]] = {
     "user": {**_TEXT_ONLY, "tool_result": _ToolResult},
     "assistant": {**_TEXT_ONLY, "thinking": _ThinkingBlock, "tool_use": _ToolUse},
 }
+
+
+BODIES: Mapping[str, tuple[Body, ...]] = dict.fromkeys(
+    ("/v1/messages", "/v1/messages/count_tokens"), ((_Request, _IDLE),)
+)
+"""As `fields.BODIES`."""
 
 
 def parse_messages(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Call:

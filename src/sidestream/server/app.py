@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +40,7 @@ from sidestream.server.errors import ApiError
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.middleware import (
+    HEALTH_PATHS,
     CallbackEvent,
     CancelOnDisconnect,
     RequestMiddleware,
@@ -53,12 +56,14 @@ from sidestream.server.openai_responses import (
     parse_responses,
     response_of,
 )
+from sidestream.server.openapi import document_routes
+from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
 from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
-from sidestream.types import Delta
+from sidestream.types import CANCELLED, Delta
 from sidestream.version import VERSION
 
 _INLINE_BODY_BYTES = 8 << 10
@@ -96,10 +101,14 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
     )
 
 
-def health_reply(backend: Backend) -> tuple[int, Json]:
-    """Status and body of the reply to a health check."""
+def health_reply(backend: Backend, path: str = "/health") -> tuple[int, Json]:
+    """Status and body of the reply to a health check with one of the paths `HEALTH_PATHS`. `/livez` asks whether the
+    server must be restarted, `/readyz` whether it answers new requests soon, any other path whether its engine serves.
+    """
     state = backend.health()
-    return 200 if state.status == "ok" else 503, {"status": state.status, "detail": state.detail}
+    good = {"/livez": ("ok", "draining")}.get(path, ("ok",))
+    bad = state.status not in good or (path == "/readyz" and state.paused)
+    return 503 if bad else 200, {"status": state.status, "detail": state.detail}
 
 
 def create_app(
@@ -142,14 +151,20 @@ def create_app(
         return JsonResponse({"version": VERSION})
 
     async def health(request: Request) -> Response:
-        status, body = health_reply(backend)
+        status, body = health_reply(backend, request.scope["path"].removeprefix(options.root_path))
         return JsonResponse(body, status)
+
+    async def load(request: Request) -> Response:
+        values = (await backend.metrics_snapshot()).values
+        requests = sum(values.get(name, {}).get((), 0) for name in ("requests_running", "requests_waiting"))
+        return JsonResponse({"server_load": int(requests)})
 
     async def metrics(request: Request) -> Response:
         if lost := lost_lines():
             backend.count("log_lines_lost_total", lost)
         return Response(
-            render(await backend.metrics_snapshot(), replica=options.replica), media_type=CONTENT_TYPE_LATEST
+            render(await backend.metrics_snapshot(), replica=options.replica, model_name=served.model_name),
+            media_type=CONTENT_TYPE_LATEST,
         )
 
     app = Starlette(
@@ -165,9 +180,11 @@ def create_app(
             Route("/tokenize", converting("tokenize"), methods=["POST"]),
             Route("/detokenize", converting("detokenize"), methods=["POST"]),
             Route("/version", version),
-            Route("/health", health),
-            Route("/ping", health, methods=["GET", "POST"]),
+            Route("/load", load),
+            *(Route(path, health, methods=["GET", "POST"] if path == "/ping" else ["GET"]) for path in HEALTH_PATHS),
             Route("/metrics", metrics),
+            *operation_routes(backend),
+            *document_routes(served.model_name, known_paths),
         ],
         middleware=[
             Middleware(RootPathMiddleware, prefix=options.root_path),
@@ -203,19 +220,33 @@ def _stored_responses(store: ResponseStore) -> list[Route]:
 
 async def _reraise(request: Request, failure: Exception) -> Response:
     """Let RequestMiddleware reply to Starlette's own 404 and 405, as to every other failure."""
+    if isinstance(failure, HTTPException) and failure.status_code == HTTPStatus.NOT_FOUND:
+        known = ", ".join(f"{method} {path}" for path, method in known_paths(request.app))
+        raise ApiError(404, f"no such path; known: {known}", code="unknown_url")
     raise failure
+
+
+def known_paths(app: Starlette) -> list[tuple[str, str]]:
+    """Path and method of all endpoints. A path has the name of its parameter in braces."""
+    return [
+        (re.sub(r":\w+}", "}", route.path), method)
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in sorted(route.methods or ())
+        if method != "HEAD"
+    ]
 
 
 def _cors(options: ServerOptions) -> list[Middleware]:
     """The CORS middleware. It is outside RequestMiddleware, because a preflight request has no API key, and because
     browsers hide an error reply without CORS headers.
     """
-    if not options.cors_origins:
+    if not options.allowed_origins:
         return []
     return [
         Middleware(
             CORSMiddleware,
-            allow_origins=options.cors_origins,
+            allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", "x-sidestream-replica"),
@@ -524,7 +555,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
     try:
         async with asyncio.TaskGroup() as group:
             for number, prompt in enumerate(call.prompts):
-                group.create_task(run(number, prompt, f"{name}.{number}"))
+                group.create_task(run(number, prompt, f"{name} {number}"))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
@@ -532,5 +563,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
 def _raise_if_failed(delta: Delta) -> None:
     if delta.finish_reason == "error":
         raise GenerationFailed(delta.error or "the engine gave no reason")
+    if delta.error == CANCELLED:
+        raise ApiError(499, CANCELLED, code="request_cancelled")
     if delta.finish_reason == "abort":
         raise EngineStopped("the server stopped this request before it was complete: try again later")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sidestream.config import SamplingParams
 from sidestream.text import TokenizerLike
-from sidestream.types import Delta, Health
+from sidestream.types import Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 
@@ -61,6 +61,32 @@ class Backend(Protocol):
         Each sample's last delta has a finish reason. Requests of the same `cache_salt` share KV. With `continues`, the
         text continues the prompt's text; otherwise, it begins one. The names of the special tokens `shown_tokens` are
         part of the text. Raises RequestError or EngineStopped before the first delta.
+        """
+        ...
+
+    async def flush(self, *, timeout_s: float) -> Flushed:
+        """Wait until the tiers hold all complete blocks, at most `timeout_s`. Raises EngineStopped or CallTimeout, as
+        all operations do.
+        """
+        ...
+
+    async def reset_prefix_cache(self, tier: str | None = None, *, timeout_s: float) -> dict[str, int]:
+        """Drop the KV of a tier, or of all tiers. Returns the number of dropped blocks by tier. Raises RequestRejected
+        for an unknown tier.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Let new requests wait until `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """End a pause."""
+        ...
+
+    async def cancel(self, request_name: str) -> int:
+        """End the requests with this name, or with this name and a number behind a space. Returns the number of ended
+        samples.
         """
         ...
 

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sidestream.errors import ConfigError
 from sidestream.server.body import to_json
 from sidestream.server.errors import ApiError
-from sidestream.server.middleware import CallbackEvent, set_disconnect_event
+from sidestream.server.middleware import HEALTH_PATHS, CallbackEvent, set_disconnect_event
 from sidestream.server.options import ServerOptions
 
 log = logging.getLogger("sidestream.server")
@@ -79,18 +79,19 @@ class ConnectionLimits:
         self,
         options: ServerOptions,
         count: Callable[..., None],
-        health: Callable[[], ApiReply],
+        health: Callable[[str], ApiReply],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Raises ConfigError when the options need too many open files.
 
         count   function that adds to a counter: `count(name, value, *labels)`
-        health  status and body of the reply to a health check
+        health  status and body of the reply to a health check with this path
         tls     the TLS context; None: plain HTTP
         """
         self.health = health
         prefix = re.escape(options.root_path.encode())
-        self.health_check = re.compile(rb"(GET (%s)?/health|(GET|POST) (%s)?/ping)[? ]" % (prefix, prefix))
+        paths = "|".join(HEALTH_PATHS).encode()
+        self.health_check = re.compile(rb"(?:GET|POST(?= \S*/ping)) (?:%s)?(%s)[? ]" % (prefix, paths))
         self.tls = tls
         self.head_timeout_s = options.head_timeout_s
         self.stall_timeout_s = options.stall_timeout_s
@@ -434,8 +435,8 @@ class _RejectedProtocol(asyncio.Protocol):
     def _answer(self) -> None:
         self._answered = True
         peer, reason, error = self._rejection
-        if self._limits.health_check.match(self._line):
-            self._transport.write(_http_reply(*self._limits.health(), {}))
+        if check := self._limits.health_check.match(self._line):
+            self._transport.write(_http_reply(*self._limits.health(check[1].decode()), {}))
         else:
             self._limits.report(reason, peer)
             self._transport.write(_http_reply(error.status, error.body(), error.headers))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
+import reprlib
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
+from sidestream.errors import CallTimeout, ContextTooLong, EngineStopped, QueueFull, RequestError
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -20,6 +21,7 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _MAX_MESSAGE_CHARS = 600  # messages quote the client's values, which may be megabytes
 
 
@@ -71,6 +73,14 @@ def bad_request(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def checked_request_id(text: str, field: str) -> str:
+    """`text`, which is a valid request id: it becomes a header, and a word in the log. Raises ApiError."""
+    if not _REQUEST_ID.fullmatch(text):
+        message = f"{field} is {reprlib.repr(text)}: give 1 to 128 printable ASCII characters without spaces"
+        raise bad_request(message, field)
+    return text
+
+
 def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> ApiError:
     """The reply to a failure. An unexpected failure becomes status 500, with the request's id in the log."""
     match failure:
@@ -90,8 +100,10 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
                 kind="server_error",
                 code="engine_stopped",
             )
+        case CallTimeout():
+            return ApiError(504, str(failure), kind="server_error", code="timeout")
         case HTTPException():
-            return _http(failure)
+            return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)
         case _:
             return ApiError(
                 500,
@@ -99,15 +111,3 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
                 kind="server_error",
                 code="internal_error",
             )
-
-
-def _http(failure: HTTPException) -> ApiError:
-    """The reply to an error that Starlette raises itself: 404 or 405."""
-    if failure.status_code == HTTPStatus.NOT_FOUND:
-        known = (
-            "POST /v1/chat/completions, POST /v1/completions, POST /v1/messages, POST /v1/messages/count_tokens, "
-            "POST /v1/responses, GET and DELETE /v1/responses/ID, GET /v1/responses/ID/input_items, GET /v1/models, "
-            " POST /tokenize, POST /detokenize, GET /version, GET /health, GET /ping, GET /metrics"
-        )
-        return ApiError(404, f"no such path; known: {known}", code="unknown_url")
-    return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

@@ -22,7 +22,7 @@ from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.formats import AnswerFormat
 from sidestream.formats.answer import is_inside
 from sidestream.server.body import parse_json, parse_object
-from sidestream.server.errors import ApiError, bad_request
+from sidestream.server.errors import ApiError, bad_request, checked_request_id
 from sidestream.server.structured import answer_form, check_strict, enforceable_parameters, structured_outputs
 from sidestream.text import TokenizerLike
 from sidestream_kv.config import unknown_name
@@ -37,7 +37,6 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MOST_TOOLS = 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")  # it becomes a header, and a word in the log
 
 Place = Literal["chat", "text", "message", "part"]
 
@@ -392,6 +391,18 @@ _TOKENIZE_CHAT_IDLE: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+Body = tuple[type[BaseModel], Mapping[str, tuple[Any, ...] | None]]
+"""A request body: its fields, and the fields without effect with their accepted values besides null (None: all)."""
+
+BODIES: Mapping[str, tuple[Body, ...]] = {
+    "/v1/chat/completions": ((_CHAT, _IDLE["chat"]),),
+    "/v1/completions": ((_TEXT, _IDLE["text"]),),
+    "/tokenize": ((_TokenizeText, {"messages": ()}), (_TokenizeChat, {**_TOKENIZE_CHAT_IDLE, "prompt": ()})),
+    "/detokenize": ((_Detokenize, {}),),
+}
+"""Alternatives of the request body by path, for the OpenAPI document."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenized:
     """The result of a request to `/tokenize`: token ids, and whether the reply also lists the tokens as texts."""
@@ -626,9 +637,8 @@ def _call(
     served: Served,
 ) -> Call:
     """The call with encoded prompts. Encoding takes the most time, so it comes after all checks."""
-    if asked.request_id is not None and not _REQUEST_ID.fullmatch(asked.request_id):
-        message = f"request_id is {_short(asked.request_id)}: give 1 to 128 printable ASCII characters without spaces"
-        raise bad_request(message, "request_id")
+    if asked.request_id is not None:
+        checked_request_id(asked.request_id, "request_id")
     if asked.stream_options is not None and not asked.stream:
         raise bad_request(
             "stream_options without stream: set stream to true or leave stream_options out", "stream_options"

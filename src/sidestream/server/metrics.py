@@ -15,10 +15,12 @@ from sidestream_kv.metrics.counters import Declared, HistogramValue, Labels
 __all__ = ["CONTENT_TYPE_LATEST", "render"]
 
 
-def render(metrics: MetricsSnapshot, *, replica: str = "") -> bytes:
+def render(metrics: MetricsSnapshot, *, replica: str = "", model_name: str = "") -> bytes:
     """All declared metrics in the text format. Names get the prefix `sidestream_`. If `replica` is given, it is a label
-    of every metric.
+    of every metric; if `model_name` is given, `model_info` has it.
     """
+    if model_name:
+        metrics = MetricsSnapshot({**metrics.values, "model_info": {(model_name,): 1}}, metrics.histograms)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(families(metrics, replica=replica))
     return generate_latest(registry)

@@ -9,7 +9,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -18,17 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestream.errors import EngineStopped
 from sidestream.server.body import JsonResponse, to_json
-from sidestream.server.errors import ApiError, ClientGone, as_api_error
+from sidestream.server.errors import ApiError, ClientGone, as_api_error, checked_request_id
 from sidestream.server.options import ServerOptions
 from sidestream.server.responses import Usage
 
 log = logging.getLogger("sidestream.server")
 
-# Paths without an API key: health checks of load balancers have none. /version needs the key, because strangers could
-# look up known flaws of the version.
-_OPEN_PATHS = ("/health", "/ping")
-_QUIET_PATHS = ("/health", "/ping", "/metrics")  # polled every few seconds: logged at DEBUG
+# Paths without an API key: health checks of load balancers have none, nor has the page /docs, which asks for it.
+# /version needs the key, because strangers could look up known flaws of the version.
+HEALTH_PATHS = ("/health", "/healthz", "/livez", "/readyz", "/ping")
+DOCS_PATH = "/docs"
+_QUIET_PATHS = (*HEALTH_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
 _ANTHROPIC_PATH = "/v1/messages"  # errors of this path and below have Anthropic's format
+_ADMIN = "sidestream.admin"  # in the scope: whether the request has the admin key; None: the server has none
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
 
 
@@ -90,7 +92,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
         self._app = app
         self._options = options
-        self._credential = None if options.api_key is None else options.api_key.encode()
+        self._api_key, self._admin_key = _credential(options.api_key), _credential(options.admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises only CancelledError."""
@@ -109,6 +111,8 @@ class RequestMiddleware:
             await send(message)
 
         try:
+            if "x-request-id" in (headers := Headers(scope=scope)):
+                record.request_id = checked_request_id(headers["x-request-id"], "x-request-id")
             self._authorise(scope)
             await self._app(scope, receive, send_tracked)
         except ClientGone:
@@ -122,21 +126,22 @@ class RequestMiddleware:
             _log_request(record, scope)
 
     def _authorise(self, scope: Scope) -> None:
-        if self._credential is None or _route(scope) in _OPEN_PATHS:
-            return
+        """Raise ApiError unless the request has the API key or the admin key, or the path needs none. Records for
+        `require_admin` whether it has the admin key.
+        """
         headers = Headers(scope=scope)
         scheme, _, credential = headers.get("authorization", "").partition(" ")
-        keys = [headers.get("x-api-key", ""), credential if scheme.lower() == "bearer" else ""]
-        # compare in constant time, so that the duration reveals nothing about the key
-        if not any(hmac.compare_digest(key.strip().encode(), self._credential) for key in keys):
-            message = "missing or wrong API key: send the header Authorization: Bearer <key> or X-Api-Key: <key>"
-            raise ApiError(
-                401,
-                message,
-                kind="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        given = [headers.get("x-api-key", ""), credential if scheme.lower() == "bearer" else ""]
+        admin = None if self._admin_key is None else _is_among(self._admin_key, given)
+        scope[_ADMIN] = admin
+        if (
+            admin
+            or self._api_key is None
+            or _route(scope) in (*HEALTH_PATHS, DOCS_PATH)
+            or _is_among(self._api_key, given)
+        ):
+            return
+        raise _wrong_key("API key")
 
     async def _fail(
         self, failure: Exception, record: RequestRecord, scope: Scope, receive: Receive, send: Send
@@ -156,22 +161,55 @@ class RequestMiddleware:
             await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
+def _credential(key: str | None) -> bytes | None:
+    return None if key is None else key.encode()
+
+
+def _is_among(key: bytes, given: Iterable[str]) -> bool:
+    """Whether a client gave the key. Compares in constant time, so that the duration reveals nothing about the key."""
+    return any(hmac.compare_digest(one.strip().encode(), key) for one in given)
+
+
+def _wrong_key(name: str) -> ApiError:
+    message = f"missing or wrong {name}: send the header Authorization: Bearer <key> or X-Api-Key: <key>"
+    return ApiError(
+        401, message, kind="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+    )
+
+
+def require_admin(scope: Scope) -> None:
+    """Raise ApiError unless the request has the admin key."""
+    has_key: bool | None = scope[_ADMIN]
+    if has_key is None:
+        message = "operations are off: start the server with --admin-key (in Python admin_key)"
+        raise ApiError(403, message, kind="permission_error", code="operations_off")
+    if not has_key:
+        raise _wrong_key("admin key")
+
+
 def _log_request(record: RequestRecord, scope: Scope) -> None:
     now = time.monotonic()
-    ttft = "-" if record.first_token is None else f"{record.first_token - record.started:.3f}s"
+    usage, ttft_s = record.usage, None if record.first_token is None else record.first_token - record.started
+    fields = {
+        "request_id": record.request_id,
+        "method": scope["method"],
+        # percent-encoded: a path cannot forge a log line
+        "path": scope.get("raw_path", b"")[:200].decode("latin-1"),
+        "status": record.status,
+        "outcome": record.outcome.replace(" ", "_"),
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.output_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "ttft_s": ttft_s,
+        "duration_s": now - record.started,
+    }
     log.log(
         logging.DEBUG if _route(scope) in _QUIET_PATHS else logging.INFO,
         "%s %s %s status=%d outcome=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d ttft=%s duration=%.3fs",
-        record.request_id,
-        scope["method"],
-        scope.get("raw_path", b"")[:200].decode("latin-1"),  # percent-encoded: a path cannot forge a log line
-        record.status,
-        record.outcome.replace(" ", "_"),
-        record.usage.prompt_tokens,
-        record.usage.output_tokens,
-        record.usage.cached_tokens,
-        ttft,
+        *list(fields.values())[:8],
+        "-" if ttft_s is None else f"{ttft_s:.3f}s",
         now - record.started,
+        extra={"fields": fields},
     )
 
 

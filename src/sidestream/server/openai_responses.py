@@ -34,7 +34,7 @@ from sidestream.formats import (
 )
 from sidestream.server.body import EVENT_STREAM, parse_json, parse_object, to_json
 from sidestream.server.errors import ApiError, bad_request
-from sidestream.server.fields import Call, Served, chat_call, checked
+from sidestream.server.fields import Body, Call, Served, chat_call, checked
 from sidestream.server.middleware import RequestRecord
 from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import Json, answer_events
@@ -164,6 +164,10 @@ class ResponsesCall(Call):
     items: bytes = b""
     functions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     encodes: bool = False
+
+
+BODIES: Mapping[str, tuple[Body, ...]] = {"/v1/responses": ((_Request, _IDLE),)}
+"""As `fields.BODIES`."""
 
 
 def parse_responses(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> ResponsesCall | str:

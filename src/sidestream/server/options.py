@@ -33,7 +33,10 @@ class ServerOptions:
     ssl_keyfile_password  password of an encrypted key
     ssl_ca_certs       PEM file with CA certificates. Clients must have a certificate that one of them signed; None: no
                        client certificates
-    api_key            clients must send `Authorization: Bearer <api_key>`, except to /health and /ping; None: no check
+    api_key            clients must send `Authorization: Bearer <api_key>`, except for health checks and
+                       /docs; None: no check
+    admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
+                       other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
     replica            name of this server among several: a label of all metrics, and the header
                        `X-Sidestream-Replica` of all replies; empty: neither
@@ -49,7 +52,7 @@ class ServerOptions:
                        as many as open files allow
     max_connections_per_address  maximum number of connections from one client address at the same time; None: no limit.
                                  All clients behind a reverse proxy have the proxy's address
-    cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
+    allowed_origins    origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
                        all origins
     chat_template      path of a Jinja template to use in place of the model's own; None: the model's
     tool_call_parser   name of the format of the model's tool calls (`TOOL_FORMATS`); none: tools are refused; None: the
@@ -74,6 +77,7 @@ class ServerOptions:
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
     max_body_bytes: int | None = None
@@ -83,7 +87,7 @@ class ServerOptions:
     stall_timeout_s: float = 60.0
     max_connections: int | None = None
     max_connections_per_address: int | None = None
-    cors_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -131,16 +135,18 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and value not in (*formats, "none"):
                 raise ConfigError(unknown_name(name, str(value), (*formats, "none")))
-        for origin in self.cors_origins:
+        for origin in self.allowed_origins:
             _check_origin(origin)
         if self.chat_template is not None and not os.access(self.chat_template, os.R_OK):
             raise ConfigError(f"chat_template is {self.chat_template}: no such file, or it may not be read")
-        if self.api_key is not None and not (
-            self.api_key and self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
-        ):
-            raise ConfigError(
-                "api_key must be one or more printable ASCII characters without spaces; leave it out to check no key"
-            )
+        for name, without in (("api_key", "to check no key"), ("admin_key", "to refuse operations")):
+            key = getattr(self, name)
+            if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+                raise ConfigError(
+                    f"{name} must be one or more printable ASCII characters without spaces; leave it out {without}"
+                )
+        if self.admin_key is not None and self.admin_key == self.api_key:
+            raise ConfigError("admin_key is equal to api_key: give another one, so that users cannot send operations")
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
         if self.replica and not _REPLICA.fullmatch(self.replica):
@@ -211,6 +217,6 @@ def _check_origin(origin: str) -> None:
         or origin != f"{parts.scheme}://{parts.netloc}".lower()
     ):
         raise ConfigError(
-            f"cors_origins has {origin!r}: give an origin as browsers send it, such as https://chat.example.com "
+            f"allowed_origins has {origin!r}: give an origin as browsers send it, such as https://chat.example.com "
             "or http://localhost:3000, in lower case and without a path or a slash at the end; or * for all origins"
         )

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
@@ -81,7 +82,7 @@ def serve(
         config = uvicorn.Config(
             app,
             http=ConnectionLimits(
-                options, backend.count, lambda: health_reply(backend), tls_context(options)
+                options, backend.count, partial(health_reply, backend), tls_context(options)
             ).protocol(),
             loop="asyncio",
             ws="none",
@@ -107,7 +108,7 @@ def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
             "set --api-key (in Python api_key)",
             address,
         )
-    if options.api_key is None and "*" in options.cors_origins:
+    if options.api_key is None and "*" in options.allowed_origins:
         log.warning(
             "any web page in a browser that reaches this server can use the model: "
             "set --api-key (in Python api_key), or name origins instead of *"

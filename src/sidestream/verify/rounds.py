@@ -296,7 +296,9 @@ class _Run:
         return True, f"they had {sent} tokens"
 
     def _reset(self) -> tuple[bool, str]:
-        return (True, "") if self._endpoint.reset() else (False, "left out: the server has no POST /reset_prefix_cache")
+        return (
+            (True, "") if self._endpoint.reset() else (False, "left out: the server refuses POST /reset_prefix_cache")
+        )
 
     def _restart(self) -> tuple[bool, str]:
         if not self._plan.restart:

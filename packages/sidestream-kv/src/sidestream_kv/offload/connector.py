@@ -370,14 +370,17 @@ class OffloadConnector:
         # rule: reset-waits-for-the-tiers
         return self._thread.failure is not None or self._worker.forgotten == self._switches.generation
 
-    def forget_all(self) -> None:
-        """Make every block in the tiers unreachable (hazard H8): plans submitted after this call find none of the
-        blocks.
+    def forget_all(self, tiers: tuple[str, ...] | None = None) -> dict[str, int]:
+        """Make every block in `tiers` unreachable (hazard H8): plans submitted after this call find none of the
+        blocks. None: in all tiers. Returns a dictionary that has the number of dropped blocks by tier once
+        `has_forgotten` is True.
 
-        Transfers in flight are not cancelled, but the blocks that they bring to a tier stay unreachable, too.
+        Transfers in flight are not cancelled, but the blocks that they bring to any tier stay unreachable, too.
         """
         self._switches.generation += 1  # rule: reset-begins-a-generation
-        self._send(Forget())
+        command = Forget(tiers=tiers)
+        self._send(command)
+        return command.dropped
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Make these blocks unreachable in the tiers for later requests. They may be stored again."""

@@ -183,7 +183,7 @@ class OffloadWorker:
         these blocks findable again.
         """
         if command.keys is None:
-            self._tiers.forget_all()
+            command.dropped.update(self._tiers.forget_all(command.tiers))
             self._stores.forget_deferred()
             self.forgotten += 1
         else:

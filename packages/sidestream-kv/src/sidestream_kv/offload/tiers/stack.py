@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -258,11 +258,16 @@ class TierStack:
         for tier in self.persistent.values():
             tier.index.touch(prefix)
 
-    def forget_all(self) -> None:
-        """Make every block unreachable in every tier (hazard H8 in docs/glossary.md)."""
-        self.host.pool.forget_all()  # rule: reset-drops-keys-of-the-host-tier
-        for tier in self.persistent.values():
-            tier.index.clear()  # rule: reset-drops-keys-of-the-disk
+    def forget_all(self, tiers: Collection[str] | None = None) -> dict[str, int]:
+        """Make every block unreachable in `tiers`; None: in every tier (hazard H8 in docs/glossary.md). Returns the
+        number of blocks that each of them held.
+        """
+        held = {gauge.name: gauge.num_blocks for gauge in self.gauges() if tiers is None or gauge.name in tiers}
+        if HOST in held:
+            self.host.pool.forget_all()  # rule: reset-drops-keys-of-the-host-tier
+        for name in held.keys() & self.persistent.keys():
+            self.persistent[name].index.clear()  # rule: reset-drops-keys-of-the-disk
+        return held
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Make these blocks unreachable, in every tier."""

@@ -1,0 +1,86 @@
+"""The endpoints for operators: reset and flush the KV cache, pause the admission of requests, cancel a request.
+
+Every one needs the admin key; see `ServerOptions.admin_key`. Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Collection
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sidestream.server.backend import Backend
+from sidestream.server.body import JsonResponse
+from sidestream.server.errors import ApiError, bad_request
+from sidestream.server.middleware import require_admin
+
+DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S = 60.0, 600.0
+
+
+def operation_routes(backend: Backend) -> list[Route]:
+    """The routes of all operations."""
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        _check_query(request, ("tier", "timeout_s"))
+        tier = request.query_params.get("tier")
+        return JsonResponse(
+            {"done": True, "dropped": await backend.reset_prefix_cache(tier, timeout_s=_timeout_s(request))}
+        )
+
+    async def flush(request: Request) -> Response:
+        _check_query(request, ("timeout_s",))
+        flushed = await backend.flush(timeout_s=_timeout_s(request))
+        return JsonResponse({"done": bool(flushed), "left": dict(flushed.left)}, 200 if flushed else 504)
+
+    async def pause(request: Request) -> Response:
+        _check_query(request, ())
+        await backend.pause()
+        return JsonResponse({"paused": True})
+
+    async def resume(request: Request) -> Response:
+        _check_query(request, ())
+        await backend.resume()
+        return JsonResponse({"paused": False})
+
+    async def cancel(request: Request) -> Response:
+        _check_query(request, ())
+        name = request.path_params["id"]
+        if not (ended := await backend.cancel(name)):
+            raise ApiError(404, f"no request {name[:128]!r} runs or waits in the engine", code="request_not_found")
+        return JsonResponse({"id": name, "cancelled": ended})
+
+    return [
+        _operation("/reset_prefix_cache", reset_prefix_cache),
+        _operation("/flush", flush),
+        _operation("/pause", pause),
+        _operation("/resume", resume),
+        _operation("/v1/requests/{id:path}", cancel, "DELETE"),
+    ]
+
+
+def _operation(path: str, run: Callable[[Request], Awaitable[Response]], method: str = "POST") -> Route:
+    async def operate(request: Request) -> Response:
+        require_admin(request.scope)
+        return await run(request)
+
+    return Route(path, operate, methods=[method])
+
+
+def _check_query(request: Request, known: Collection[str]) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise bad_request(f"no query parameter {name[:64]}: known are {', '.join(known) or 'none'}", name[:64])
+
+
+def _timeout_s(request: Request) -> float:
+    text = request.query_params.get("timeout_s", str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_TIMEOUT_S:
+        raise bad_request(f"timeout_s is {text[:64]!r}: give seconds in [0, {MAX_TIMEOUT_S:g}]", "timeout_s")
+    return seconds
