@@ -147,6 +147,37 @@ def create_app(
     def completions(api: Api | Literal["messages", "responses"]) -> Completions:
         return Completions(backend, bodies, text, handle, stopping, model["id"], api, store)
 
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
+            Route("/v1/completions", completions("text"), methods=["POST"]),
+            Route("/v1/messages", completions("messages"), methods=["POST"]),
+            Route("/v1/messages/count_tokens", converting("count_tokens"), methods=["POST"]),
+            Route("/v1/responses", completions("responses"), methods=["POST"]),
+            *_stored_responses(store),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/tokenize", converting("tokenize"), methods=["POST"]),
+            Route("/detokenize", converting("detokenize"), methods=["POST"]),
+            *_state_routes(backend, options, served),
+            *operation_routes(backend),
+            *document_routes(served.model_name, known_paths),
+        ],
+        middleware=[
+            Middleware(RootPathMiddleware, prefix=options.root_path),
+            *_cors(options),
+            Middleware(RequestMiddleware, options=options),
+        ],
+        exception_handlers={HTTPException: _reraise},
+    )
+    app.router.redirect_slashes = False
+    app.state.stopping = stopping
+    return app
+
+
+def _state_routes(backend: Backend, options: ServerOptions, served: Served) -> list[Route]:
+    """Routes that say how the server is."""
+
     async def version(request: Request) -> Response:
         return JsonResponse({"version": VERSION})
 
@@ -167,35 +198,12 @@ def create_app(
             media_type=CONTENT_TYPE_LATEST,
         )
 
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
-            Route("/v1/completions", completions("text"), methods=["POST"]),
-            Route("/v1/messages", completions("messages"), methods=["POST"]),
-            Route("/v1/messages/count_tokens", converting("count_tokens"), methods=["POST"]),
-            Route("/v1/responses", completions("responses"), methods=["POST"]),
-            *_stored_responses(store),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", one_model),
-            Route("/tokenize", converting("tokenize"), methods=["POST"]),
-            Route("/detokenize", converting("detokenize"), methods=["POST"]),
-            Route("/version", version),
-            Route("/load", load),
-            *(Route(path, health, methods=["GET", "POST"] if path == "/ping" else ["GET"]) for path in HEALTH_PATHS),
-            Route("/metrics", metrics),
-            *operation_routes(backend),
-            *document_routes(served.model_name, known_paths),
-        ],
-        middleware=[
-            Middleware(RootPathMiddleware, prefix=options.root_path),
-            *_cors(options),
-            Middleware(RequestMiddleware, options=options),
-        ],
-        exception_handlers={HTTPException: _reraise},
-    )
-    app.router.redirect_slashes = False
-    app.state.stopping = stopping
-    return app
+    return [
+        Route("/version", version),
+        Route("/load", load),
+        *(Route(path, health, methods=["GET", "POST"] if path == "/ping" else ["GET"]) for path in HEALTH_PATHS),
+        Route("/metrics", metrics),
+    ]
 
 
 def _stored_responses(store: ResponseStore) -> list[Route]:
