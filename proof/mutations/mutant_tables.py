@@ -194,7 +194,7 @@ EQUIVALENT_MUTANTS: tuple[EquivalentMutant, ...] = (
         "a checkpoint without its first part lacks a part, so only time is lost",
     ),
     EquivalentMutant(
-        "auto:runner.executor:Executor._states_hook:constant:0",
+        "auto:runner.executor:StepWork._states_hook:constant:0",
         "for fence in gates.by_layer[0]: → for fence in gates.by_layer[1]:",
         "the KV of later layers is loaded behind that of the first layer, so its fences are done later",
     ),
