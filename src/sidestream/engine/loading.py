@@ -158,9 +158,7 @@ class LoadedEngine:
             defaults=self.sampling_defaults,
             ranks=None if self._processes is None else self._processes.transport.ranks,
             group=group,
-            grammars=GrammarCompiler(
-                self.tokenizer.to_json(), vocab_size=loaded.vocab_size, eos_ids=self.tokenizer.eos_ids
-            ),
+            grammars=_grammars(self.tokenizer, loaded.vocab_size),
             tell=on_stage,
         )
         if self._processes is not None:
@@ -275,6 +273,18 @@ class LoadedEngine:
             )
         num_layers = attach_draft(model, draft, max_model_len=max_model_len, num_tokens=self.tokenizer.vocab_size)
         return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)
+
+
+def _grammars(tokenizer: Tokenizer, vocab_size: int) -> GrammarCompiler:
+    """The compiler of structured outputs. It reads the tokenizer while the engine is built, not while it serves."""
+    grammars = GrammarCompiler(tokenizer.to_json(), vocab_size=vocab_size, eos_ids=tokenizer.eos_ids)
+
+    def prepare() -> None:
+        with contextlib.suppress(ValueError):  # the first request that needs it gets the error
+            grammars.prepare()
+
+    threading.Thread(target=prepare, name="sidestream-grammars", daemon=True).start()
+    return grammars
 
 
 def _warn_of_missing_rows(tokenizer: Tokenizer, num_rows: int) -> None:

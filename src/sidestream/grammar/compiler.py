@@ -50,11 +50,11 @@ class GrammarCompiler:
             if (known := self._compiled.get(wanted)) is not None:
                 self._compiled.move_to_end(wanted)
                 return known.copy()
-            try:
-                tokenizer = self.prepare()
-            except ValueError as fault:
-                reason = f"grammars cannot use this model's tokenizer ({first_line(str(fault))}): leave it out"
-                raise RequestRejected(f"structured_outputs is set, but {reason}", param="structured_outputs") from fault
+        try:
+            tokenizer = self.prepare()
+        except ValueError as fault:
+            reason = f"grammars cannot use this model's tokenizer ({first_line(str(fault))}): leave it out"
+            raise RequestRejected(f"structured_outputs is set, but {reason}", param="structured_outputs") from fault
         from llguidance import LLMatcher
 
         grammar = GuidedAnswer(LLMatcher(tokenizer, source_of(wanted), log_level=0, limits=_limits()))
@@ -67,13 +67,16 @@ class GrammarCompiler:
         return grammar.copy()
 
     def prepare(self) -> LLTokenizer:
-        """Read the tokenizer, which takes half a second during which no other Python thread runs."""
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
+        """Read the tokenizer, which takes half a second during which no other Python thread runs: so a server does it
+        when it starts. Raises ValueError for a tokenizer that llguidance cannot use.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                from llguidance import LLTokenizer
 
-            self._tokenizer = LLTokenizer(self._source, n_vocab=self._vocab_size, eos_token=[*self._eos_ids])
-            self._source = ""
-        return self._tokenizer
+                self._tokenizer = LLTokenizer(self._source, n_vocab=self._vocab_size, eos_token=[*self._eos_ids])
+                self._source = ""
+            return self._tokenizer
 
 
 def check(wanted: StructuredOutputs, where: str = "") -> None:
