@@ -19,7 +19,16 @@ import pytest
 import torch
 
 from proof.tiny_models import FAMILIES, save_head, tiny_model_dir
-from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams, SpeculativeConfig
+from sidestream import (
+    LLM,
+    AsyncLLM,
+    OffloadConfig,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeConfig,
+    StructuredOutputs,
+)
 from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
 from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
@@ -40,7 +49,7 @@ NEAR = 2e-3
 GIB = 1 << 30
 
 EVERY_WAY_TO_DRAW = [
-    SamplingParams(max_tokens=6, ignore_eos=True, seed=1, **way)
+    SamplingParams(**{"max_tokens": 6, "ignore_eos": True, "seed": 1, **way})
     for way in (
         {"temperature": 0},
         {"temperature": 1.0},
@@ -51,6 +60,9 @@ EVERY_WAY_TO_DRAW = [
         {"logit_bias": {7: 3.0}, "min_tokens": 4, "stop_token_ids": (9,)},
         {"logprobs": 5},
         {"presence_penalty": 0.5, "logit_bias": {5: 1.0}},
+        {"structured_outputs": StructuredOutputs(regex="[a-z ]{40}"), "ignore_eos": False},
+        {"temperature": 0, "allowed_token_ids": (7, 8, 9), "logit_bias": {8: 2.0}},
+        {"bad_word_ids": ((7,), (8, 9))},
     )
 ]
 
@@ -515,7 +527,7 @@ def test_no_step_makes_the_host_wait_with_any_sampling_option_p1(
     with engine(llama, **({} if eager else CAPTURED), offload=OffloadConfig(host="16MiB")) as llm:
         assert eager == (llm.engine.parts.executor._graphs is None)
         request.getfixturevalue("no_host_wait")
-        prompts = [*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)]
+        prompts = (PROMPTS * 3)[: len(EVERY_WAY_TO_DRAW)]
         for _ in range(3):
             assert all(len(output.token_ids) >= 4 for output in llm.generate(prompts, EVERY_WAY_TO_DRAW))
         torch.cuda.set_sync_debug_mode("default")  # closing waits
@@ -546,7 +558,7 @@ def test_no_kernel_is_compiled_while_serving_p3(
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
         for count in (1, 2, 3, 5):
             llm.generate(PROMPTS[:count], GREEDY)
-        llm.generate([*PROMPTS, *PROMPTS], [*EVERY_WAY_TO_DRAW, GREEDY])
+        llm.generate((PROMPTS * 3)[: 1 + len(EVERY_WAY_TO_DRAW)], [*EVERY_WAY_TO_DRAW, GREEDY])
         for asked in EVERY_WAY_TO_DRAW:
             llm.generate(PROMPTS[:1], asked)
     assert compiled == []
@@ -575,7 +587,7 @@ def test_a_step_with_drafts_neither_blocks_the_host_nor_compiles_p1_p3(
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
         request.getfixturevalue("no_host_wait")
         for _ in range(3):
-            llm.generate([*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)], EVERY_WAY_TO_DRAW)
+            llm.generate((PROMPTS * 3)[: len(EVERY_WAY_TO_DRAW)], EVERY_WAY_TO_DRAW)
         torch.cuda.set_sync_debug_mode("default")  # closing waits
         assert llm.metrics.value("draft_tokens_total", proposer) > 0
     assert compiled == []
@@ -600,7 +612,7 @@ def test_layers_are_compiled_once_and_never_while_serving_p3(
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: kernels.append(what["repr"]))
         for count in (1, 2, 3, 5):
             llm.generate(PROMPTS[:count], GREEDY)
-        llm.generate([*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)], EVERY_WAY_TO_DRAW)
+        llm.generate((PROMPTS * 3)[: len(EVERY_WAY_TO_DRAW)], EVERY_WAY_TO_DRAW)
         assert graphs["unique_graphs"] == at_start
     assert kernels == []
     assert 6 <= at_start <= 8  # four parts of a layer and two around them, and what few of them need besides

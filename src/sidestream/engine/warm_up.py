@@ -50,14 +50,17 @@ _VARIANTS = (
     _asking(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
     _asking(logit_bias={0: 1.0}, min_tokens=4, stop_token_ids=(0,)),
     _asking(logprobs=1),
+    _asking(allowed_token_ids=(0,)),
 )
 # Sampling options that are warmed up in steps of one row each. A logit bias in one row promotes the logits of all rows
-# of the step to float32. So the first two options run the kernels for logits in the model's dtype, and the last option
-# runs the penalties' kernel for float32 logits.
+# of the step to float32. So the options without a bias run the kernels for logits in the model's dtype, and the others
+# the kernels of penalties and masks for float32 logits.
 _ALONE = (
     _asking(temperature=1.0),
     _asking(repetition_penalty=1.1),
     _asking(repetition_penalty=1.1, logit_bias={0: 1.0}),
+    _asking(allowed_token_ids=(0,)),
+    _asking(allowed_token_ids=(0,), logit_bias={0: 1.0}),
 )
 
 

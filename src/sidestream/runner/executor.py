@@ -216,7 +216,7 @@ class StepTracing:
         return exact
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class StepWork:
     """The work of steps on the compute stream: the forward pass and the sampling, eagerly or by captured graphs. On a
     GPU, the engine thread enqueues it; on a CPU, it runs on the stream's thread.
@@ -542,6 +542,9 @@ class Executor:
         """
         for batch in steps:
             step = self.launch(batch, after=(), gates=LayerGates())
+            if step.unsampled is not None:
+                self.open_masks(1)[:] = -1
+                step = self.sample(step, [0])
             self._device.wait_host(step.fence, reason="step")
             step.drop()
             if step.fence.failure is not None:
