@@ -67,7 +67,7 @@ slow: $(VENV)/.dev
 
 # The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows. Left out is what takes long and
 # meets no package in a way that the rest does not: half of these rooms' time.
-WITH_LOWEST := cli server models engine ops attention
+WITH_LOWEST := cli server models engine ops attention grammar formats
 NOT_WITH_LOWEST := cli/test_chat.py cli/test_train.py \
 	models/test_head_layouts.py server/test_processes.py cli/test_serve.py attention/test_engine_in_interpreter.py
 SHORT := not learns_to_draft and (not test_compiled or qwen3) and (not test_triton or mixed_batch) and (not test_draw or filters) and (not test_hybrid or lfm2)
