@@ -10,6 +10,7 @@ import gc
 import inspect
 import logging
 import pickle
+import re
 import socket
 import threading
 import time
@@ -40,6 +41,7 @@ from sidestream import (
     SamplingParams,
     SidestreamError,
     SpeculativeConfig,
+    StructuredOutputs,
 )
 from sidestream.config import EngineSizes
 from sidestream.text import Detokenizer, StopStrings
@@ -328,6 +330,16 @@ def test_a_tokenizer_that_fails_ends_its_request_with_an_error(llm: LLM, monkeyp
     with pytest.raises(RequestError, match="the tokenizer failed: '_Broken' object has no attribute 'decode'"):
         llm.generate(PROMPTS[0], GREEDY)
     wait_until_idle(llm)
+
+
+@pytest.mark.parametrize("stop", [(), ("z",)])
+def test_an_answer_with_a_grammar_has_the_text_of_its_last_token(llm: LLM, stop: tuple[str, ...]) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=40, stop=stop, structured_outputs=StructuredOutputs(regex="[a-f]{5}!")
+    )
+    (output,) = llm.generate(["abc"], params)
+    assert re.fullmatch("[a-f]{5}!", output.text)
+    assert output.completions[0].finish_reason == "stop"
 
 
 def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_that_token(llm: LLM) -> None:

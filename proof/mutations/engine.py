@@ -24,7 +24,7 @@ MUTATIONS = (
     Mutation(
         name="committed-tokens-advance-the-grammar",
         hazard="H12",
-        change=Value("False"),
+        change=Value("0"),
         consequence="the masks of an answer are those of an earlier token",
         needs=frozenset({"grammar"}),
     ),

@@ -283,6 +283,7 @@ class _Sample:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
+    has_stop_token: bool = False  # the last token ended the sample, and has no text
 
 
 class _Batch:
@@ -412,6 +413,7 @@ class _CollectedRequest:
             sample.text += delta.text
         if delta.finish_reason is not None:
             sample.finish_reason = delta.finish_reason
+            sample.has_stop_token = delta.finish_reason == "stop" and bool(delta.token_ids)
             if delta.finish_reason in ("error", "abort"):
                 self._failed = self._failed or delta
 
@@ -434,7 +436,8 @@ class _CollectedRequest:
         return RequestOutput(first.prompt_tokens, completions, first.cached, self._ttft_s or 0.0)
 
     def _text(self, sample: _Sample) -> str:
-        token_ids = tokens_with_text(tuple(sample.token_ids), sample.finish_reason, include_stop=self._include_stop)
+        ending = "stop" if sample.has_stop_token else None
+        token_ids = tokens_with_text(tuple(sample.token_ids), ending, include_stop=self._include_stop)
         try:
             return self._tokenizer.detokenizer(self._after).decode(token_ids)
         except Exception as error:  # a tokenizer is third-party code

@@ -85,10 +85,19 @@ def test_samples_of_one_request_follow_their_own_answers() -> None:
             assert all((token + sum(answer[:at])) % 2 for at, token in enumerate(answer))
 
 
-def test_an_answer_ends_when_its_grammar_is_complete() -> None:
-    with masked() as rig:
-        reply = rig.submit(prompts(5, 1)[0], 20, structured_outputs=StructuredOutputs(regex="2 7"), ignore_eos=True)
-        assert (len(reply.wait().token_ids()), len(reply.text()), reply.reason) == (7, 7, "stop")
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_an_answer_ends_with_the_last_token_of_its_grammar(drafts: int) -> None:
+    model = ToyModel()
+    options: dict[str, Any] = {"model": model, "blocks": 96}
+    if drafts:
+        options["proposer"] = ToyProposer(ToyDraftHead(model, width=drafts))
+        options["speculative"] = SpeculativeConfig(max_drafts=drafts, adaptive=False)
+    with masked(**options) as rig:
+        for number, prompt in enumerate(prompts(5, 6)):
+            form = StructuredOutputs(regex=f"50 {4 + number}")
+            reply = rig.submit(prompt, 20, structured_outputs=form, ignore_eos=True, temperature=0.0).wait()
+            assert (len(reply.token_ids()), reply.reason) == (4 + number, "stop")
+            assert reply.text() == rig.tokenizer.decode(reply.token_ids())
 
 
 def test_a_grammar_that_fails_ends_its_answer_with_an_error_alone() -> None:

@@ -61,11 +61,14 @@ class StructuredSampler:
             followed.append(output)
             if (grammar := request.grammar) is None:
                 continue
-            complete = grammar.advance(result.token_ids[:count])  # rule: committed-tokens-advance-the-grammar
+            # rule: committed-tokens-advance-the-grammar
+            length = next((at for at, token in enumerate(result.token_ids[:count], 1) if grammar.advance((token,))), 0)
             if grammar.failure is not None and reason != "length":  # rule: answer-that-left-its-grammar-is-an-error
                 followed[-1] = request, result, count, None
                 endings.append(Complete(request.id, "error", grammar.failure))
-            elif complete and reason is None:  # rule: complete-answer-ends
+            elif length and (reason is None or length < count):  # rule: complete-answer-ends
+                # Without drafts, there would be no token behind the end of the grammar.
+                followed[-1] = request, result, length, None
                 endings.append(Complete(request.id, "stop"))
         return followed, endings
 
