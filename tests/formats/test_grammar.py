@@ -87,3 +87,9 @@ def test_markers_that_are_special_tokens_become_tokens() -> None:
     grammar = answer_grammar(form, special.get)
     assert all(f"<[{token}]>" in grammar for token in special.values())
     assert not any(f'"{text}' in grammar for text in special)
+
+
+def test_reasoning_may_begin_with_a_special_token_before_text_and_calls() -> None:
+    form = AnswerFormat("hermes", "mistral", False, SCHEMAS)
+    assert "start: (<[7]> TEXT <[8]> ws)? answer" in answer_grammar(form, {"[THINK]": 7, "[/THINK]": 8}.get)
+    assert "start: answer" in answer_grammar(form, lambda text: None)

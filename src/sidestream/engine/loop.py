@@ -109,7 +109,7 @@ class StepLoop:
     def drain(self) -> None:
         """Commit the step in flight, and abort the remaining samples."""
         self._listener.apply_messages()
-        self._commit(self.in_flight)  # rule: last-step-is-committed-before-the-end
+        self._commit(self._sampled(self.in_flight))  # rule: last-step-is-committed-before-the-end
         self.in_flight = None
         self._streams.abort_all()
         self._store_latest_states()

@@ -60,7 +60,7 @@ def answer_grammar(
         reasoning = REASONING_FORMATS[form.reasoning]
         if form.inside:
             start = f"{rules.until(reasoning.end)} ws answer"
-        elif forced or content is not None:  # else the reasoning is part of the text
+        elif forced or content is not None or rules.is_special(reasoning.start):  # else reasoning is part of the text
             start = f"({_opening(rules, reasoning)})? answer"
     return "%llguidance {}\nstart: " + start + "\n" + rules.text()
 
