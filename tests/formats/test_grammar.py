@@ -87,3 +87,15 @@ def test_markers_that_are_special_tokens_become_tokens() -> None:
     grammar = answer_grammar(form, special.get)
     assert all(f"<[{token}]>" in grammar for token in special.values())
     assert not any(f'"{text}' in grammar for text in special)
+
+
+def test_arguments_have_one_spelling_of_each_name() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = AnswerFormat("hermes", None, False, {"f": schema})
+    grammar = answer_grammar(form, lambda text: None, forced=True, several=False)
+    taken = []
+    for arguments in ('{"b": "x"}', r'{"\u0061": "x"}'):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        matcher, tokens = LLMatcher(BYTES, grammar), BYTES.tokenize_str(text)
+        taken.append(matcher.try_consume_tokens(tokens) == len(tokens))
+    assert taken == [True, False]
