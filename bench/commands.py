@@ -193,6 +193,21 @@ def self_check(
     return _random(shape, bounded=device == CUDA, options=options)
 
 
+@_command("walks")
+def structured_conformance(
+    suite: Annotated[
+        Path, typer.Argument(help="Folder with draft7 and draft2020-12: `json/tests` of jsonschema's source archive.")
+    ],
+    model: Model = DEMO_MODEL,
+    walks: Annotated[int, count("--walks", "Random answers for each schema.")] = 60,
+    seed: Annotated[int, option("--seed", "N", "Seed of the answers.", parse=whole)] = 0,
+) -> Report:
+    """Random answers under the schemas of the JSON Schema Test Suite and others: how many are invalid, which schemas
+    are refused, and how long it takes to compile large ones.
+    """
+    return _served(model)
+
+
 @_command()
 def soak(
     model: Model = DEMO_MODEL,
