@@ -5,6 +5,7 @@ without grammars. One engine runs both kinds of rounds in turn, with the same nu
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, product
@@ -53,25 +54,29 @@ def measure(
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
     """Rounds without grammars and rounds with grammars in half of the rows alternate, with the same prompts."""
-    plain, mixed, free = list[float](), list[float](), list[float]()
+    plain, mixed, free, cpu = list[float](), list[float](), list[float](), list[float]()
     random, on_gpu = np.random.default_rng(0), device == CUDA
     on_progress("starting the engine")
     with _engine(device, model, shape, requests, output_tokens) as (engine, vocab_size):
         for number in range(rounds + 1):
             prompts = random_prompts(random, vocab_size, count=requests, tokens=_PROMPT_TOKENS)
-            seconds: dict[bool, list[float]] = {}
+            seconds, cpu_s = dict[bool, list[float]](), dict[bool, float]()
             for structured in (False, True) if number % 2 else (True, False):
                 on_progress(f"round {number} of {rounds}, {'with' if structured else 'without'} grammars")
+                begin = time.process_time()
                 answers = _answers(engine, prompts, output_tokens, structured=structured)
+                cpu_s[structured] = time.process_time() - begin
                 seconds[structured] = [_step_s(answer, output_tokens) for answer in answers]
             if number:  # round 0 warms up
                 plain.append(median(seconds[False]))
                 mixed.append(median(seconds[True]))
+                cpu.append(cpu_s[True] / cpu_s[False])
                 free.append(median(seconds[True][1::2]) / median(seconds[False][1::2]))
     ratio = median(with_them / without for with_them, without in zip(mixed, plain, strict=True))
     return [
         Figure("grammar_step_over_plain", ratio, "ratio", at_most(1.05 if on_gpu else 1.1)),
         Figure("grammar_free_row_over_plain", median(free), "ratio", at_most(1.02) if on_gpu else None),
+        Figure("grammar_cpu_time_over_plain", median(cpu), "ratio"),  # of the process; other programs change it less
         Figure("plain_step_ms", 1e3 * median(plain), "ms"),
         Figure("grammar_step_ms", 1e3 * median(mixed), "ms"),
         Figure("grammar_step_over_plain_min", min(a / b for a, b in zip(mixed, plain, strict=True)), "ratio"),
