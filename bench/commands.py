@@ -193,6 +193,39 @@ def self_check(
     return _random(shape, bounded=device == CUDA, options=options)
 
 
+@_command("rounds")
+def grammar_steps(
+    device: EitherDevice = CPU,
+    model: Model = DEMO_MODEL,
+    shape: Annotated[str, option("--shape", "SHAPE", "On `cuda`, the model shape, with random weights.")] = "qwen3-8b",
+    requests: Annotated[int | None, count("--requests", "Concurrent requests.", show_default="32, on a CPU 8")] = None,
+    output_tokens: OutputTokens = 96,
+    rounds: Annotated[int, count("--rounds", "Repetitions; rounds with and without grammars alternate.")] = 9,
+) -> Report:
+    """Time of a step in which half of the rows have a grammar, divided by the time of a step without grammars."""
+    on_gpu = device == CUDA
+    requests = requests or (32 if on_gpu else 8)
+    check_at_least({"requests": (requests, 2), "output_tokens": (output_tokens, 16)})
+    options = {"device": device, "model": model, "shape": shape, "requests": requests}
+    options |= {"output_tokens": output_tokens, "rounds": rounds}
+    return _random(shape, options=options) if on_gpu else _served(model, options=options)
+
+
+@_command("walks")
+def structured_conformance(
+    suite: Annotated[
+        Path, typer.Argument(help="Folder with draft7 and draft2020-12: `json/tests` of jsonschema's source archive.")
+    ],
+    model: Model = DEMO_MODEL,
+    walks: Annotated[int, count("--walks", "Random answers for each schema.")] = 60,
+    seed: Annotated[int, option("--seed", "N", "Seed of the answers.", parse=whole)] = 0,
+) -> Report:
+    """Random answers under the schemas of the JSON Schema Test Suite and others: how many are invalid, which schemas
+    are refused, and how long it takes to compile large ones.
+    """
+    return _served(model)
+
+
 @_command()
 def soak(
     model: Model = DEMO_MODEL,

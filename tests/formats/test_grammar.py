@@ -93,3 +93,15 @@ def test_reasoning_may_begin_with_a_special_token_before_text_and_calls() -> Non
     form = AnswerFormat("hermes", "mistral", False, SCHEMAS)
     assert "start: (<[7]> TEXT <[8]> ws)? answer" in answer_grammar(form, {"[THINK]": 7, "[/THINK]": 8}.get)
     assert "start: answer" in answer_grammar(form, lambda text: None)
+
+
+def test_arguments_have_one_spelling_of_each_name() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = AnswerFormat("hermes", None, False, {"f": schema})
+    grammar = answer_grammar(form, lambda text: None, forced=True, several=False)
+    taken = []
+    for arguments in ('{"b": "x"}', r'{"\u0061": "x"}'):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        matcher, tokens = LLMatcher(BYTES, grammar), BYTES.tokenize_str(text)
+        taken.append(matcher.try_consume_tokens(tokens) == len(tokens))
+    assert taken == [True, False]

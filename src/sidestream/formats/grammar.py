@@ -193,7 +193,8 @@ def _pair(rules: _Rules, pairs: Pairs, name: str, schema: Any) -> str:
 def _json(schema: Mapping[str, Any]) -> str:
     """JSON as `json.dumps` writes it, which is how most models were taught to write arguments."""
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return "%json " + json.dumps({**schema, "x-guidance": spaces})
+    escapes = {"json_allowed_escapes": 'nrbtf"\\'}  # with escapes of letters, keys would have several spellings
+    return "%json " + json.dumps({**schema, "x-guidance": {**spaces, **escapes}})
 
 
 def _properties(schema: Any) -> Mapping[str, Any]:

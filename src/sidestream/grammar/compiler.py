@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidestream.config import STRUCTURED_KINDS, StructuredOutputs
 from sidestream.errors import RequestRejected
+from sidestream.grammar.json_schema import check_embedded, check_schema, with_options
 from sidestream.grammar.token_grammar import GuidedAnswer, TokenGrammar, first_line
 
 if TYPE_CHECKING:
@@ -96,24 +97,23 @@ def source_of(wanted: StructuredOutputs) -> str:
     try:
         if wanted.json is not None or wanted.json_object:
             schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
-            if not isinstance(schema, dict | bool):
-                raise ValueError("a schema is an object, true or false")
+            if not isinstance(schema, dict) and schema is not True:
+                raise ValueError("a schema is an object, or true")
+            check_schema(schema)
             pattern = _SPACES if wanted.whitespace_pattern is None else wanted.whitespace_pattern
-            return LLMatcher.grammar_from_json_schema(
-                json.dumps(schema),
-                overrides={"whitespace_flexible": False}
-                if wanted.disable_any_whitespace
-                else {"whitespace_pattern": pattern},
-            )
+            flexible = not wanted.disable_any_whitespace
+            spaces = {"whitespace_pattern": pattern} if flexible else {"whitespace_flexible": False}
+            return LLMatcher.grammar_from_json_schema(json.dumps(with_options(schema, **spaces)))
         if wanted.regex is not None:
             return LLMatcher.grammar_from_regex(wanted.regex)
         if wanted.grammar is not None:
+            check_embedded(wanted.grammar)
             is_ours = wanted.grammar.startswith("%llguidance")
             return LLMatcher.grammar_from_lark(wanted.grammar) if is_ours else grammar_from("grammar", wanted.grammar)
         if wanted.structural_tag is not None:
             return _structural_tag(json.loads(str(wanted.structural_tag)))
         return grammar_from("choice", json.dumps(wanted.choice))
-    except (ValueError, KeyError, TypeError, RecursionError) as fault:
+    except (ValueError, ArithmeticError, KeyError, TypeError, RecursionError) as fault:
         raise _rejected(wanted, first_line(str(fault))) from fault
 
 
@@ -143,7 +143,9 @@ def _structural_tag(tag: Any) -> str:
         trigger = next((one for one in tag["triggers"] if begin.startswith(one)), None)
         if trigger is None:
             raise ValueError(f"no trigger is the start of {begin!r}")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=structure["schema"], end=str(structure["end"])))
+        check_schema(structure["schema"])
+        schema = with_options(structure["schema"])
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=str(structure["end"])))
     return StructTag.to_grammar(tags, assume_special=False)
 
 
