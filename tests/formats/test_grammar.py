@@ -87,3 +87,12 @@ def test_markers_that_are_special_tokens_become_tokens() -> None:
     grammar = answer_grammar(form, special.get)
     assert all(f"<[{token}]>" in grammar for token in special.values())
     assert not any(f'"{text}' in grammar for text in special)
+
+
+@pytest.mark.parametrize(("space", "is_allowed"), [("", True), ("\n", True), ("\n\n", False)])
+def test_a_model_cannot_write_more_white_space_than_templates_repeat(space: str, is_allowed: bool) -> None:
+    grammar = answer_grammar(AnswerFormat("hermes", None, False, SCHEMAS), lambda text: None, forced=True)
+    call = f'<tool_call>{space}{{"name": "now", "arguments": {{}}}}{space}</tool_call>'
+    for text in (call, f"{call}{space}{call}"):
+        tokens = BYTES.tokenize_str(text)
+        assert (LLMatcher(BYTES, grammar).try_consume_tokens(tokens) == len(tokens)) is is_allowed
