@@ -237,6 +237,14 @@ def soak(
     return _served(model)
 
 
+@_command("turns")
+def agent_loop(
+    model: Model = DEMO_MODEL, turns: Annotated[int, count("--turns", "Turns of the agent.")] = 30
+) -> Report:
+    """The share of an agent's prompt tokens that come from a cache, over HTTP: each turn is a forced tool call."""
+    return _served(model)
+
+
 @_command("conversations", "turns")
 def replicas(
     model: Model = DEMO_MODEL,

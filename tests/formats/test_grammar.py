@@ -105,3 +105,12 @@ def test_arguments_have_one_spelling_of_each_name() -> None:
         matcher, tokens = LLMatcher(BYTES, grammar), BYTES.tokenize_str(text)
         taken.append(matcher.try_consume_tokens(tokens) == len(tokens))
     assert taken == [True, False]
+
+
+@pytest.mark.parametrize(("space", "is_allowed"), [("", True), ("\n", True), ("\n\n", False)])
+def test_a_model_cannot_write_more_white_space_than_templates_repeat(space: str, is_allowed: bool) -> None:
+    grammar = answer_grammar(AnswerFormat("hermes", None, False, SCHEMAS), lambda text: None, forced=True)
+    call = f'<tool_call>{space}{{"name": "now", "arguments": {{}}}}{space}</tool_call>'
+    for text in (call, f"{call}{space}{call}"):
+        tokens = BYTES.tokenize_str(text)
+        assert (LLMatcher(BYTES, grammar).try_consume_tokens(tokens) == len(tokens)) is is_allowed

@@ -149,3 +149,8 @@ def test_a_deeply_nested_schema_is_refused_at_once() -> None:
 def test_structured_outputs_have_exactly_one_form(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestRejected, match=says):
         StructuredOutputs(**fields)
+
+
+def test_a_grammar_that_exceeds_a_limit_at_its_first_token_is_refused(grammars: GrammarCompiler) -> None:
+    with pytest.raises(RequestRejected, match="too many expressions constructed"):
+        grammars.compile(StructuredOutputs(regex="((((a{99}){99}){99}){99})"))

@@ -209,6 +209,14 @@ def test_errors_have_anthropics_format_before_and_during_a_stream() -> None:
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
 
+def test_a_threads_error_lets_anthropics_client_send_all_messages_itself() -> None:
+    with _answering() as served:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            reply = _post(served, path, thread={"type": "create"})
+            details = {"error_code": "thread_unsupported_request"}  # the client reads this code
+            assert (reply.status_code, reply.json()["error"]["details"]) == (400, details)
+
+
 def test_the_servers_key_may_come_as_x_api_key() -> None:
     with serving(api_key="secret") as served:
         headers = [{"authorization": "", "x-api-key": key} for key in ("secret", "wrong", "")]

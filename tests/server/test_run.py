@@ -18,6 +18,7 @@ import pytest
 from proof.fake_backend import FakeBackend, Script
 from sidestream.errors import ConfigError
 from sidestream.server import RunningServer, ServerOptions, bind, serve
+from sidestream.server.listen import bind_shared
 
 from .serving import ASK_LONG, HI, LONG, WAIT_S, Served, head, read_to_end, request, send, serving, warned
 
@@ -112,6 +113,7 @@ def test_a_server_without_requests_stops_at_once() -> None:
 _CHILD = """
 import sys
 from sidestream.server import RunningServer, ServerOptions, bind, serve
+from sidestream.server.listen import bind_shared
 from proof.fake_backend import FakeBackend, Script
 backend = FakeBackend(Script(hold_after=2))
 options = ServerOptions(port=0, drain_s=float(sys.argv[1]))
@@ -139,6 +141,12 @@ def test_signals_abort_running_requests_and_return_to_the_caller(
             assert child.returncode == 0
         finally:
             child.kill()
+
+
+def test_asyncio_sends_small_replies_at_once() -> None:
+    for listener in bind_shared(bind(ServerOptions(port=0)), 2):
+        with listener:  # asyncio sets TCP_NODELAY for this protocol only; without it, a reply may wait 40 ms
+            assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_a_bound_address_refuses_connections_until_the_server_listens() -> None:

@@ -27,9 +27,12 @@ from sidestream.formats.values import is_text
 SpecialId = Callable[[str], int | None]
 """Function that returns the token id of a special token; None: the text is no special token."""
 
+# `gap` is between the parts of calls: with more white space than the chat template writes, the next prompt would repeat
+# other tokens than the model wrote, and their cached KV would be lost.
 _TERMINALS = r"""
 TEXT: /(.|\n)*/
 ws: /[ \n]{0,2}/
+gap: /[ \n]?/
 """
 _TAG = re.compile(r"(<[^<>]+>)")
 _PYTHON = r"""
@@ -134,7 +137,8 @@ def _calls(
     if any(isinstance(part, Object | Name | Json | Pairs) for part in parts):
         choices = [_call(rules, parts, number, name, schema) for number, (name, schema) in enumerate(schemas.items())]
         rules.add("call", " | ".join(choices))
-        more = '("," ws call)*' if listed or form.more == "," else '("; " call)*' if form.more else "(ws {start} call)*"
+        between = {",": '("," gap call)*', ";": '("; " call)*'}
+        more = between.get("," if listed else form.more, "(gap {start} call)*")
     else:  # calls in Python
         choices = [_python_call(name, schema) for name, schema in schemas.items()]
         rules.add("call", " | ".join(choices))
@@ -150,7 +154,7 @@ def _calls(
         closing = " ".join(f"({rules.literal(wrapper)})?" for wrapper in form.wrappers)
         return form.start, f'"[" {calls} "]" {closing}'
     if len(form.wrappers) == 2:
-        return form.wrappers[0], f"ws {start} {calls} ws {rules.literal(form.wrappers[1])}"
+        return form.wrappers[0], f"gap {start} {calls} gap {rules.literal(form.wrappers[1])}"
     return form.start, calls
 
 
@@ -162,7 +166,7 @@ def _call(rules: _Rules, parts: Sequence[Part], number: int, name: str, schema: 
         if isinstance(part, Maybe) and part.text in "[]":
             continue
         if not isinstance(part, Name):
-            body.append("ws")
+            body.append("gap")
         match part:
             case Name(has_id):
                 body.append(f"{json.dumps('functions.' + name + ':')} /[0-9]{{1,3}}/" if has_id else json.dumps(name))
@@ -186,7 +190,7 @@ def _pair(rules: _Rules, pairs: Pairs, name: str, schema: Any) -> str:
     else:
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         value = f"{_json({**definitions, **_properties(schema)[name]})} {rules.literal(after)}"
-    pair = f"{rules.literal(before)} {value} ws"
+    pair = f"{rules.literal(before)} {value} gap"
     return pair if name in schema.get("required", ()) else f"({pair})?"
 
 

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sidestream.config import STRUCTURED_KINDS, StructuredOutputs
 from sidestream.errors import RequestRejected
 from sidestream.grammar.json_schema import check_embedded, check_schema, with_options
@@ -58,7 +60,12 @@ class GrammarCompiler:
             raise RequestRejected(f"structured_outputs is set, but {reason}", param="structured_outputs") from fault
         from llguidance import LLMatcher
 
-        grammar = GuidedAnswer(LLMatcher(tokenizer, source_of(wanted), log_level=0, limits=_limits()))
+        matcher = LLMatcher(tokenizer, source_of(wanted), log_level=0, limits=_limits())
+        # Some grammars exceed a limit at their first token: they are refused here, not on the engine thread.
+        trial = matcher.deep_copy()
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(trial.compute_bitmask(), np.uint8), bitorder="little"))
+        trial.try_consume_tokens(allowed[:1].tolist())
+        grammar = GuidedAnswer(trial if trial.is_error() else matcher)
         if grammar.failure is not None:
             raise _rejected(wanted, grammar.failure)
         with self._lock:

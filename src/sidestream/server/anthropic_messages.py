@@ -14,7 +14,7 @@ from starlette.types import Send
 
 from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning, message_of
 from sidestream.server.body import EVENT_STREAM, parse_object, to_json
-from sidestream.server.errors import bad_request
+from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
 from sidestream.server.middleware import RequestRecord
 from sidestream.server.responses import Json, answer_events
@@ -128,7 +128,7 @@ BODIES: Mapping[str, tuple[Body, ...]] = dict.fromkeys(
 
 def parse_messages(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Call:
     """The call of a request to `/v1/messages`. Raises ApiError or RequestError, naming the field at fault."""
-    asked = checked(_Request, parse_object(body), _IDLE)
+    asked = _asked(body)
     if asked.max_tokens is None:
         raise bad_request("max_tokens is missing: it is required", "max_tokens")
     return _call(asked, tokenizer, served)
@@ -136,8 +136,16 @@ def parse_messages(body: bytes | bytearray, *, tokenizer: TokenizerLike, served:
 
 def count_tokens(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> bytes:
     """The reply to `/v1/messages/count_tokens`, as JSON. Raises as `parse_messages` does."""
-    call = _call(checked(_Request, parse_object(body), _IDLE), tokenizer, served)
+    call = _call(_asked(body), tokenizer, served)
     return to_json({"input_tokens": len(call.prompts[0])})
+
+
+def _asked(body: bytes | bytearray) -> _Request:
+    fields = parse_object(body)
+    if fields.get("thread") is not None:  # with this code, Anthropic's client sends the whole conversation instead
+        message = "thread is given, but this server holds no conversations: leave it out, and send all messages"
+        raise ApiError(400, message, param="thread", code="thread_unsupported_request")
+    return checked(_Request, fields, _IDLE)
 
 
 def _call(asked: _Request, tokenizer: TokenizerLike, served: Served) -> Call:

@@ -57,7 +57,8 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         """The JSON body of Anthropic's API."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self._message()}}
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {"type": kind, "message": self._message(), **details}}
 
     def _message(self) -> str:
         message = str(self)

@@ -67,7 +67,7 @@ def bind_shared(listener: socket.socket, count: int) -> list[socket.socket]:
 
 def bind_same_address(listener: socket.socket) -> socket.socket:
     """Bind one more socket to the listener's address."""
-    other = socket.socket(listener.family, socket.SOCK_STREAM)
+    other = socket.socket(listener.family, socket.SOCK_STREAM, listener.proto)
     if listener.family == socket.AF_INET6:
         other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -77,7 +77,7 @@ def bind_same_address(listener: socket.socket) -> socket.socket:
 
 
 def _bind_tcp(family: socket.AddressFamily, host: str, port: int, *, reuse: bool) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY by this
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         if family == socket.AF_INET6:
