@@ -205,4 +205,4 @@ def test_an_error_about_a_missing_extra_has_its_install_command(
         monkeypatch.setitem(sys.modules, name, None)
     result = run("serve", tiny)
     assert result.exit_code == 2
-    assert "serving needs the package starlette: pip install 'sidestream[server]'" in result.output
+    assert "the server needs the package starlette: pip install 'sidestream[server]'" in result.output

@@ -15,7 +15,7 @@ from sidestream.models.catalog import CATALOG
 def test_help_lists_every_command(run: Run) -> None:
     result = run("-h")
     assert result.exit_code == 0
-    for command in ("serve", "chat", "generate", "models", "doctor"):
+    for command in ("serve", "chat", "generate", "batch", "models", "doctor"):
         assert command in result.output
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from sidestream.cli.batch import batch
 from sidestream.cli.chat import chat
 from sidestream.cli.check_trace import PASSED_ON, check_trace
 from sidestream.cli.declare import Command, flag
@@ -51,6 +52,7 @@ def _global_options(
 app.command(cls=Command)(serve)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(batch)
 app.add_typer(models_app, name="models")
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(demo)

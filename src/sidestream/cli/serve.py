@@ -93,7 +93,7 @@ def serve(
     lines = LOG_FORMAT if log_format is LogFormat.TEXT else (JSON_LAYOUT, "")
     start_logging(log_level, lines)
     prepare_model(model)
-    _check_packages()
+    check_packages()
     engine = dataclasses.replace(engine, kv_events=events)
     if single_process:
         _serve_in_one_process(model, server, engine, watch)
@@ -109,7 +109,7 @@ def _check_processes(api_processes: int | None, *, single_process: bool) -> None
         raise ConfigError(f"api_processes is {api_processes} and single_process is on: give only one of the two")
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
     """Raise ConfigError if a package of the extra `server` is missing."""
     try:
         import sidestream.server.supervisor  # noqa: F401 - imports all the other modules
@@ -117,7 +117,7 @@ def _check_packages() -> None:
         if (missing.name or "").startswith("sidestream"):
             raise
         package = (missing.name or "").partition(".")[0]
-        raise ConfigError(f"serving needs the package {package}: pip install 'sidestream[server]'") from missing
+        raise ConfigError(f"the server needs the package {package}: pip install 'sidestream[server]'") from missing
 
 
 def _serve(
