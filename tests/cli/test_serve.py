@@ -201,7 +201,7 @@ def test_an_error_about_a_missing_extra_has_its_install_command(
     monkeypatch.setattr(sidestream, "server", sidestream.server)  # put back after the test, with the modules
     for name in [name for name in sys.modules if name.startswith("sidestream.server")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.split(".")[0] == "starlette"]:
+    for name in ["starlette", *(name for name in sys.modules if name.startswith("starlette."))]:
         monkeypatch.setitem(sys.modules, name, None)
     result = run("serve", tiny)
     assert result.exit_code == 2

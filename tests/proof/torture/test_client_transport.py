@@ -62,11 +62,11 @@ def test_an_error_of_a_step_during_a_front_ends_call_is_found(
     inside = []
     enqueue, step = Border._enqueue, Engine.step
 
-    def enqueued(border: Border, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
+    def enqueued(border: Border, request: CheckedRequest, sink: Callable[[Delta], None], *, name: str) -> Handle:
         inside.append(border)
         drawn, border._rng, border._runs_ahead = border._rng, AlwaysAhead(0), True
         try:
-            return enqueue(border, request, sink)
+            return enqueue(border, request, sink, name=name)
         finally:
             inside.pop()
             border._rng = drawn
