@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,14 @@ def how_it_ended(status: int) -> str:
     return f"it was killed by signal {-status}"
 
 
+_last_acts: list[Callable[[], None]] = []
+
+
+def at_end_of_owner(act: Callable[[], None]) -> None:
+    """Call `act` when the owner has ended, before this process ends itself. Like `atexit`, which does not run then."""
+    _last_acts.append(act)
+
+
 def end_with_owner(descriptor: int) -> None:
     """Exit this process as soon as the owner's end of the socket is closed, however the owner ended.
 
@@ -116,6 +124,9 @@ def end_with_owner(descriptor: int) -> None:
         poll = select.poll()
         poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
         poll.poll()
+        for act in _last_acts:
+            with contextlib.suppress(Exception):  # nothing may keep the process alive
+                act()
         os._exit(1)
 
     threading.Thread(target=watch, name="sidestream-owner", daemon=True).start()

@@ -18,6 +18,7 @@ from sidestream.client.front_end import FrontEnd
 from sidestream.client.pulse import PULSE_S
 from sidestream.client.remote import RemoteClient
 from sidestream.errors import SidestreamError
+from sidestream.processes.child import at_end_of_owner
 from sidestream.processes.garbage import freeze_gc_heap
 from sidestream.processes.log_stream import start_logging
 from sidestream.server.app import served_constants, text_handle
@@ -63,11 +64,11 @@ def _serve(
     # Forks, so it comes before the threads of the server.
     text = TextWork(text_handle(backend.tokenizer, served), room=lambda: backend.room, bounds=bounds)
     store = ResponseStore(config.options, config.responses)
+    at_end_of_owner(lambda: shutil.rmtree(config.responses, ignore_errors=True))
 
     def wait_for_stop(server: RunningServer) -> None:
         while supervisor.recv(1):
             server.stop()
-        shutil.rmtree(config.responses, ignore_errors=True)  # the supervisor has ended, perhaps without removing it
 
     def on_ready(server: RunningServer) -> None:
         threading.Thread(target=wait_for_stop, args=(server,), name="sidestream-supervisor", daemon=True).start()
