@@ -424,7 +424,7 @@ EQUIVALENT = (
         Mutation(
             name="masks-are-kept-until-they-were-read",
             hazard="H17",
-            consequence="nobody notices masks that are written while a sampler reads them",
+            consequence="masks that are written while a sampler reads them raise no error",
         ),
         "see masks-are-written-after-their-last-use",
         noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",

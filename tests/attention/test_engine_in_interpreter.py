@@ -56,7 +56,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
                 query_tokens=28, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.head_dim, device="cpu"
             )
             super().__init__(**{**parts, "attention": TritonAttention(workspace), "ops": OPS[0]})
-            self._runs_eagerly, self._work._run_eagerly = self._work._run_eagerly, self._told  # type: ignore[method-assign]
+            self._runs_eagerly = self._work._run_eagerly
+            self._work._run_eagerly = self._told  # type: ignore[method-assign]
 
         def _told(self, *given: Any) -> Any:
             eager.append(True)

@@ -85,6 +85,33 @@ def test_samples_of_one_request_follow_their_own_answers() -> None:
             assert all((token + sum(answer[:at])) % 2 for at, token in enumerate(answer))
 
 
+def test_drafts_are_read_only_of_steps_that_have_some() -> None:
+    """Other steps depend on drafts, too: on those of the step before. The host does not wait for their pass."""
+    model = ToyModel()
+    with masked(
+        model=model,
+        blocks=96,
+        proposer=ToyProposer(ToyDraftHead(model, width=3)),
+        speculative=SpeculativeConfig(max_drafts=3, adaptive=False),
+    ) as rig:
+        executor, read = rig.engine.parts.executor, list[bool]()
+        drafts_of, sample = executor.drafts_of, executor.sample
+        without: list[bool] = []
+
+        def reading(step: Any) -> Any:
+            read.append(any(step.batch.columns.drafts))
+            return drafts_of(step)
+
+        def sampling(step: Any, rows: Any) -> Any:
+            without.append(step.batch.speculates and not any(step.batch.columns.drafts))
+            return sample(step, rows)
+
+        executor.drafts_of, executor.sample = reading, sampling  # type: ignore[method-assign]
+        for number, prompt in enumerate(prompts(8, 6)):
+            assert ask(rig, prompt, 9 + number).wait().token_ids() == expected(model, prompt, 9 + number)
+    assert any(without) and all(read) and read
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_an_answer_ends_with_the_last_token_of_its_grammar(drafts: int) -> None:
     model = ToyModel()

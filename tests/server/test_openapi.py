@@ -99,10 +99,10 @@ def test_the_document_has_the_fields_without_effect_with_their_values() -> None:
 
 
 def test_the_page_needs_no_key_and_no_other_file_and_the_document_needs_the_key() -> None:
-    nobody = {"authorization": ""}
+    without_key = {"authorization": ""}
     with serving(api_key="k", root_path="/llm") as served:
-        page = served.http.get("/docs", headers=nobody)
-        assert served.http.get("/openapi.json", headers=nobody).status_code == 401
+        page = served.http.get("/docs", headers=without_key)
+        assert served.http.get("/openapi.json", headers=without_key).status_code == 401
         document = served.http.get("/openapi.json").json()
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]

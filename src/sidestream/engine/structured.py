@@ -38,7 +38,7 @@ class StructuredSampler:
         """
         rows: list[int] = []
         grammars: list[tuple[TokenGrammar, list[int]]] = []
-        drafts = self._executor.drafts_of(step) if step.batch.speculates else []
+        drafts = self._executor.drafts_of(step) if any(step.batch.columns.drafts) else []
         for row, (at, grammar, count) in enumerate(self._sampling_rows(step)):
             if grammar is not None:
                 rows += range(at, at + 1 + count)
