@@ -79,7 +79,7 @@ class StepLoop:
             has_ranks=parts.ranks is not None,
         )
         self._gauges = Gauges(parts)
-        self._structured = StructuredSampler(parts.scheduler, parts.executor)
+        self._structured = StructuredSampler(parts.scheduler, parts.executor, self._listener.wait_for)
         self._stopping = False
         self._trimmed = False
 
@@ -185,9 +185,6 @@ class StepLoop:
         """The step, complete: with its sampling enqueued. The step before it was committed."""
         if step is None or step.unsampled is None:
             return step
-        if any(step.batch.columns.drafts):
-            # Masks of drafts need the drafts, which only the device knows.
-            self._listener.wait_for(step.fence)  # rule: masks-of-drafts-wait-for-their-pass
         return self._structured.sample(step)
 
     def _commit(self, step: LaunchedStep | None) -> None:

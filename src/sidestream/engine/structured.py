@@ -4,13 +4,13 @@ follows the committed tokens through the grammars. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sidestream.grammar import TokenGrammar
 from sidestream.runner.executor import Executor, LaunchedStep
 from sidestream.schedule.scheduler import RowOutput, Scheduler
-from sidestream_kv.types import RequestId
+from sidestream_kv.types import Fence, RequestId
 
 
 class Complete(NamedTuple):
@@ -28,26 +28,27 @@ class StructuredSampler:
     device runs the step's forward pass meanwhile.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, wait_for: Callable[[Fence], None]) -> None:
+        """`wait_for` blocks until a step has ended."""
         self._scheduler = scheduler
         self._executor = executor
+        self._wait_for = wait_for
 
     def sample(self, step: LaunchedStep) -> LaunchedStep:
-        """Enqueue the sampling of an unsampled step, after the commit of the step before it. If a row with a grammar
-        has drafts, the forward pass must have ended.
+        """Enqueue the sampling of an unsampled step, after the commit of the step before it. Blocks until the forward
+        pass has ended if a row with a grammar has drafts: its masks need the drafts, which only the device knows.
         """
-        rows: list[int] = []
-        grammars: list[tuple[TokenGrammar, list[int]]] = []
-        drafts = self._executor.drafts_of(step) if any(step.batch.columns.drafts) else []
-        for row, (at, grammar, count) in enumerate(self._sampling_rows(step)):
-            if grammar is not None:
-                rows += range(at, at + 1 + count)
-                grammars.append((grammar, drafts[row][:count] if count else []))
+        masked = [(row, *found) for row, found in enumerate(self._sampling_rows(step)) if found[1] is not None]
+        drafts: list[list[int]] = []
+        if any(count for *_, count in masked):
+            self._wait_for(step.fence)  # rule: masks-of-drafts-wait-for-their-pass
+            drafts = self._executor.drafts_of(step)
+        rows = [at + place for _, at, _, count in masked for place in range(1 + count)]
         masks, first = self._executor.open_masks(len(rows)), 0
-        for grammar, drafted in grammars:
-            stop = first + 1 + len(drafted)
-            grammar.fill(masks[first:stop], drafted)
-            first = stop
+        for row, _, grammar, count in masked:
+            assert grammar is not None
+            grammar.fill(masks[first : first + 1 + count], drafts[row][:count] if count else ())
+            first += 1 + count
         return self._executor.sample(step, rows)
 
     def follow(self, outputs: Sequence[RowOutput]) -> tuple[list[RowOutput], list[Complete]]:
