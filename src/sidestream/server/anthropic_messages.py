@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 from starlette.types import Send
 
-from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning, message_of
+from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning
 from sidestream.server.body import EVENT_STREAM, parse_object, to_json
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
 from sidestream.server.middleware import RequestRecord
-from sidestream.server.responses import Json, answer_events
+from sidestream.server.responses import Generate, Json, answer_events, whole_answer
 from sidestream.text import TokenizerLike
 from sidestream.types import Delta
 
@@ -242,16 +242,13 @@ def _blocks(content: Any, kinds: Mapping[str, type[_Strict]], where: str) -> lis
     return found
 
 
-_Generate = Callable[[Callable[[int, Delta], Awaitable[None]]], Awaitable[None]]
-
-
 class MessagesReply:
     """Builds one reply, streamed or complete, from the deltas of its one sample. Used on the event loop only.
 
     generate   awaits its argument for each delta, until the sample has finished
     """
 
-    def __init__(self, call: Call, record: RequestRecord, generate: _Generate, model: str) -> None:
+    def __init__(self, call: Call, record: RequestRecord, generate: Generate, model: str) -> None:
         self._call = call
         self._record = record
         self._generate = generate
@@ -264,13 +261,7 @@ class MessagesReply:
 
     async def complete(self) -> Json:
         """Generate the sample; return the JSON object."""
-        events: list[Event] = []
-
-        async def emit(index: int, delta: Delta) -> None:
-            events.extend(self._read(delta))
-
-        await self._generate(emit)
-        answer = message_of(events)
+        answer = await whole_answer(self._generate, self._read)
         content: list[Json] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})

@@ -12,7 +12,7 @@ import json
 import reprlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -30,14 +30,13 @@ from sidestream.formats import (
     Content,
     Event,
     Reasoning,
-    message_of,
 )
 from sidestream.server.body import EVENT_STREAM, parse_json, parse_object, to_json
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
 from sidestream.server.middleware import RequestRecord
 from sidestream.server.response_store import ResponseStore
-from sidestream.server.responses import Json, answer_events
+from sidestream.server.responses import Generate, Json, answer_events, whole_answer
 from sidestream.text import TokenizerLike
 from sidestream.types import Delta
 
@@ -397,9 +396,6 @@ def _decoded(encrypted: str) -> str:
         return ""
 
 
-_Generate = Callable[[Callable[[int, Delta], Awaitable[None]]], Awaitable[None]]
-
-
 class ResponsesReply:
     """Builds one response, streamed or complete, from the deltas of its one sample. Used on the event loop only.
 
@@ -407,7 +403,7 @@ class ResponsesReply:
     store      gets the response, unless the request excludes that
     """
 
-    def __init__(self, call: ResponsesCall, record: RequestRecord, generate: _Generate, store: ResponseStore) -> None:
+    def __init__(self, call: ResponsesCall, record: RequestRecord, generate: Generate, store: ResponseStore) -> None:
         self._call = call
         self._record = record
         self._generate = generate
@@ -427,13 +423,7 @@ class ResponsesReply:
 
     async def complete(self) -> Json:
         """Generate the sample; return the JSON object."""
-        events: list[Event] = []
-
-        async def emit(index: int, delta: Delta) -> None:
-            events.extend(self._read(delta))
-
-        await self._generate(emit)
-        answer = message_of(events)
+        answer = await whole_answer(self._generate, self._read)
         parts: list[Event] = [Reasoning(answer.reasoning)] if answer.reasoning else []
         parts.append(Content(answer.content))
         for number, (call_id, name, arguments) in enumerate(answer.calls):

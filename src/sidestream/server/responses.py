@@ -6,12 +6,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sidestream.errors import InvariantError
-from sidestream.formats import AnswerParser, Arguments, CallBegun, CallEnded, Content, Event, Message, Reasoning
+from sidestream.formats import (
+    AnswerParser,
+    Arguments,
+    CallBegun,
+    CallEnded,
+    Content,
+    Event,
+    Message,
+    Reasoning,
+    message_of,
+)
 from sidestream.server.fields import Api, Call
 from sidestream.text import Detokenizer
 from sidestream.types import Delta, TokenLogprob
@@ -201,6 +211,21 @@ class CompletionFormat:
             "top_logprobs": [_by_name(token, as_ids) for token in tokens],
             "text_offset": [token.start for token in tokens],
         }
+
+
+Generate = Callable[[Callable[[int, Delta], Awaitable[None]]], Awaitable[None]]
+"""Function that awaits its argument for each delta of a request's samples, until they have finished."""
+
+
+async def whole_answer(generate: Generate, read: Callable[[Delta], list[Event]]) -> Message:
+    """The answer of one sample. `read` returns the parts of it that a delta brings."""
+    events: list[Event] = []
+
+    async def emit(index: int, delta: Delta) -> None:
+        events.extend(read(delta))
+
+    await generate(emit)
+    return message_of(events)
 
 
 def answer_events(call: Call, parser: AnswerParser, delta: Delta) -> list[Event]:
