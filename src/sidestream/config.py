@@ -488,10 +488,16 @@ class StructuredOutputs:
                 f"structured_outputs.{kind} has {size} characters: at most {MOST_GRAMMAR_CHARS}; shorten it",
                 param=f"structured_outputs.{kind}",
             )
+        if len(self.choice) > MOST_CHOICES:  # 0.1 s to compile
+            raise RequestRejected(
+                f"structured_outputs.choice has {len(self.choice)} texts: at most {MOST_CHOICES}; leave some out",
+                param="structured_outputs.choice",
+            )
 
 
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MOST_GRAMMAR_CHARS = 1 << 20
+MOST_CHOICES = 10_000
 _MOST_BAD_WORDS = 128
 _FORMS = {"choice": "tuple of texts"}
 

@@ -142,6 +142,7 @@ def test_a_deeply_nested_schema_is_refused_at_once() -> None:
         ({"regex": "a", "choice": ("b",)}, "has regex and choice"),
         ({"regex": 5}, "is a int"),
         ({"choice": "ab"}, "give a tuple of texts"),
+        ({"choice": ("a",) * 10_001}, "10001 texts: at most 10000"),
         ({"regex": "a" * ((1 << 20) + 1)}, "at most 1048576"),
     ],
     ids=lambda value: str(value)[:40],
