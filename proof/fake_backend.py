@@ -61,7 +61,7 @@ class FakeTokenizer:
         """The bytes in sentencepiece's notation: <0x41>."""
         return [f"<0x{token_id:02X}>" for token_id in token_ids]
 
-    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] | None = ()) -> Detokenizer:
         """A new incremental decoder."""
         return Detokenizer(lambda token_id: bytes([token_id]))
 

@@ -220,6 +220,31 @@ def test_a_stream_has_the_whole_text_decoded_outside_of_the_engine_thread(
     assert not makers  # all tokens at once
 
 
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["all at once", "delta by delta"])
+def test_special_tokens_are_part_of_the_text_if_asked_for(llm: LLM, stop: tuple[str, ...]) -> None:
+    special = next(index for index in llm.tokenizer.special_ids if index not in llm.tokenizer.eos_ids)
+    params = dataclasses.replace(GREEDY, allowed_token_ids=(special,), max_tokens=2, stop=stop)
+    assert llm.generate(PROMPTS[0], params)[0].text == ""
+    shown = llm.generate(PROMPTS[0], dataclasses.replace(params, skip_special_tokens=False))[0].text
+    assert shown == 2 * llm.tokenizer.token_strings([special])[0]
+
+
+def test_one_string_is_a_stop(llm: LLM) -> None:
+    params, _ = stop_within(llm, PROMPTS[0], max_tokens=400)
+    one = dataclasses.replace(params, stop=params.stop[0])
+    assert one.stop == params.stop
+    assert llm.generate(PROMPTS[0], one)[0].text == llm.generate(PROMPTS[0], params)[0].text
+
+
+def test_a_chat_may_continue_its_last_message(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The whale"}]
+    continued = llm.chat(messages, GREEDY, continue_final_message=True)
+    prompt = llm.tokenizer.chat(messages, continue_final_message=True)
+    assert prompt[-2:] == llm.tokenizer.encode("The whale", add_special_tokens=False)[-2:]
+    assert continued.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
+    assert llm.chat(messages[:1], GREEDY, add_generation_prompt=False).prompt_tokens < continued.prompt_tokens
+
+
 def stop_within(llm: LLM, prompt: str, *, max_tokens: int) -> tuple[SamplingParams, int]:
     """Parameters with a stop string that occurs early in the greedy answer to `prompt`, and the number of tokens until
     it is found.

@@ -519,6 +519,8 @@ class SamplingParams:
     presence_penalty    subtracted once from the logits of tokens in the output
     frequency_penalty   subtracted from the logits of tokens in the output, for each occurrence
     seed                the same seed gives the same tokens, whatever else runs; None: a random seed
+    stop                a text that ends the answer, or up to 16 of them
+    skip_special_tokens  leave special tokens, such as `<|im_start|>`, out of the text
     logprobs            k: log-probabilities of the sampled token and of the k likeliest tokens; None: no logprobs
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
@@ -565,9 +567,10 @@ class SamplingParams:
     ] = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
+    skip_special_tokens: bool = True
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -598,8 +601,10 @@ class SamplingParams:
             _whole("max_drafts", self.max_drafts, 0, MOST_DRAFTS)
         if self.seed is not None:
             _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) for s in self.stop):
-            raise RequestRejected(f"stop is {self.stop!r}: give a tuple of strings", param="stop")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if not all(isinstance(s, str) for s in self.stop):
+            raise RequestRejected(f"stop is {self.stop!r}: give a string or a tuple of strings", param="stop")
         if len(self.stop) > 16:
             raise RequestRejected(f"stop has {len(self.stop)} strings: at most 16", param="stop")
         if any(not s for s in self.stop):

@@ -193,12 +193,22 @@ class LLM:
             raise
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        **layout: Any,
     ) -> RequestOutput:
-        """Answer a conversation. Each message has a `role` and a `content`; the model's chat template formats them."""
+        """Answer a conversation. Each message has a `role` and a `content`; the model's chat template formats them.
+
+        layout   `add_generation_prompt` (True: the prompt ends with the start of an answer), `continue_final_message`
+                 (False; True: the model writes on the last message), `tools`, and variables of the template, such as
+                 `enable_thinking`
+        """
         self._check_open()
-        prompt = self.tokenizer.chat(messages)
-        return self.generate([prompt], checked_params(params), cache_salt=cache_salt, continues=False)[0]
+        prompt, continues = self.tokenizer.chat(messages, **layout), bool(layout.get("continue_final_message"))
+        return self.generate([prompt], checked_params(params), cache_salt=cache_salt, continues=continues)[0]
 
     def stream(
         self,
@@ -363,7 +373,7 @@ class _CollectedRequest:
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._include_stop = params.include_stop
+        self._params = params
         self._after = after
         self._processor = OutputProcessor(tokenizer, params, after) if params.stop else None
         self._outputs = outputs
@@ -437,9 +447,10 @@ class _CollectedRequest:
 
     def _text(self, sample: _Sample) -> str:
         ending = "stop" if sample.has_stop_token else None
-        token_ids = tokens_with_text(tuple(sample.token_ids), ending, include_stop=self._include_stop)
+        token_ids = tokens_with_text(tuple(sample.token_ids), ending, include_stop=self._params.include_stop)
+        shown = () if self._params.skip_special_tokens else None
         try:
-            return self._tokenizer.detokenizer(self._after).decode(token_ids)
+            return self._tokenizer.detokenizer(self._after, shown).decode(token_ids)
         except Exception as error:  # a tokenizer is third-party code
             raise RequestError(f"the tokenizer failed: {error}") from error
 

@@ -31,6 +31,7 @@ PARAMS = SamplingParams(
     stop=("end", "\u00e9\U0001f40b"),
     stop_token_ids=(7, 9),
     include_stop=True,
+    skip_special_tokens=False,
     max_tokens=11,
     min_tokens=2,
     ignore_eos=True,

@@ -243,6 +243,27 @@ def test_with_echo_and_max_tokens_0_the_answer_is_the_prompt(shared: Served, str
     assert (parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == (3, 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_echo_a_chat_begins_with_the_message_that_it_continues(shared: Served, stream: bool) -> None:
+    begun = [*HI, {"role": "assistant", "content": "Well, "}]
+    for messages, text in ((begun, "Well, Hello, world"), (HI, "Hello, world")):
+        reply = shared.chat(messages=messages, echo=True, stream=stream)
+        if stream:
+            events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+            assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+        else:
+            assert reply.json()["choices"][0]["message"]["content"] == text
+
+
+def test_text_options_of_both_apis_reach_the_engine() -> None:
+    with serving() as served:
+        for ask in (served.chat, served.text):
+            assert ask(skip_special_tokens=False, stop="end", ignore_eos=True, min_tokens=2).status_code == 200
+            params = served.backend.params[-1]
+            assert (params.skip_special_tokens, params.stop, params.ignore_eos) == (False, ("end",), True)
+            assert params.min_tokens == 2
+
+
 def test_echo_leaves_token_ids_that_the_tokenizer_lacks_to_the_engine() -> None:
     body = b'{"model": "fake", "prompt": [97, 256, 2147483647], "echo": true}'
     call = fields.parse_text(body, tokenizer=FakeTokenizer(), served=fields.Served("fake", 1, 64))

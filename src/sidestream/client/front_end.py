@@ -175,18 +175,20 @@ class FrontEnd:
         priority: int = 0,
         request_name: str = "",
         cache_salt: str = "",
+        **layout: Any,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output of a conversation's samples, like `generate`.
 
         messages   each has a `role` and a `content`; a worker thread formats them with the model's chat template
+        layout     see `LLM.chat`
         """
         return self._answer(
-            lambda: self.tokenizer.chat(messages),
+            lambda: self.tokenizer.chat(messages, **layout),
             params,
             priority,
             cache_salt,
             request_name,
-            continues=False,
+            continues=bool(layout.get("continue_final_message")),
             in_thread=True,
         )
 
@@ -297,7 +299,8 @@ class OutputProcessor:
 
         Raises the tokenizer's errors, so construct the object before the request is submitted.
         """
-        self._samples = [_SampleOutput(tokenizer.detokenizer(after, shown), params) for _ in range(params.n)]
+        names = shown if params.skip_special_tokens else None
+        self._samples = [_SampleOutput(tokenizer.detokenizer(after, names), params) for _ in range(params.n)]
 
     def read(self, delta: Delta) -> Delta | None:
         """The delta with its text; None if its sample has ended already.

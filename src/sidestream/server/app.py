@@ -432,6 +432,7 @@ class _Reply:
         if not self._parsers:
             return self._format.choice(index, "".join(sample.texts), logprobs, sample.finish_reason)
         message, reason = message_of(sample.events), sample.finish_reason
+        message.content = self._echo(index) + message.content
         return CHAT_FORMAT.parsed_choice(
             index, message, logprobs, "tool_calls" if message.calls and reason == "stop" else reason
         )
@@ -467,7 +468,8 @@ class _Reply:
     def _speller(self, index: int) -> TokenSpeller:
         prompt = self._call.prompts[index // self._call.params.n]
         after = prompt if self._call.continues else ()
-        return TokenSpeller(self._backend.tokenizer.detokenizer(after, self._call.shown_tokens))
+        shown = self._call.shown_tokens if self._call.params.skip_special_tokens else None
+        return TokenSpeller(self._backend.tokenizer.detokenizer(after, shown))
 
     def _spelled(self, index: int, delta: Delta) -> list[SpelledToken]:
         """The tokens whose log-probabilities the choice gets with this delta."""

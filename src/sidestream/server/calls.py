@@ -79,7 +79,7 @@ class Call:
 
     @property
     def shown_tokens(self) -> Sequence[str]:
-        """Special tokens whose name is part of the answers' text."""
+        """Special tokens whose name is part of the answers' text, unless `params.skip_special_tokens` is false."""
         return () if self.answer is None else self.answer.literals()
 
     @property

@@ -119,6 +119,8 @@ class _Fields(BaseModel):
     allowed_token_ids: Annotated[list[int], FailFast()] = []
     bad_words: Annotated[list[str], FailFast()] = []
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
     max_drafts: int | None = None
     request_id: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
@@ -137,7 +139,6 @@ class _Chat(_Fields, Conversation):
 
 class _Text(_Fields):
     prompt: Any
-    echo: bool = False
     logprobs: int | None = None
 
 
@@ -252,10 +253,17 @@ def chat_call(
     return dataclasses.replace(
         call,
         params=dataclasses.replace(call.params, structured_outputs=content),
+        echo=_opened(messages) if asked.echo else (),
         answer=answer,
         include_reasoning=asked.include_reasoning is not False,
         parallel_tool_calls=asked.parallel_tool_calls,
     )
+
+
+def _opened(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """With `echo`, what an answer begins with: the text of the last message, if it is the assistant's."""
+    last = messages[-1]
+    return (last.get("content", ""),) if last["role"] == "assistant" else ()
 
 
 def _form(asked: _Fields) -> StructuredOutputs | None:
@@ -400,6 +408,7 @@ def _sampling(
             stop=tuple(asked.stop),
             stop_token_ids=tuple(asked.stop_token_ids),
             include_stop=asked.include_stop_str_in_output,
+            skip_special_tokens=asked.skip_special_tokens,
             max_tokens=max_tokens,
             min_tokens=asked.min_tokens,
             ignore_eos=asked.ignore_eos,

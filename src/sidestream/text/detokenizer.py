@@ -75,11 +75,11 @@ class TokenizerLike(Protocol):
         """The text of the chat template that tools are for; empty if the model has none."""
         ...
 
-    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] | None = ()) -> Detokenizer:
         """A new incremental detokenizer, for one sample.
 
         after   token ids of the text that the sample continues; empty: the sample begins a text
-        shown   special tokens that have a text, their own name; other special tokens have none
+        shown   special tokens that have a text, their own name; other special tokens have none. None: all have one
         """
         ...
 
