@@ -245,6 +245,17 @@ def test_a_chat_may_continue_its_last_message(llm: LLM) -> None:
     assert llm.chat(messages[:1], GREEDY, add_generation_prompt=False).prompt_tokens < continued.prompt_tokens
 
 
+def test_truncated_prompts_keep_their_last_tokens(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    for limit, kept in ((5, 5), (-1, len(ids)), (1000, len(ids))):
+        params = dataclasses.replace(GREEDY, truncate_prompt_tokens=limit)
+        output, expected = llm.generate(PROMPTS[0], params)[0], llm.generate([ids[-kept:]], GREEDY)[0]
+        assert (output.prompt_tokens, output.token_ids) == (kept, expected.token_ids)
+        assert [delta.prompt_tokens for delta in llm.stream(ids, params)][0] == kept
+    with pytest.raises(RequestRejected, match="truncate_prompt_tokens is 0: it must be a whole number in"):
+        SamplingParams(truncate_prompt_tokens=0)
+
+
 def stop_within(llm: LLM, prompt: str, *, max_tokens: int) -> tuple[SamplingParams, int]:
     """Parameters with a stop string that occurs early in the greedy answer to `prompt`, and the number of tokens until
     it is found.

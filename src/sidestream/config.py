@@ -9,7 +9,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -525,6 +525,8 @@ class SamplingParams:
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
     structured_outputs  the form that the answer must have; None: any
+    truncate_prompt_tokens  keep only so many tokens at the end of the prompt; -1: as many as leave room for
+                        `max_tokens` (None: for one token) in the model's context; None: all
     allowed_token_ids   the only tokens that the answer may have; empty: all
     bad_words           texts that the answer may not contain, as the tokenizer writes them, also behind a space
     bad_word_ids        the same as token ids; `LLM`, `AsyncLLM` and the server add those of `bad_words`
@@ -578,6 +580,7 @@ class SamplingParams:
     n: int = 1
     max_drafts: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    truncate_prompt_tokens: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -597,6 +600,8 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, 20)
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
         if self.max_drafts is not None:
             _whole("max_drafts", self.max_drafts, 0, MOST_DRAFTS)
         if self.seed is not None:
@@ -632,6 +637,13 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias", token_id, 0, 1 << 31)
             _finite("logit_bias", bias, -100.0, 100.0)
+
+    def kept(self, prompt: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """The end of the prompt that `truncate_prompt_tokens` keeps."""
+        limit = self.truncate_prompt_tokens
+        if limit == -1:
+            limit = max(1, max_model_len - (self.max_tokens or 1))
+        return prompt if limit is None else prompt[-limit:]
 
     @property
     def masked(self) -> bool:

@@ -176,7 +176,7 @@ class LLM:
         many = as_list(prompts)
         each = [with_token_ids(one, self.tokenizer) for one in params_of_each(params, len(many))]
         encoded = [ids_of(prompt, self.tokenizer, f"prompts[{index}]") for index, prompt in enumerate(many)]
-        requests = list(zip(encoded, each, strict=True))
+        requests = [(list(one.kept(ids, self.max_model_len)), one) for ids, one in zip(encoded, each, strict=True)]
         for ids, chosen in requests:
             self.engine.check(ids, chosen, cache_salt=cache_salt)
         batch = _Batch(self.engine, self.tokenizer, cache_salt, continues)
@@ -223,7 +223,7 @@ class LLM:
         """
         self._check_open()
         chosen = with_token_ids(checked_params(params), self.tokenizer)
-        ids = ids_of(prompt, self.tokenizer)
+        ids = list(chosen.kept(ids_of(prompt, self.tokenizer), self.max_model_len))
         processor = OutputProcessor(self.tokenizer, chosen, after=ids if continues else ())
         request = _StreamedRequest(self.engine, processor, ids, chosen, cache_salt)
         try:

@@ -32,6 +32,7 @@ PARAMS = SamplingParams(
     stop_token_ids=(7, 9),
     include_stop=True,
     skip_special_tokens=False,
+    truncate_prompt_tokens=9,
     max_tokens=11,
     min_tokens=2,
     ignore_eos=True,

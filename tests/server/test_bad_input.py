@@ -166,6 +166,8 @@ def test_a_bad_chat_field_is_a_400_that_names_it(shared: Served, fields: dict[st
         ({"echo": False, "max_tokens": 0}, "max_tokens"),
         ({"echo": 0}, "echo"),
         ({"best_of": 2}, "best_of"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

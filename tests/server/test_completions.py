@@ -301,3 +301,21 @@ def test_models_are_listed_and_found_by_name() -> None:
 def test_an_uncached_prompt_has_0_cached_tokens_in_its_usage() -> None:
     with serving(FakeBackend(Script(cached=CachedTokens()))) as served:
         assert served.text().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(3, 3), (-1, 64 - 16), (100, 70)])
+def test_truncated_prompts_keep_their_last_tokens(limit: int, kept: int) -> None:
+    """Prompts may be longer than the model's context, which has 64 tokens."""
+    sent = "0123456789" * 7
+    with serving(FakeBackend(max_model_len=64)) as served:
+        given = {"truncate_prompt_tokens": limit, "max_tokens": 16}
+        for reply in (
+            served.text(prompt=[list(sent.encode())] * 2, echo=True, **given),
+            served.chat(messages=[{"role": "user", "content": sent}], **given),
+        ):
+            assert reply.status_code == 200, reply.text
+        chat = f"user: {sent}\nassistant: "
+        assert served.backend.prompts == [sent[-kept:], sent[-kept:], chat[-kept if limit != 100 else 0 :]]
+        texts = [choice["text"] for choice in served.text(prompt=sent, echo=True, **given).json()["choices"]]
+        assert texts == [sent[-kept:] + "Hello, world"]
+        assert served.text(prompt=sent).json()["error"]["code"] == "context_length_exceeded"

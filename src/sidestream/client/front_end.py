@@ -251,6 +251,7 @@ class FrontEnd:
         self._check_open()
         chosen = with_token_ids(checked_params(params), self.tokenizer)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
+        ids = list(chosen.kept(ids, self.max_model_len))
         processor = OutputProcessor(self.tokenizer, chosen, ids if continues else (), shown_tokens)
         outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt, name=name)
         left = chosen.n

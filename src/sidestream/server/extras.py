@@ -76,7 +76,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("prompt_logprobs", _BOTH, ()),
     Extra("refusal", ("message",), ("",)),
     Extra("tool_choice", ("text",), ("none",)),
-    Extra("truncate_prompt_tokens", _BOTH, ()),
     Extra("vllm_xargs", _BOTH, ({},)),
     Extra("web_search_options", ("chat",), ()),
 )
@@ -87,7 +86,7 @@ OTHER_SERVERS: Mapping[str, str] = {
     # llama.cpp
     "n_predict": "max_tokens has this meaning here",
     "id_slot": "requests share all slots here; leave it out",
-    "n_keep": "prompts are never shortened here; leave it out",
+    "n_keep": "truncate_prompt_tokens keeps the end of a prompt here",
     "n_probs": "logprobs has this meaning here",
     "repeat_penalty": "repetition_penalty has this meaning here",
     "repeat_last_n": "repetition_penalty counts the whole prompt and output here; leave it out",
@@ -108,7 +107,7 @@ OTHER_SERVERS: Mapping[str, str] = {
     "provider": "this server is the only provider; leave it out",
     "models": "this server has one model: send it as model",
     "route": "this server has one model; leave it out",
-    "transforms": "prompts are never shortened here; leave it out",
+    "transforms": "truncate_prompt_tokens keeps the end of a prompt here",
     "plugins": "plugins do not exist here; leave it out",
     # vLLM, SGLang and text-generation-inference
     "max_new_tokens": "max_tokens has this meaning here",

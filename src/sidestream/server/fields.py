@@ -120,6 +120,7 @@ class _Fields(BaseModel):
     bad_words: Annotated[list[str], FailFast()] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     echo: bool = False
     max_drafts: int | None = None
     request_id: str | None = None
@@ -245,7 +246,8 @@ def chat_call(
         asked, limit, asked.top_logprobs if asked.logprobs else None, renamed or {"max_tokens": limit_name}
     )
     content = _form(asked)
-    call = _call("chat", asked, params, [lambda: lay_out(tokenizer, messages, layout, served)], "messages", served)
+    bound = _bound_of_prompts(asked, served)
+    call = _call("chat", asked, params, [lambda: lay_out(tokenizer, messages, layout, bound)], "messages", served)
     prompt_end = tokenizer.decode(call.prompts[0][-64:], skip_special_tokens=False)
     answer = _answer(asked, tools, prompt_end, served, structured=content is not None)
     if answer is not None:
@@ -301,10 +303,12 @@ def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
     only_echo = asked.echo and max_tokens == 0
     params = _sampling(asked, 1 if only_echo else max_tokens, asked.logprobs, {})
     params = dataclasses.replace(params, structured_outputs=_form(asked))
-    call = _call("text", asked, params, _prompts(asked.prompt, tokenizer, served), "prompt", served)
+    prompts = _prompts(asked.prompt, tokenizer, _bound_of_prompts(asked, served))
+    call = _call("text", asked, params, prompts, "prompt", served)
     if not asked.echo:
         return call
-    return dataclasses.replace(call, echo=_texts(asked.prompt, tokenizer), only_echo=only_echo)
+    shown = asked.prompt if asked.truncate_prompt_tokens is None else [list(prompt) for prompt in call.prompts]
+    return dataclasses.replace(call, echo=_texts(shown, tokenizer), only_echo=only_echo)
 
 
 def parse_tokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Tokenized:
@@ -364,9 +368,10 @@ def _call(
         raise bad_request(
             f"{asks} are more than {served.max_choices} choices: split the request", where if len(prompts) > 1 else "n"
         )
-    encoded = tuple(tuple(encode()) for encode in prompts)
+    encoded = tuple(tuple(params.kept(encode(), served.max_model_len)) for encode in prompts)
     if not all(encoded):
         raise bad_request(f"{where} has no tokens: send at least one", where)
+    params = dataclasses.replace(params, truncate_prompt_tokens=None)
     stream_options = asked.stream_options or _StreamOptions()
     return Call(
         api,
@@ -381,6 +386,11 @@ def _call(
         not isinstance(asked, Conversation) or asked.continue_final_message,
         asked.return_tokens_as_token_ids,
     )
+
+
+def _bound_of_prompts(asked: _Fields, served: Served) -> Served:
+    """The bound of the prompts as they are sent. A request that truncates them has none but that of its body."""
+    return served if asked.truncate_prompt_tokens is None else dataclasses.replace(served, max_model_len=1 << 31)
 
 
 def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served: Served) -> _ApiFields:
@@ -409,6 +419,7 @@ def _sampling(
             stop_token_ids=tuple(asked.stop_token_ids),
             include_stop=asked.include_stop_str_in_output,
             skip_special_tokens=asked.skip_special_tokens,
+            truncate_prompt_tokens=asked.truncate_prompt_tokens,
             max_tokens=max_tokens,
             min_tokens=asked.min_tokens,
             ignore_eos=asked.ignore_eos,
