@@ -353,6 +353,12 @@ class EngineConfig:
         return self.block_tokens or default_block_tokens("cpu", recurrent=False)
 
 
+MOST_PROMPT_LOGITS = 256
+"""Maximum number of a prompt's positions, or one block if it is larger, whose logits a step computes for
+`prompt_logprobs`: they take 4 bytes for each token of the vocabulary.
+"""
+MOST_PROMPT_LOGPROBS = 1 << 18
+"""Maximum number of log-probabilities of one prompt: its tokens, times 1 more than the alternatives for each."""
 MOST_SALT_CHARS = 1024
 """Maximum number of characters of a request's cache salt."""
 MOST_STOP_CHARS = 1024
@@ -525,6 +531,7 @@ class SamplingParams:
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
     structured_outputs  the form that the answer must have; None: any
+    prompt_logprobs     as `logprobs`, for the tokens of the prompt. None of its KV is taken from a cache then
     truncate_prompt_tokens  keep only so many tokens at the end of the prompt; -1: as many as leave room for
                         `max_tokens` (None: for one token) in the model's context; None: all
     allowed_token_ids   the only tokens that the answer may have; empty: all
@@ -580,6 +587,7 @@ class SamplingParams:
     n: int = 1
     max_drafts: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -598,8 +606,9 @@ class SamplingParams:
                     f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})",
                     param="min_tokens",
                 )
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, 20)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, 20)
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
         if self.max_drafts is not None:
@@ -665,6 +674,7 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             forbidden_until_min=tuple(sorted(set(ending_ids))),
             top_logprobs=-1 if self.logprobs is None else self.logprobs,
+            prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
             masked=self.masked,
         )
 

@@ -51,12 +51,14 @@ class RequestOutput:
 
     cached   number of prompt tokens whose KV came from a cache, by tier (device, host memory, disk)
     ttft_s   seconds from submission to the first token
+    prompt_logprobs  with `SamplingParams.prompt_logprobs`, an entry for each token of the prompt; the first has none
     """
 
     prompt_tokens: int
     completions: tuple[Completion, ...]
     cached: CachedTokens
     ttft_s: float
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -443,7 +445,8 @@ class _CollectedRequest:
             )
             for index, sample in enumerate(self._samples)
         )
-        return RequestOutput(first.prompt_tokens, completions, first.cached, self._ttft_s or 0.0)
+        prompt_logprobs = () if self._params.prompt_logprobs is None else (None, *first.prompt_logprobs)
+        return RequestOutput(first.prompt_tokens, completions, first.cached, self._ttft_s or 0.0, prompt_logprobs)
 
     def _text(self, sample: _Sample) -> str:
         ending = "stop" if sample.has_stop_token else None

@@ -33,6 +33,7 @@ PARAMS = SamplingParams(
     include_stop=True,
     skip_special_tokens=False,
     truncate_prompt_tokens=9,
+    prompt_logprobs=2,
     max_tokens=11,
     min_tokens=2,
     ignore_eos=True,

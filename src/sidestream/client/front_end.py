@@ -377,4 +377,5 @@ def _with_text(delta: Delta, text: str, count: int, finish_reason: str | None, e
         prompt_tokens=delta.prompt_tokens,
         cached=delta.cached,
         error=error,
+        prompt_logprobs=delta.prompt_logprobs,
     )

@@ -233,6 +233,14 @@ class Sampler:
             self._modes.pop(slot, None)
 
 
+def likeliest(raw: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Ids and values of each row's `width` largest numbers, the largest first, the lowest id first among equals."""
+    values, ids = raw.topk(width)
+    ids, order = ids.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, order), values
+
+
 def draw_tokens(
     logits: Tensor,
     slots: Tensor,
@@ -305,12 +313,10 @@ def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray
 
 def _logprobs(raw: Tensor, where: Tensor, tokens: Tensor, width: int) -> Logprobs:
     count = len(tokens)
-    values, ids = raw.topk(width)
-    ids, order = ids.sort(-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    ids, values = likeliest(raw, width)
     drawn = raw.gather(-1, tokens[where].unsqueeze(-1)).squeeze(-1)
     return Logprobs(
         drawn=raw.new_zeros(count).index_copy_(0, where, drawn),
-        top_ids=ids.new_zeros(count, width).index_copy_(0, where, ids.gather(-1, order)),
+        top_ids=ids.new_zeros(count, width).index_copy_(0, where, ids),
         top=raw.new_zeros(count, width).index_copy_(0, where, values),
     )
