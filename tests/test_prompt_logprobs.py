@@ -114,9 +114,9 @@ def test_log_probabilities_of_a_prompt_are_the_same_with_drafts(directory: Path,
             expect_near(output.prompt_logprobs, reference(directory, prompt))
 
 
-@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_preempted_prompt_gives_each_log_probability_once(steps: int) -> None:
-    """Preempted before the first step (nothing), between chunks, and while the last chunk runs."""
+    """Preempted between chunks, and while the last chunk runs."""
     model, prompt = ToyModel(), list(range(1, 20))
     config = EngineConfig(kv_memory=24 * model.layout.block_bytes, block_tokens=4, chunk_tokens=8, max_running=2)
     received: list[list[Delta]] = []

@@ -89,7 +89,7 @@ def test_log_probabilities_of_prompts_are_read_after_the_fence() -> None:
         box, stream = Mailbox(1, ROWS, 50, device, prompt_logits=4), device.stream("compute")
         entry, parts = box.take_entry(), [PromptPart(7, 0, (3, 5), 1), PromptPart(8, 2, (9,), 2)]
         logits = torch.zeros(3, 50)
-        logits[0, 3], logits[1, 6], logits[1, 5], logits[2, 9] = 9, 8, 7, 6
+        logits[0, 3], logits[1, 6], logits[1, 5], logits[2, 9], logits[2, 0] = 9, 8, 7, 6, 5
         hold = Hold(stream)
         values = prompt_logprobs(logits, torch.tensor([3, 5, 9]))
         fence = stream.submit(lambda: box.write_prompt(entry.start, values, stream))
