@@ -251,7 +251,7 @@ def test_truncated_prompts_keep_their_last_tokens(llm: LLM) -> None:
         params = dataclasses.replace(GREEDY, truncate_prompt_tokens=limit)
         output, expected = llm.generate(PROMPTS[0], params)[0], llm.generate([ids[-kept:]], GREEDY)[0]
         assert (output.prompt_tokens, output.token_ids) == (kept, expected.token_ids)
-        assert [delta.prompt_tokens for delta in llm.stream(ids, params)][0] == kept
+        assert next(delta.prompt_tokens for delta in llm.stream(ids, params)) == kept
     with pytest.raises(RequestRejected, match="truncate_prompt_tokens is 0: it must be a whole number in"):
         SamplingParams(truncate_prompt_tokens=0)
 

@@ -75,7 +75,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_transformers(
 
 def test_a_step_computes_few_logits_of_prompts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long chunk is cut, and two prompts take turns."""
-    monkeypatch.setattr("sidestream.schedule.planning.MOST_PROMPT_LOGITS", 16)
+    monkeypatch.setattr("sidestream.config._PROMPT_LOGITS", 16)
     widths = []
     with LLM(directory, **SIZES, chunk_tokens=64) as llm:
         forward = llm.engine.parts.executor._model.forward

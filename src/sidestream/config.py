@@ -353,10 +353,16 @@ class EngineConfig:
         return self.block_tokens or default_block_tokens("cpu", recurrent=False)
 
 
-MOST_PROMPT_LOGITS = 256
-"""Maximum number of a prompt's positions, or one block if it is larger, whose logits a step computes for
-`prompt_logprobs`: they take 4 bytes for each token of the vocabulary.
-"""
+_PROMPT_LOGITS = 256
+
+
+def most_prompt_logits(block_tokens: int) -> int:
+    """Maximum number of positions of prompts, in whole blocks, whose logits one step computes for `prompt_logprobs`:
+    they take 4 bytes for each token of the vocabulary.
+    """
+    return max(1, _PROMPT_LOGITS // block_tokens) * block_tokens
+
+
 MOST_PROMPT_LOGPROBS = 1 << 18
 """Maximum number of log-probabilities of one prompt: its tokens, times 1 more than the alternatives for each."""
 MOST_SALT_CHARS = 1024

@@ -50,7 +50,13 @@ SIZES = (2048, 4096, 16, 32000, 64)
 FACTS = messages.EngineInfo("1.2.3", "/models/whale", "whale", *SIZES, b"\0" * 16, 1, DEFAULTS, 120.0, 4321)
 SNAPSHOT = messages.Snapshot({"requests_total": [(("stop",), 2.0)]}, {"ttft_seconds": [((), ([0, 1], 0.25, 1))]})
 DETAIL = messages.OutputDetail(
-    (3, 4), ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())), "length", 12, {"device": 4, "host": 8}, None
+    (3, 4),
+    ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())),
+    "length",
+    12,
+    {"device": 4, "host": 8},
+    None,
+    ((5, -2.0, ((6, -1.0),), 2),),
 )
 CONFIG = {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None}
 TO_ENGINE: list[Any] = [

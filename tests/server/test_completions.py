@@ -303,6 +303,42 @@ def test_an_uncached_prompt_has_0_cached_tokens_in_its_usage() -> None:
         assert served.text().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_prompt_logprobs_are_in_each_choice_of_a_text_and_once_in_a_chat(shared: Served) -> None:
+    def entry(byte: int, rank: int) -> dict[str, Any]:
+        return {"logprob": 0.5 - rank, "rank": rank, "decoded_token": chr(byte)}
+
+    expected = [None, {"98": entry(98, 1), "99": entry(99, 2)}]
+    for choice in shared.text(prompt="ab", n=2, prompt_logprobs=2).json()["choices"]:
+        assert (choice["prompt_logprobs"], choice["logprobs"]) == (expected, None)
+    chat = shared.chat(prompt_logprobs=0).json()
+    text = "user: hi\nassistant: "
+    assert chat["prompt_logprobs"] == [None, *({str(ord(letter)): entry(ord(letter), 1)} for letter in text[1:])]
+    assert "prompt_logprobs" not in chat["choices"][0]
+    assert "prompt_logprobs" not in shared.text(prompt="ab").json()["choices"][0]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_echo_logprobs_begin_with_the_prompt(shared: Served, stream: bool, max_tokens: int) -> None:
+    reply = shared.text(prompt=["one", "o"], echo=True, logprobs=2, max_tokens=max_tokens, stream=stream, n=2)
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for part in (events if stream else [reply.json()]) for choice in part["choices"]]
+    for index, prompt in enumerate(("one", "one", "o", "o")):
+        texts, lists = "", dict[str, list[Any]]()
+        for choice in choices:
+            if choice["index"] == index:
+                texts += choice["text"]
+                for name, values in (choice["logprobs"] or {}).items():
+                    lists.setdefault(name, []).extend(values)
+        whole = prompt + "Hello"[:max_tokens]
+        assert texts == whole
+        assert lists["tokens"] == list(whole)
+        assert lists["token_logprobs"] == [None, *[-0.5] * (len(whole) - 1)]
+        assert lists["top_logprobs"][0] is None
+        assert lists["top_logprobs"][1:] == [{one: -0.5, chr(ord(one) + 1): -1.5} for one in whole[1:]]
+        assert lists["text_offset"] == list(range(len(whole)))
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(3, 3), (-1, 64 - 16), (100, 70)])
 def test_truncated_prompts_keep_their_last_tokens(limit: int, kept: int) -> None:
     """Prompts may be longer than the model's context, which has 64 tokens."""

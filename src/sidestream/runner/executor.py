@@ -18,7 +18,7 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.states import DraftInputs, StatePool
-from sidestream.config import MOST_PROMPT_LOGITS
+from sidestream.config import most_prompt_logits
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.grammar.token_grammar import Masks
 from sidestream.ops import Ops, TorchOps
@@ -448,14 +448,8 @@ class Executor:
         self._tables = BlockTableMirror(num_slots, self._table_width)
         self._sampler = Sampler(self._state, ops, group)
         self._prompts = PromptSlots()
-        self._mailbox = Mailbox(
-            MAX_STEPS,
-            num_slots,
-            model.vocab_size,
-            device,
-            max_drafts=max_drafts,
-            prompt_logits=max(MOST_PROMPT_LOGITS, layout.block_tokens),
-        )
+        sizes, logits = (MAX_STEPS, num_slots, model.vocab_size), most_prompt_logits(layout.block_tokens)
+        self._mailbox = Mailbox(*sizes, device, max_drafts=max_drafts, prompt_logits=logits)
         self._forward = Forward(
             model,
             self._kv,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sidestream.config import MOST_PROMPT_LOGITS
+from sidestream.config import most_prompt_logits
 from sidestream.schedule.allocation import Allocator, Reuse, ReuseFinder
 from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
 from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
@@ -108,7 +108,7 @@ class PrefillPlanner:
         if wants_logits:
             if step.has_prompt_logits:
                 return
-            chunk_tokens = min(chunk_tokens, max(1, MOST_PROMPT_LOGITS // limits.block_tokens) * limits.block_tokens)
+            chunk_tokens = min(chunk_tokens, most_prompt_logits(limits.block_tokens))
         stop = chunk_stop(
             start,
             known,

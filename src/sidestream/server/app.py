@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -60,10 +60,19 @@ from sidestream.server.openapi import document_routes
 from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
 from sidestream.server.response_store import ResponseStore
-from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
+from sidestream.server.responses import (
+    CHAT_FORMAT,
+    RESPONSE_FORMATS,
+    Json,
+    SpelledToken,
+    TokenSpeller,
+    answer_events,
+    prompt_logprobs_json,
+    spelled_prompt,
+)
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
-from sidestream.types import CANCELLED, Delta
+from sidestream.types import CANCELLED, Delta, TokenLogprob
 from sidestream.version import VERSION
 
 _INLINE_BODY_BYTES = 8 << 10
@@ -360,6 +369,9 @@ class _Reply:
         form = call.answer
         self._parsers = [] if form is None else [AnswerParser(form) for _ in range(call.num_choices)]
         self._calling: set[int] = set()  # samples with tool calls
+        self._begun: set[int] = set()
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}  # by choice
+        self._echoed: dict[int, list[SpelledToken]] = {}  # tokens of echoed prompts that no chunk has yet, by choice
         self._counted: set[int] = set()
         self._head = {
             "id": self._format.id_prefix + record.request_id.removeprefix("req-"),
@@ -372,6 +384,7 @@ class _Reply:
         samples = [_Sample(self._echo(index)) for index in range(self._call.num_choices)]
 
         async def emit(index: int, delta: Delta) -> None:
+            await self._begin(index, delta)
             delta = self._count(index, delta)
             samples[index].add(delta, self._spelled(index, delta))
             if self._parsers:
@@ -380,7 +393,11 @@ class _Reply:
         await generate_all(self._backend, self._call, self._record.request_id, emit)
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         usage = self._record.usage.json()
-        return {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
+        reply = {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
+        if self._call.prompt_logprobs is not None:
+            for index, owner in enumerate([reply] if self._call.api == "chat" else choices):
+                owner["prompt_logprobs"] = await asyncio.to_thread(self._prompt_logprobs_json, index)
+        return reply
 
     async def stream(self, send: Send) -> None:
         """Send each delta as an event. After a failure before the first event, the reply is a plain HTTP error."""
@@ -388,6 +405,7 @@ class _Reply:
         started: set[int] = set()
 
         async def emit(index: int, delta: Delta) -> None:
+            await self._begin(index, delta)
             delta = self._count(index, delta)
             chunks = []
             if index not in started:
@@ -405,10 +423,27 @@ class _Reply:
         """The text with which the choice begins, before the model's text."""
         return self._call.echo[index // self._call.params.n] if self._call.echo else ""
 
+    async def _begin(self, index: int, delta: Delta) -> None:
+        """Keep what a choice's first delta says of its prompt. A thread spells the tokens, which may be very many."""
+        if index in self._begun:
+            return
+        self._begun.add(index)
+        self._prompt_logprobs[index] = delta.prompt_logprobs
+        if self._spellers and self._call.echo and self._call.api == "text":
+            prompt, top = self._call.prompts[index // self._call.params.n], self._call.params.logprobs or 0
+            detokenizer = self._backend.tokenizer.detokenizer((), self._shown)
+            parts = prompt, delta.prompt_logprobs, top, self._echo(index), detokenizer
+            self._echoed[index] = await asyncio.to_thread(spelled_prompt, *parts)
+
+    def _prompt_logprobs_json(self, index: int) -> list[Any]:
+        decode = partial(self._backend.tokenizer.decode, skip_special_tokens=False)
+        return prompt_logprobs_json(self._prompt_logprobs[index], self._call.prompt_logprobs or 0, decode)
+
     def _count(self, index: int, delta: Delta) -> Delta:
         """Count a sample's delta. Returns the part of it that the client gets."""
         if self._call.only_echo:
-            delta = dataclasses.replace(delta, text="", token_ids=(), finish_reason=delta.finish_reason and "length")
+            reason = delta.finish_reason and "length"
+            delta = dataclasses.replace(delta, text="", token_ids=(), logprobs=(), finish_reason=reason)
         prompt = index // self._call.params.n
         if prompt not in self._counted:
             self._counted.add(prompt)
@@ -468,14 +503,19 @@ class _Reply:
     def _speller(self, index: int) -> TokenSpeller:
         prompt = self._call.prompts[index // self._call.params.n]
         after = prompt if self._call.continues else ()
-        shown = self._call.shown_tokens if self._call.params.skip_special_tokens else None
-        return TokenSpeller(self._backend.tokenizer.detokenizer(after, shown))
+        start = len(self._echo(index)) if self._call.api == "text" else 0
+        return TokenSpeller(self._backend.tokenizer.detokenizer(after, self._shown), start=start)
+
+    @property
+    def _shown(self) -> Sequence[str] | None:
+        return self._call.shown_tokens if self._call.params.skip_special_tokens else None
 
     def _spelled(self, index: int, delta: Delta) -> list[SpelledToken]:
         """The tokens whose log-probabilities the choice gets with this delta."""
         if not self._spellers:
             return []
-        return self._spellers[index].add(delta.logprobs, delta.text, ended=delta.finish_reason is not None)
+        tokens = self._spellers[index].add(delta.logprobs, delta.text, ended=delta.finish_reason is not None)
+        return self._echoed.pop(index, []) + tokens
 
     def _logprobs(self, tokens: list[SpelledToken]) -> Json | None:
         return self._format.logprobs(tokens, as_ids=self._call.tokens_as_ids) if self._spellers else None

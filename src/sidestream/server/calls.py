@@ -54,6 +54,7 @@ class Call:
     request_id        the id that the client gave
     continues         the answers continue the prompts' texts; False: they begin a text
     tokens_as_ids     log-probabilities name a token `token_id:7` in place of its text
+    prompt_logprobs   the reply has log-probabilities of the prompts, with so many alternatives; None: it has none
     echo              the prompts' texts, with which their answers begin; empty: answers begin with the model's text
     answer            what to parse in the answers; None: they are text
     include_reasoning, parallel_tool_calls  whether the reply has the reasoning, and calls after the first one
@@ -71,6 +72,7 @@ class Call:
     cache_salt: str = ""
     continues: bool = True
     tokens_as_ids: bool = False
+    prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
     only_echo: bool = False
     answer: AnswerFormat | None = None

@@ -73,7 +73,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("kv_transfer_params", _BOTH, ()),
     Extra("logits_processors", _BOTH, ([],)),
     Extra("mm_processor_kwargs", ("chat",), ({},)),
-    Extra("prompt_logprobs", _BOTH, ()),
     Extra("refusal", ("message",), ("",)),
     Extra("tool_choice", ("text",), ("none",)),
     Extra("vllm_xargs", _BOTH, ({},)),

@@ -120,6 +120,7 @@ class _Fields(BaseModel):
     bad_words: Annotated[list[str], FailFast()] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     echo: bool = False
     max_drafts: int | None = None
@@ -294,11 +295,6 @@ def _answer(
 def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> Call:
     """A plain completion request. Raises ApiError or RequestError, naming the field at fault."""
     asked = _validate(_TEXT, "text", parse_object(body), served)
-    if asked.echo and asked.logprobs is not None:
-        message = (
-            "echo is true with logprobs: log-probabilities of prompts are not computed here; leave one of them out"
-        )
-        raise bad_request(message, "echo")
     max_tokens = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
     only_echo = asked.echo and max_tokens == 0
     params = _sampling(asked, 1 if only_echo else max_tokens, asked.logprobs, {})
@@ -307,6 +303,9 @@ def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
     call = _call("text", asked, params, prompts, "prompt", served)
     if not asked.echo:
         return call
+    if asked.logprobs is not None:  # those of the echoed tokens
+        wanted = max(asked.logprobs, -1 if asked.prompt_logprobs is None else asked.prompt_logprobs)
+        call = dataclasses.replace(call, params=dataclasses.replace(call.params, prompt_logprobs=wanted))
     shown = asked.prompt if asked.truncate_prompt_tokens is None else [list(prompt) for prompt in call.prompts]
     return dataclasses.replace(call, echo=_texts(shown, tokenizer), only_echo=only_echo)
 
@@ -363,6 +362,10 @@ def _call(
         raise bad_request(
             "stream_options without stream: set stream to true or leave stream_options out", "stream_options"
         )
+    if asked.stream and asked.prompt_logprobs is not None:
+        raise bad_request(
+            "prompt_logprobs with stream: a complete reply has them; leave one of the two out", "prompt_logprobs"
+        )
     if len(prompts) * params.n > served.max_choices:
         asks = f"{len(prompts)} prompts with n {params.n}"
         raise bad_request(
@@ -385,6 +388,7 @@ def _call(
         asked.cache_salt or "",
         not isinstance(asked, Conversation) or asked.continue_final_message,
         asked.return_tokens_as_token_ids,
+        asked.prompt_logprobs,
     )
 
 
@@ -419,6 +423,7 @@ def _sampling(
             stop_token_ids=tuple(asked.stop_token_ids),
             include_stop=asked.include_stop_str_in_output,
             skip_special_tokens=asked.skip_special_tokens,
+            prompt_logprobs=asked.prompt_logprobs,
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
             max_tokens=max_tokens,
             min_tokens=asked.min_tokens,
