@@ -256,6 +256,14 @@ def test_truncated_prompts_keep_their_last_tokens(llm: LLM) -> None:
         SamplingParams(truncate_prompt_tokens=0)
 
 
+def test_typical_sampling_is_reproducible_and_independent_of_the_batch(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, typical_p=0.3, seed=5, max_tokens=12, ignore_eos=True)
+    alone = llm.generate(PROMPTS[0], params)[0].token_ids
+    each = [params, GREEDY, dataclasses.replace(params, typical_p=0.9, top_k=20), SamplingParams(max_tokens=3)]
+    assert llm.generate([PROMPTS[0], *PROMPTS[1:4]], each)[0].token_ids == alone
+    assert llm.generate(PROMPTS[0], dataclasses.replace(params, typical_p=1.0))[0].token_ids != alone
+
+
 def stop_within(llm: LLM, prompt: str, *, max_tokens: int) -> tuple[SamplingParams, int]:
     """Parameters with a stop string that occurs early in the greedy answer to `prompt`, and the number of tokens until
     it is found.

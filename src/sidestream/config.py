@@ -526,6 +526,8 @@ class SamplingParams:
     top_k               0: off
     top_p               1: off
     min_p               drops tokens less likely than min_p times the likeliest; 0: off
+    typical_p           locally typical sampling: keeps the tokens, of total probability typical_p, whose surprise is
+                        nearest to the entropy; 1: off
     repetition_penalty  for tokens in the prompt or the output: divides positive logits and multiplies negative ones;
                         1: off
     presence_penalty    subtracted once from the logits of tokens in the output
@@ -558,6 +560,12 @@ class SamplingParams:
     min_p: Annotated[
         float | None, SamplingOption(0.0, 0.0, 1.0, "Drop tokens less likely than P times the likeliest.", "P")
     ] = None
+    typical_p: Annotated[
+        float,
+        SamplingOption(
+            1.0, 0.0, 1.0, "Draw among the most typical tokens with total probability P.", "P", low_excluded=True
+        ),
+    ] = 1.0
     repetition_penalty: Annotated[
         float | None,
         SamplingOption(

@@ -41,6 +41,11 @@ class SamplingSpec:
     """Whether a grammar decides which tokens may be sampled."""
 
     @property
+    def is_typical(self) -> bool:
+        """Whether `typical_p` may drop tokens."""
+        return self.options["typical_p"] < 1 and not self.greedy
+
+    @property
     def greedy(self) -> bool:
         """Whether sampling is an argmax: temperature 0, or `top_k` 1."""
         return self.options["temperature"] == 0 or self.options["top_k"] == 1

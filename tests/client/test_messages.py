@@ -23,6 +23,7 @@ PARAMS = SamplingParams(
     top_k=3,
     top_p=0.9,
     min_p=0.1,
+    typical_p=0.7,
     repetition_penalty=1.1,
     presence_penalty=0.2,
     frequency_penalty=-0.3,

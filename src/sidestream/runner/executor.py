@@ -448,8 +448,8 @@ class Executor:
         self._tables = BlockTableMirror(num_slots, self._table_width)
         self._sampler = Sampler(self._state, ops, group)
         self._prompts = PromptSlots()
-        sizes, logits = (MAX_STEPS, num_slots, model.vocab_size), most_prompt_logits(layout.block_tokens)
-        self._mailbox = Mailbox(*sizes, device, max_drafts=max_drafts, prompt_logits=logits)
+        shape, logits = (MAX_STEPS, num_slots, model.vocab_size), most_prompt_logits(layout.block_tokens)
+        self._mailbox = Mailbox(*shape, device, max_drafts=max_drafts, prompt_logits=logits)
         self._forward = Forward(
             model,
             self._kv,

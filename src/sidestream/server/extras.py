@@ -57,7 +57,6 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("tfs_z", _BOTH, (1, 1.0)),
     Extra("top_a", _BOTH, (0, 0.0)),
     Extra("top_n_sigma", _BOTH, (-1, -1.0, 0, 0.0)),
-    Extra("typical_p", _BOTH, (1, 1.0)),
     Extra("xtc_probability", _BOTH, (0, 0.0)),
     # Not implemented: accepted only with a value that asks for nothing.
     Extra("audio", ("chat", "message"), ()),
@@ -90,7 +89,7 @@ OTHER_SERVERS: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty has this meaning here",
     "repeat_last_n": "repetition_penalty counts the whole prompt and output here; leave it out",
     "samplers": "the order of sampling options is fixed here; leave it out",
-    "typical": "typical sampling does not exist here; leave it out",
+    "typical": "typical_p has this meaning here",
     "grammar": "structured_outputs, with grammar, has this meaning here",
     "json_schema": "structured_outputs, with json, has this meaning here",
     # Ollama
