@@ -507,6 +507,15 @@ class StructuredOutputs:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Token ids of the markers of reasoning. `inside`: the answer begins behind the first one."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    inside: bool = False
+
+
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MOST_GRAMMAR_CHARS = 1 << 20
 MOST_CHOICES = 10_000
@@ -542,6 +551,8 @@ class SamplingParams:
     prompt_logprobs     as `logprobs`, for the tokens of the prompt. None of its KV is taken from a cache then
     truncate_prompt_tokens  keep only so many tokens at the end of the prompt; -1: as many as leave room for
                         `max_tokens` (None: for one token) in the model's context; None: all
+    thinking_token_budget  maximum number of tokens of reasoning; then the marker of its end is forced. None: no bound
+    reasoning           the markers; `LLM`, `AsyncLLM` and the server add them
     allowed_token_ids   the only tokens that the answer may have; empty: all
     bad_words           texts that the answer may not contain, as the tokenizer writes them, also behind a space
     bad_word_ids        the same as token ids; `LLM`, `AsyncLLM` and the server add those of `bad_words`
@@ -603,6 +614,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    reasoning: ReasoningMarks | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -625,6 +638,8 @@ class SamplingParams:
                 _whole(name, getattr(self, name), 0, 20)
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
+        if self.thinking_token_budget is not None:
+            _whole("thinking_token_budget", self.thinking_token_budget, 0, 1 << 31)
         if self.max_drafts is not None:
             _whole("max_drafts", self.max_drafts, 0, MOST_DRAFTS)
         if self.seed is not None:
@@ -671,7 +686,8 @@ class SamplingParams:
     @property
     def masked(self) -> bool:
         """Whether the answer's own tokens decide which tokens may follow."""
-        return self.structured_outputs is not None or bool(self.allowed_token_ids or self.bad_word_ids)
+        ruled = self.allowed_token_ids or self.bad_word_ids or self.thinking_token_budget is not None
+        return self.structured_outputs is not None or bool(ruled)
 
     def spec(self, *, seed: int, eos_ids: tuple[int, ...], defaults: SamplingDefaults = NEUTRAL) -> SamplingSpec:
         """The part of these parameters that the device needs, for one sample. `defaults` gives the values of options

@@ -176,9 +176,10 @@ class LLM:
         """
         self._check_open()
         many = as_list(prompts)
-        each = [with_token_ids(one, self.tokenizer) for one in params_of_each(params, len(many))]
+        each = params_of_each(params, len(many))
         encoded = [ids_of(prompt, self.tokenizer, f"prompts[{index}]") for index, prompt in enumerate(many)]
-        requests = [(list(one.kept(ids, self.max_model_len)), one) for ids, one in zip(encoded, each, strict=True)]
+        kept = [list(one.kept(ids, self.max_model_len)) for ids, one in zip(encoded, each, strict=True)]
+        requests = [(ids, with_token_ids(one, self.tokenizer, ids)) for ids, one in zip(kept, each, strict=True)]
         for ids, chosen in requests:
             self.engine.check(ids, chosen, cache_salt=cache_salt)
         batch = _Batch(self.engine, self.tokenizer, cache_salt, continues)
@@ -224,8 +225,9 @@ class LLM:
         and errors are those of `generate`.
         """
         self._check_open()
-        chosen = with_token_ids(checked_params(params), self.tokenizer)
+        chosen = checked_params(params)
         ids = list(chosen.kept(ids_of(prompt, self.tokenizer), self.max_model_len))
+        chosen = with_token_ids(chosen, self.tokenizer, ids)
         processor = OutputProcessor(self.tokenizer, chosen, after=ids if continues else ())
         request = _StreamedRequest(self.engine, processor, ids, chosen, cache_salt)
         try:

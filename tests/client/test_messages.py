@@ -12,7 +12,7 @@ import pytest
 
 from sidestream import errors
 from sidestream.client import messages
-from sidestream.config import SamplingDefaults, SamplingParams, StructuredOutputs
+from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams, StructuredOutputs
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
@@ -35,6 +35,8 @@ PARAMS = SamplingParams(
     skip_special_tokens=False,
     truncate_prompt_tokens=9,
     prompt_logprobs=2,
+    thinking_token_budget=5,
+    reasoning=ReasoningMarks((3,), (4, 5), True),
     max_tokens=11,
     min_tokens=2,
     ignore_eos=True,

@@ -117,7 +117,7 @@ OTHER_SERVERS: Mapping[str, str] = {
     "no_stop_trim": "include_stop_str_in_output has this meaning here",
     "separate_reasoning": "include_reasoning asks for reasoning beside the text here",
     "stream_reasoning": "reasoning is streamed here as it is written; leave it out",
-    "reasoning": "send reasoning_effort, or an option of the chat template in chat_template_kwargs",
+    "reasoning": "send reasoning_effort, thinking_token_budget, or an option of the template in chat_template_kwargs",
     "lora_path": "LoRA adapters are not supported here; leave it out",
     "session_params": "sessions do not exist here; leave it out",
     "rid": "request_id has this meaning here",

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
+from sidestream.client.front_end import reasoning_marks
 from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, StructuredOutputs
 from sidestream.errors import RequestRejected
-from sidestream.formats import AnswerFormat
-from sidestream.formats.answer import is_inside
+from sidestream.formats import AnswerFormat, is_inside
 from sidestream.server.body import parse_object
 from sidestream.server.calls import Api, Call, Served
 from sidestream.server.checks import checked, model_of, short, without_idle
@@ -137,6 +137,7 @@ class _Chat(_Fields, Conversation):
     parallel_tool_calls: bool = True
     # not in OpenAI's API
     include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
 
 class _Text(_Fields):
@@ -253,9 +254,14 @@ def chat_call(
     answer = _answer(asked, tools, prompt_end, served, structured=content is not None)
     if answer is not None:
         content = answer_form(answer, tokenizer, content, forced=forced, several=asked.parallel_tool_calls)
+    params = dataclasses.replace(call.params, structured_outputs=content)
+    if asked.thinking_token_budget is not None:
+        form = AnswerFormat() if answer is None else answer
+        marks = reasoning_marks(form.reasoning, tokenizer, call.prompts[0], inside=form.inside)
+        params = dataclasses.replace(params, reasoning=marks)
     return dataclasses.replace(
         call,
-        params=dataclasses.replace(call.params, structured_outputs=content),
+        params=params,
         echo=_opened(messages) if asked.echo else (),
         answer=answer,
         include_reasoning=asked.include_reasoning is not False,
@@ -280,6 +286,7 @@ def _answer(
     """What to parse in the answers; None if the request asks for neither tools nor reasoning."""
     kwargs = asked.chat_template_kwargs
     asks = asked.include_reasoning is not None or asked.reasoning_effort is not None or structured
+    asks |= asked.thinking_token_budget is not None
     asks |= bool(tools or kwargs.get("enable_thinking") or kwargs.get("thinking"))
     reasoning = served.reasoning_format if asks or served.always_reasoning else None
     if not tools and reasoning is None:
@@ -424,6 +431,7 @@ def _sampling(
             include_stop=asked.include_stop_str_in_output,
             skip_special_tokens=asked.skip_special_tokens,
             prompt_logprobs=asked.prompt_logprobs,
+            thinking_token_budget=getattr(asked, "thinking_token_budget", None),
             truncate_prompt_tokens=asked.truncate_prompt_tokens,
             max_tokens=max_tokens,
             min_tokens=asked.min_tokens,
