@@ -33,6 +33,7 @@ class FakeTokenizer:
     """
 
     vocab_size = 256
+    eos_ids: tuple[int, ...] = ()
 
     def __init__(self, options: Iterable[str] = (), chat_template: str = "") -> None:
         self.chat_template = chat_template

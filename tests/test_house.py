@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 13_350,
     "sidestream_order": 5_960,
-    "sidestream": 39_660,
-    "proof": 20_060,
+    "sidestream": 39_970,
+    "proof": 20_070,
     "bench": 9_030,
-    "tests": 58_700,
+    "tests": 58_850,
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
+from sidestream.client.beam_search import BeamSearch, BeamSequence
 from sidestream.client.front_end import (
     OutputProcessor,
     Prompt,
@@ -212,6 +213,42 @@ class LLM:
         self._check_open()
         prompt, continues = self.tokenizer.chat(messages, **layout), bool(layout.get("continue_final_message"))
         return self.generate([prompt], checked_params(params), cache_salt=cache_salt, continues=continues)[0]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        cache_salt: str = "",
+    ) -> list[list[BeamSequence]]:
+        """The `beam_width` likeliest answers to each prompt, the best first, by the rules of `BeamSearch`. Every token
+        takes a request for each beam, which find their beginning in the prefix cache.
+
+        beam_width       1 to 10, less if the model has several end-of-sequence ids
+        length_penalty   an answer's score is its log-probability, divided by its length to the power of this
+
+        Raises RequestError for the first invalid prompt, before any prompt is started.
+        """
+        self._check_open()
+        params, searches = SamplingParams(max_tokens=max_tokens), list[BeamSearch]()
+        for index, prompt in enumerate(as_list(prompts)):
+            ids = ids_of(prompt, self.tokenizer, f"prompts[{index}]")
+            self.engine.check(ids, params, cache_salt=cache_salt)
+            room = min(max_tokens, self.max_model_len - len(ids))
+            end_ids = () if ignore_eos else self.tokenizer.eos_ids
+            searches.append(
+                BeamSearch(ids, width=beam_width, max_tokens=room, length_penalty=length_penalty, end_ids=end_ids)
+            )
+        while running := [(search, search.prompts) for search in searches if search.prompts]:
+            asked = [(prompt, search.params) for search, beams in running for prompt in beams]
+            prompts, each = [prompt for prompt, _ in asked], [params for _, params in asked]
+            outputs = iter(self.generate(prompts, each, cache_salt=cache_salt))
+            for search, beams in running:
+                search.advance([next(outputs).completions[0].logprobs[0] for _ in beams])
+        return [search.answers(self.tokenizer, after=search.prompt) for search in searches]
 
     def stream(
         self,

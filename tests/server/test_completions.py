@@ -339,6 +339,23 @@ def test_with_echo_logprobs_begin_with_the_prompt(shared: Served, stream: bool, 
         assert lists["text_offset"] == list(range(len(whole)))
 
 
+def test_a_beam_search_gives_the_n_best_answers_of_both_apis() -> None:
+    """The fake's likeliest token is H, at any place, and the letter behind it has a third of its probability."""
+    with serving() as served:
+        ask = {"use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 4, "temperature": 0.0}
+        for reply in (served.text(echo=True, **ask), served.chat(**ask)):
+            assert reply.status_code == 200, reply.text
+            body = reply.json()
+            texts = [choice.get("text") or "hi" + choice["message"]["content"] for choice in body["choices"]]
+            assert (texts[0], sorted(texts[1])) == ("hiHHHH", sorted("hiHHHI"))
+            assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length"]
+            assert body["usage"]["completion_tokens"] == 8
+        assert {params.logprobs for params in served.backend.params} == {6}
+        assert len(served.backend.params) == 2 * (1 + 3 * 3)
+    with serving(FakeBackend(lambda prompt: Script(fail_after=0))) as served:
+        assert served.text(use_beam_search=True, max_tokens=4).status_code == 500
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(3, 3), (-1, 64 - 16), (100, 70)])
 def test_truncated_prompts_keep_their_last_tokens(limit: int, kept: int) -> None:
     """Prompts may be longer than the model's context, which has 64 tokens."""

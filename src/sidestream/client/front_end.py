@@ -13,6 +13,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from sidestream.client.base import EngineClient
+from sidestream.client.beam_search import BeamSearch, BeamSequence, run_search
 from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.formats import REASONING_FORMATS, is_inside, reasoning_format_of
@@ -219,6 +220,27 @@ class FrontEnd:
             continues=bool(layout.get("continue_final_message")),
             in_thread=True,
         )
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        priority: int = 0,
+        request_name: str = "",
+        cache_salt: str = "",
+    ) -> list[BeamSequence]:
+        """The `beam_width` likeliest answers to a prompt, the best first; see `LLM.beam_search`."""
+        ids = ids_of(prompt, self.tokenizer)
+        room = min(SamplingParams(max_tokens=max_tokens).max_tokens or 1, max(1, self.max_model_len - len(ids)))
+        end_ids = () if ignore_eos else self.tokenizer.eos_ids
+        search = BeamSearch(ids, width=beam_width, max_tokens=room, length_penalty=length_penalty, end_ids=end_ids)
+        options: dict[str, Any] = {"priority": priority, "request_name": request_name, "cache_salt": cache_salt}
+        await run_search(search, lambda prompt, params: self.generate(prompt, params, **options))
+        return search.answers(self.tokenizer, after=ids)
 
     async def flush(self, *, timeout_s: float = 60.0) -> Flushed:
         """Wait until the tiers (host memory, disk) hold all complete blocks. After `timeout_s`, the result is false and

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -22,6 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sidestream.client.beam_search import BeamSearch, run_search
+from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped, InvariantError
 from sidestream.formats import (
     AnswerParser,
@@ -581,15 +583,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
 
     async def run(number: int, prompt: tuple[int, ...], request_name: str) -> None:
         running = set(range(call.params.n))
-        running_deltas = backend.generate(
-            prompt,
-            call.params,
-            priority=call.priority,
-            request_name=request_name,
-            cache_salt=call.cache_salt,
-            continues=call.continues,
-            shown_tokens=call.shown_tokens,
-        )
+        running_deltas = _deltas_of(backend, call, prompt, request_name)
         async with aclosing(running_deltas) as deltas:
             async for delta in deltas:
                 _raise_if_failed(delta)
@@ -608,6 +602,50 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
                 group.create_task(run(number, prompt, f"{name} {number}"))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+def _deltas_of(backend: Backend, call: Call, prompt: tuple[int, ...], request_name: str) -> AsyncGenerator[Delta, None]:
+    """The deltas of the samples of one prompt; with a beam search, of its answers, which are complete."""
+
+    def generate(ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
+        return backend.generate(
+            ids,
+            params,
+            priority=call.priority,
+            request_name=request_name,
+            cache_salt=call.cache_salt,
+            continues=call.continues,
+            shown_tokens=call.shown_tokens,
+        )
+
+    if call.beams is None:
+        return generate(prompt, call.params)
+    params, tokenizer = call.params, backend.tokenizer
+    room = max(1, backend.max_model_len - len(prompt))
+    search = BeamSearch(
+        prompt,
+        width=call.beams.width,
+        max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        length_penalty=call.beams.length_penalty,
+        end_ids={*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids)},
+        param="best_of" if call.beams.width > params.n else "n",
+    )
+
+    async def watched(ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
+        async with aclosing(generate(ids, params)) as deltas:
+            async for delta in deltas:
+                _raise_if_failed(delta)
+                yield delta
+
+    async def answers() -> AsyncGenerator[Delta, None]:
+        cached = await run_search(search, watched)
+        shown = call.shown_tokens if params.skip_special_tokens else None
+        after = prompt if call.continues else ()
+        found = search.answers(tokenizer, after=after, shown=shown, include_stop=params.include_stop)
+        for index, one in enumerate(found[: params.n]):
+            yield Delta(index, one.text, one.token_ids, (), one.finish_reason, len(prompt), cached)
+
+    return answers()
 
 
 def _raise_if_failed(delta: Delta) -> None:

@@ -46,6 +46,14 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Beams:
+    """A beam search in place of sampling: the number of beams, and the exponent of the length in answers' scores."""
+
+    width: int
+    length_penalty: float
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One valid request of either API, with encoded prompts.
 
@@ -58,6 +66,7 @@ class Call:
     echo              the prompts' texts, with which their answers begin; empty: answers begin with the model's text
     answer            what to parse in the answers; None: they are text
     include_reasoning, parallel_tool_calls  whether the reply has the reasoning, and calls after the first one
+    beams             the answers are those of a beam search; None: they are sampled
     only_echo         answers are the prompts' texts; the token that the engine computes is left out
     """
 
@@ -75,6 +84,7 @@ class Call:
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
     only_echo: bool = False
+    beams: Beams | None = None
     answer: AnswerFormat | None = None
     include_reasoning: bool = True
     parallel_tool_calls: bool = True

@@ -41,14 +41,11 @@ EXTRAS: tuple[Extra, ...] = (
     # Accepted only with the value that asks for the default behaviour.
     Extra("add_special_tokens", ("chat",), (False,)),
     Extra("add_special_tokens", ("text",), (True,)),
-    Extra("best_of", ("text",), (1,)),
     Extra("cache_prompt", _BOTH, (True,)),
     Extra("early_stopping", _BOTH, (False,)),
-    Extra("length_penalty", _BOTH, (1, 1.0)),
     Extra("modalities", ("chat",), (["text"],)),
     Extra("return_token_ids", _BOTH, (False,)),
     Extra("suffix", ("text",), ("",)),
-    Extra("use_beam_search", _BOTH, (False,)),
     Extra("verbosity", ("chat",), ("medium",)),
     # Sampling that this server lacks, with the values that switch it off.
     Extra("dry_multiplier", _BOTH, (0, 0.0)),

@@ -20,7 +20,7 @@ from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams,
 from sidestream.errors import RequestRejected
 from sidestream.formats import AnswerFormat, is_inside
 from sidestream.server.body import parse_object
-from sidestream.server.calls import Api, Call, Served
+from sidestream.server.calls import Api, Beams, Call, Served
 from sidestream.server.checks import checked, model_of, short, without_idle
 from sidestream.server.conversation import Conversation, checked_messages, chosen_tools, lay_out, layout_options
 from sidestream.server.errors import bad_request, checked_request_id
@@ -121,6 +121,9 @@ class _Fields(BaseModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    use_beam_search: bool = False
+    best_of: int | None = None
+    length_penalty: float = Field(default=1.0, ge=-10, le=10)
     truncate_prompt_tokens: int | None = None
     echo: bool = False
     max_drafts: int | None = None
@@ -259,7 +262,7 @@ def chat_call(
         form = AnswerFormat() if answer is None else answer
         marks = reasoning_marks(form.reasoning, tokenizer, call.prompts[0], inside=form.inside)
         params = dataclasses.replace(params, reasoning=marks)
-    return dataclasses.replace(
+    call = dataclasses.replace(
         call,
         params=params,
         echo=_opened(messages) if asked.echo else (),
@@ -267,12 +270,39 @@ def chat_call(
         include_reasoning=asked.include_reasoning is not False,
         parallel_tool_calls=asked.parallel_tool_calls,
     )
+    return _with_beams(call, asked)
 
 
 def _opened(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """With `echo`, what an answer begins with: the text of the last message, if it is the assistant's."""
     last = messages[-1]
     return (last.get("content", ""),) if last["role"] == "assistant" else ()
+
+
+# Parameters that a request with beam search may have; some have no effect on it.
+_OF_BEAMS = {
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "n", "max_tokens", "max_drafts"),
+    *("stop_token_ids", "ignore_eos", "include_stop", "skip_special_tokens"),
+}
+
+
+def _with_beams(call: Call, asked: _Fields) -> Call:
+    """The call, with its beam search if the request asks for one. Raises ApiError for fields that do not fit."""
+    if not asked.use_beam_search:
+        for name, default in (("best_of", 1), ("length_penalty", 1.0)):
+            if getattr(asked, name) not in (None, default):
+                raise bad_request(f"{name} without use_beam_search: set use_beam_search to true, or leave it out", name)
+        return call
+    if asked.stream:
+        raise bad_request("use_beam_search with stream: a beam search has no partial answers; leave one out", "stream")
+    unset, params = SamplingParams(), call.params
+    for name in (field.name for field in dataclasses.fields(SamplingParams)):
+        if name not in _OF_BEAMS and getattr(params, name) != getattr(unset, name):
+            raise bad_request(f"{name} with use_beam_search: a beam search does not know it; leave one out", name)
+    width = params.n if asked.best_of is None else asked.best_of
+    if width < params.n:
+        raise bad_request(f"best_of is {width} with n {params.n}: it must be n or more", "best_of")
+    return dataclasses.replace(call, beams=Beams(width, asked.length_penalty))
 
 
 def _form(asked: _Fields) -> StructuredOutputs | None:
@@ -307,7 +337,7 @@ def parse_text(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Ser
     params = _sampling(asked, 1 if only_echo else max_tokens, asked.logprobs, {})
     params = dataclasses.replace(params, structured_outputs=_form(asked))
     prompts = _prompts(asked.prompt, tokenizer, _bound_of_prompts(asked, served))
-    call = _call("text", asked, params, prompts, "prompt", served)
+    call = _with_beams(_call("text", asked, params, prompts, "prompt", served), asked)
     if not asked.echo:
         return call
     if asked.logprobs is not None:  # those of the echoed tokens

@@ -25,6 +25,11 @@ class TokenizerLike(Protocol):
         """One more than the largest token id."""
         ...
 
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Token ids that end an answer."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of a text. Raises ContextTooLong if its length shows that it has more than `most_tokens`."""
         ...
