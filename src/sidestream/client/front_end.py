@@ -16,7 +16,7 @@ from sidestream.client.base import EngineClient
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
-from sidestream.types import Delta, Flushed, Health
+from sidestream.types import CacheExplanation, Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -189,6 +189,13 @@ class FrontEnd:
             continues=False,
             in_thread=True,
         )
+
+    async def explain_cache(self, request_name: str) -> CacheExplanation | None:
+        """Why tokens of the last request with this `request_name` were reused or computed. None: the engine does not
+        remember the request. Raises EngineStopped and CallTimeout.
+        """
+        self._check_open()
+        return await self.client.explain_cache(request_name)
 
     async def flush(self, *, timeout_s: float = 60.0) -> Flushed:
         """Wait until the tiers (host memory, disk) hold all complete blocks. After `timeout_s`, the result is false and

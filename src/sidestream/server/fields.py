@@ -212,6 +212,7 @@ class Call:
     answer            what to parse in the answers; None: they are text
     include_reasoning, parallel_tool_calls  whether the reply has the reasoning, and calls after the first one
     only_echo         answers are the prompts' texts; the token that the engine computes is left out
+    explain_cache     the reply says why tokens of the prompts were reused or computed
     """
 
     api: Api
@@ -230,6 +231,7 @@ class Call:
     answer: AnswerFormat | None = None
     include_reasoning: bool = True
     parallel_tool_calls: bool = True
+    explain_cache: bool = False
 
     @property
     def shown_tokens(self) -> Sequence[str]:
@@ -312,6 +314,7 @@ class _Fields(BaseModel):
     request_id: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
     return_tokens_as_token_ids: bool = False
+    explain_cache: bool = False
 
 
 class _Conversation(BaseModel):
@@ -664,6 +667,7 @@ def _call(
         asked.cache_salt or "",
         not isinstance(asked, _Conversation) or asked.continue_final_message,
         asked.return_tokens_as_token_ids,
+        explain_cache=asked.explain_cache,
     )
 
 
