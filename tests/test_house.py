@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 13_460,
     "sidestream_order": 5_960,
-    "sidestream": 39_870,
+    "sidestream": 40_050,
     "proof": 20_020,
     "bench": 9_150,
-    "tests": 58_860,
+    "tests": 59_090,
 }
 
 

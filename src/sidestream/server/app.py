@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from sidestream.errors import EngineStopped, InvariantError, SidestreamError
 from sidestream.formats import (
+    REASONING_FORMATS,
     AnswerParser,
     CallBegun,
     CallEnded,
@@ -104,13 +105,14 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
         backend.tokenizer.use_chat_template(Path(options.chat_template))
     template, chosen = backend.tokenizer.chat_template, (options.tool_call_parser, options.reasoning_parser)
     tools, reasoning = chosen[0] or tool_format_of(template), chosen[1] or reasoning_format_of(template)
+    row = REASONING_FORMATS.get(reasoning or "")
     return Served(
         options.served_model_name or backend.model_name,
         options.max_choices,
         backend.max_model_len,
         tool_format=None if tools == "none" else tools,
         reasoning_format=None if reasoning == "none" else reasoning,
-        always_reasoning=options.reasoning_parser is not None,
+        always_reasoning=options.reasoning_parser is not None or (row is not None and row.messages),
     )
 
 
