@@ -17,7 +17,7 @@ from typing import Any
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.text import Detokenizer
-from sidestream.types import CachedTokens, Delta, Flushed, Health, TokenLogprob
+from sidestream.types import CachedTokens, CacheExplanation, Delta, Flushed, Health, TokenLogprob
 from sidestream_kv.metrics import Metrics, MetricsSnapshot
 
 _NOTHING_CACHED = CachedTokens()
@@ -149,6 +149,8 @@ class FakeBackend:
         self.shown_tokens: list[Collection[str]] = []
         self.held: list[str] = []
         self.finished: list[str] = []
+        self.explained: list[str] = []
+        self.explanation: CacheExplanation | None = None
         self.aborted: list[str] = []
         self._script = script if callable(script) else lambda _: script
         self._changed = threading.Condition()
@@ -161,6 +163,11 @@ class FakeBackend:
     def count(self, name: str, value: float, *labels: str) -> None:
         """Add to a counter of `metrics`."""
         self.metrics.inc(name, value, *labels)
+
+    async def explain_cache(self, request_name: str) -> CacheExplanation | None:
+        """`explanation`. Records the name."""
+        self.explained.append(request_name)
+        return self.explanation
 
     async def flush(self, *, timeout_s: float) -> Flushed:
         """`left`, at once."""

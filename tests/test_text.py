@@ -386,6 +386,46 @@ def test_a_template_gets_the_tools_and_options_that_it_knows(model_dir: Path) ->
     assert laid_out == tokenizer.encode('<s>assistant: f{"x": 1}</s><s>tool(f): 42 for 1</s>low')
 
 
+# Reads the reasoning as `thinking`, and the first call of a message only, as gpt-oss's template does.
+THINKING_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}<{{ message.content }}>{% elif message.tool_calls %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "[{{ message.thinking or message.content }}]{{ message.tool_calls[0].function.name }}"
+    "{% else %}({{ message.role }}: {{ message.content }}){% endif %}{% endfor %}{{ reasoning_effort }}"
+)
+
+
+def calls(*names: str, **fields: Any) -> dict[str, Any]:
+    made = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in names]
+    return {"role": "assistant", "tool_calls": made, **fields}
+
+
+@pytest.mark.parametrize(
+    ("messages", "laid_out"),
+    [
+        ([calls("f", reasoning_content="hm")], "[hm]f"),
+        ([calls("f", content="I look.")], "[I look.]f"),
+        ([calls("f", content="I look.", reasoning_content="hm")], "[hm\nI look.]f"),
+        (
+            [calls("f", "g", "h", reasoning_content="hm"), ("g", "2"), ("f", "1"), ("h", "3"), *ask()],
+            "[]g<2>[hm]f<1>[]h<3>(user: hi)",
+        ),
+        ([calls("f", "g", content="a"), *ask()], "[a]f[]g(user: hi)"),
+        ([calls("f", "g", content="a"), ("other", "1")], "[a]f<1>[]g"),
+    ],
+)
+def test_reasoning_and_all_calls_reach_a_template_that_reads_one_of_each(
+    model_dir: Path, messages: list[Any], laid_out: str
+) -> None:
+    tokenizer = Tokenizer.load(str(model_dir))
+    tokenizer._backend.chat_template = THINKING_TEMPLATE
+    given = [
+        {"role": "tool", "tool_call_id": one[0], "content": one[1]} if isinstance(one, tuple) else one
+        for one in messages
+    ]
+    assert tokenizer.chat(given, reasoning_effort="high") == tokenizer.encode(f"{laid_out}high")
+
+
 def test_a_template_that_prints_any_role_does_not_count_as_supporting_tools(model_dir: Path) -> None:
     """It would write the role's name and leave the calls out."""
     tokenizer = Tokenizer.load(str(model_dir))

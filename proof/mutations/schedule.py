@@ -613,6 +613,7 @@ EXEMPT = (
         ("begun", "begun"),
         "a later prefill chunk may initialise the request slot again; for decode rows see slot-begins-once-per-epoch",
     ),
+    Exempt("Admission._lookup", ("avoid_tiers", "avoid_disk"), "a record for tests/engine/test_explain.py"),
     Exempt("PrefixCache.keys_of", ("extend", "salt="), _PREFIX_KEYS),
     Exempt("PrefixCache.drop_stale_keys", ("keys_version", "keys_version", "clear", "keys_version"), _NEW_KEYS),
     Exempt("PrefixCache.rekey", ("keys_version",), _NEW_KEYS),

@@ -325,6 +325,59 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive tokens `[start, stop)` of a prompt, and why they were reused or computed.
+
+    reason       a key of `REASONS` in server/cache_explanation.py
+    tier         the tier that held them, or the last one that did; empty: none, or unknown
+    seconds_ago  for `evicted`: the time since then
+    """
+
+    start: int
+    stop: int
+    reason: str
+    tier: str = ""
+    seconds_ago: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Relative:
+    """The earlier request that shares the most leading tokens with a prompt, under the same cache salt.
+
+    shared_tokens   number of these tokens, prompt and answer; only whole blocks if the tokens were forgotten
+    seconds_ago     time since it ended; 0: it has not
+    start           position of the first of the tokens below
+    own, other      tokens of the prompt and of the earlier request around the first difference. `other` is empty if
+                    its tokens were forgotten, or if it has no further ones
+    """
+
+    shared_tokens: int
+    seconds_ago: float
+    start: int = 0
+    own: tuple[int, ...] = ()
+    other: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheExplanation:
+    """Which tokens of a prompt were reused or computed, and why, as far as the engine remembers.
+
+    relative     None: no remembered request of the same cache salt begins with the same tokens
+    requests     number of earlier requests that the engine remembers
+    seconds      time for which it remembers them
+    complete     whether these are all requests since the engine's start
+    """
+
+    prompt_tokens: int
+    block_tokens: int
+    stretches: tuple[Stretch, ...]
+    relative: Relative | None
+    requests: int
+    seconds: float
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The scheduler's output for one step.
 

@@ -457,6 +457,24 @@ def test_metrics_are_a_copy_of_the_engine_s(at: Make) -> None:
         run(use())
 
 
+def test_a_client_gets_the_explanation_of_a_request(at: Make) -> None:
+    prompt = list(range(1, 22))
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> None:
+            await ask(client, prompt, 4)
+            await read_all(client.submit([*prompt[:9], 40, 41, 42, 43], SamplingParams(max_tokens=4), name="named"))
+            found = await client.explain_cache("named")
+            assert found is not None
+            assert [one.reason for one in found.stretches] == ["reused", "not_seen", "last_block"]
+            assert found.relative is not None
+            assert (found.relative.shared_tokens, found.relative.other[9]) == (9, 10)
+            assert await client.explain_cache("other") is None
+
+        run(use())
+
+
 def test_flush_reports_whether_everything_is_stored_and_reset_drops_it(at: Make) -> None:
     prompt = list(range(1, 22))
     with at(slots=16) as made:

@@ -169,6 +169,7 @@ class Rig:
         **params: Any,
     ) -> Reply:
         priority, cache_salt = params.pop("priority", 0), params.pop("cache_salt", "")
+        name = params.pop("name", "")
         chosen = SamplingParams(max_tokens=max_tokens, **params)
         output = OutputProcessor(self.tokenizer, chosen)
         submitted = threading.Lock()
@@ -183,7 +184,9 @@ class Rig:
 
         reply = Reply(chosen.n, on_delta, read)
         with submitted:
-            reply.handle = self.engine.submit(prompt, chosen, reply, priority=priority, cache_salt=cache_salt)
+            reply.handle = self.engine.submit(
+                prompt, chosen, reply, priority=priority, cache_salt=cache_salt, name=name
+            )
         return reply
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 8, **params: Any) -> Reply:

@@ -50,6 +50,45 @@ _DS_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 _KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
 _HERMES = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
+_NEXT, _FINAL = "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+_THOUGHT = "<|channel|>analysis<|message|>hm <b>"
+_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+# Text, content, calls and reasoning of answers of gpt-oss.
+_MESSAGES: list[tuple[str, str, tuple[tuple[str, str], ...], str]] = [
+    (f"{_THOUGHT}{_NEXT}{_FINAL}Yes<|return|>", "Yes", (), "hm <b>"),
+    (f'{_THOUGHT}{_NEXT}{_CALL}{{"x": 1}}<|call|>', "", (F,), "hm <b>"),
+    (f'{_CALL}{{"x": 1}}', "", (F,), ""),  # the token that ends it has no text
+    (f'{_THOUGHT}{_NEXT}<|channel|>commentary<|message|>I look.{_NEXT}{_CALL}{{"x": 1}}', "I look.", (F,), "hm <b>"),
+    (f"{_THOUGHT}{_NEXT}{_THOUGHT}{_NEXT}{_FINAL}a{_NEXT}{_FINAL}b", "a\nb", (), "hm <b>\nhm <b>"),
+    # Recipient before the channel, without <|constrain|>, as a format on another channel, or without `functions.`.
+    (' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>', "", (F,), ""),
+    (
+        f"{_THOUGHT}<|end|>\n<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>"
+        '\n{"x": 1}',
+        "",
+        (F,),
+        "hm <b>",
+    ),
+    ('<|channel|>analysis to=functions.f code<|message|>{"x": 1}<|call|>', "", (F,), ""),
+    ("<|channel|>commentary to=g<|message|>{}<|call|>", "", (G,), ""),
+    ("<|channel|>commentary to=functions.g<|message|>{}", "", (G,), ""),
+    # Several calls, if the token that ends one does not end the answer.
+    (f'{_CALL}{{"x": 1}}<|call|><|start|>assistant{_CALL.replace(".f", ".g")}{{}}<|call|>', "", (F, G), ""),
+    (f'{_CALL}{{"x": 1}}<|end|>{_NEXT[7:]}{_FINAL}Done', "Done", (F,), ""),
+    # A tool that is none of the request's.
+    ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "", (), "1 + 1"),
+    # No marker at the start, markers in words, and messages without an end.
+    ("just text < | and to=f <|mes", "just text < | and to=f <|mes", (), ""),
+    (f"{_THOUGHT}<|channel|>final<|message|>Yes", "Yes", (), "hm <b>"),
+    (f"{_THOUGHT}<|en", "", (), "hm <b><|en"),
+    (f"{_THOUGHT}{_NEXT}<|channel|>fin", "", (), "hm <b>"),
+    ("to=5, I think", "to=5, I think", (), ""),
+    ("", "", (), ""),
+    # Malformed calls are content, in the form of the table.
+    (f'{_CALL}{{"x": ', f'{_CALL}{{"x": ', (), ""),
+    (f"{_CALL}none<|call|>", f"{_CALL}none", (), ""),
+]
+
 SAMPLES = [
     Sample("hermes", _HERMES, calls=(F,)),
     Sample("hermes", f"Let me see.\n{_HERMES}\n{_HERMES.replace('f', 'g', 1)}\n", "Let me see.\n", (F, ("g", F[1]))),
@@ -136,6 +175,16 @@ SAMPLES = [
     *_same("glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>1", "<tool_call>f and g</tool_call>"),
     Sample("kimi_k2", f'Sure.{_KIMI}{{"x": 1}}<|tool_call_end|><|tool_calls_section_end|>', "Sure.", (F,)),
     Sample("kimi_k2", "<|tool_call_begin|>functions.f:0 what", "<|tool_call_begin|>functions.f:0 what"),
+    *[
+        Sample("openai", text, content, calls, reasoning, "openai_gptoss")
+        for text, content, calls, reasoning in _MESSAGES
+    ],
+    Sample(
+        "openai", "one<|end|>\n<|start|>assistant<|channel|>final<|message|>a", "a", (), "one", "openai_gptoss", True
+    ),
+    Sample(None, f"{_THOUGHT}{_NEXT}{_FINAL}Yes", "Yes", (), "hm <b>", "openai_gptoss"),
+    Sample("openai", f'a {_CALL}{{"x": 1}} b', "a  b", (F,)),
+    *_same("openai", "<|channel|>final<|message|>a", f"{_CALL}[1]", f"{_CALL[:-11]} oh", "<|channel|>commentary to="),
     Sample(None, "<think>\nhm\n</think>\n\nYes", "\n\nYes", reasoning="\nhm\n", reasoner="qwen3"),
     Sample(None, "hm</think>Yes", "Yes", reasoning="hm", reasoner="qwen3", inside=True),
     Sample(None, "<think>hm</think>Yes", "Yes", reasoning="hm", reasoner="deepseek_r1", inside=True),

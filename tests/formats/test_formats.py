@@ -102,6 +102,17 @@ def test_random_text_raises_nothing_and_loses_no_character(name: str) -> None:
             assert message_of(whole).content == left, text
 
 
+def test_random_messages_mean_the_same_wherever_they_are_cut() -> None:
+    draw, form = random.Random("messages"), AnswerFormat("openai", "openai_gptoss", schemas=SCHEMAS)
+    words = [*sorted(form.literals()), "analysis", "final", "assistant", " to=functions.f", "to=g", "{}", " ", "a", "<"]
+    for _ in range(300):
+        text = "".join(draw.choices([*words, "x" * 300], k=draw.randrange(1, 14)))
+        cut = draw.randrange(len(text))
+        whole = _streamed(_events(form, [text]))
+        assert _streamed(_events(form, list(text))) == whole, text
+        assert _streamed(_events(form, [text[:cut], text[cut:]])) == whole, text
+
+
 def test_text_is_held_back_only_while_it_may_be_a_marker() -> None:
     parser = AnswerParser(AnswerFormat("hermes", "qwen3"))
     assert parser.feed("<thi") == []
@@ -110,6 +121,27 @@ def test_text_is_held_back_only_while_it_may_be_a_marker() -> None:
     assert parser.feed(">c <tool") == [Content("c ")]
     assert parser.feed("s <") == [Content("<tools ")]
     assert parser.finish() == [Content("<")]
+
+
+def test_text_of_messages_arrives_as_the_model_writes_it() -> None:
+    parser = AnswerParser(AnswerFormat("openai", "openai_gptoss", schemas=SCHEMAS))
+    assert parser.feed("<|channel|>analysis<|mess") == []
+    assert parser.feed("age|>a<") == [Reasoning("a")]
+    assert parser.feed("b<|end|><|start|>assistant") == [Reasoning("<b")]
+    assert parser.feed("<|channel|>final<|message|>") == []
+    assert parser.feed("c") == [Content("c")]
+    (*_, begun, first) = parser.feed('<|end|><|start|>assistant to=f<|channel|>commentary<|message|>{"x')
+    assert isinstance(begun, CallBegun) and first == Arguments(0, '{"x')
+    assert parser.feed('": 1}<|call|>') == [Arguments(0, '": 1}'), CallEnded(0)]
+
+
+def test_a_header_without_an_end_is_text_at_last() -> None:
+    parser = AnswerParser(AnswerFormat(None, "openai_gptoss"))
+    assert parser.feed("<|start|>" + "x" * 400) == []
+    assert parser.feed("y" * 200) == [Content("<|start|>" + "x" * 400 + "y" * 200)]
+    long = "<|start|>" + "x" * 600 + "<|message|>a"
+    for pieces in ([long], list(long)):
+        assert message_of(_events(AnswerFormat(None, "openai_gptoss"), pieces)).content == long
 
 
 def test_arguments_arrive_while_the_model_writes_them() -> None:
@@ -166,6 +198,8 @@ def test_the_end_of_the_prompt_tells_whether_the_answer_begins_inside(end: str, 
         ("<｜tool▁calls▁begin｜>", "deepseek_v31", None),
         ("<tool_call>{{name}}<arg_key>", "glm45", None),
         ("<|tool_calls_section_begin|>", "kimi_k2", None),
+        ("<|channel|>analysis<|message|> <|channel|>commentary json<|message|> <|end|>", "openai", "openai_gptoss"),
+        ("<|assistant|> <|end|>", None, None),
         ("{{ messages }}", None, None),
     ],
 )

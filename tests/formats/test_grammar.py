@@ -81,6 +81,65 @@ def test_with_auto_only_what_follows_a_marker_is_bound(name: str) -> None:
     assert all(follows(f"so {call}") == (True, True) for call in forced)
 
 
+_JSON = '%json {"type": "integer"}'
+
+
+@pytest.mark.parametrize(("forced", "content"), [(True, None), (False, None), (False, _JSON)])
+def test_whatever_a_grammar_of_messages_allows_is_read_as_reasoning_and_one_more(
+    forced: bool, content: str | None
+) -> None:
+    form = AnswerFormat("openai", "openai_gptoss", False, SCHEMAS)
+    grammar = answer_grammar(form, lambda text: None, content=content, forced=forced)
+    for text in answers(grammar, 12, seed=1):
+        parser = AnswerParser(form)
+        message = message_of([*parser.feed(text), *parser.finish()])
+        assert len(message.calls) <= 1 and (message.calls or not forced), text
+        if content is not None and not message.calls:
+            assert isinstance(json.loads(message.content.splitlines()[-1]), int), text
+
+
+@pytest.mark.parametrize(
+    ("last", "is_free", "is_forced", "has_form"),
+    [
+        ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}", True, True, True),
+        ("<|channel|>final<|message|>7", True, False, True),
+        ("<|channel|>final<|message|>seven", True, False, False),
+        ("<|channel|>commentary to=functions.other <|constrain|>json<|message|>{}", False, False, False),
+        ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>{} and more", False, False, False),
+        ("<|channel|>analysis<|message|>7", False, False, False),
+        ("7", False, False, False),
+    ],
+)
+def test_an_answer_of_messages_ends_with_content_or_a_call(
+    last: str, is_free: bool, is_forced: bool, has_form: bool
+) -> None:
+    form = AnswerFormat("openai", "openai_gptoss", False, SCHEMAS)
+    thought, preamble = (
+        f"<|channel|>{name}<|message|>hm<|end|><|start|>assistant" for name in ("analysis", "commentary")
+    )
+    for before in ("", thought, thought + preamble + thought):
+        found = []
+        for content, forced in ((None, False), (None, True), (_JSON, False)):
+            matcher = LLMatcher(BYTES, answer_grammar(form, lambda text: None, content=content, forced=forced))
+            tokens = BYTES.tokenize_str(before + last)
+            found.append(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+        assert found == [is_free, is_forced, has_form], before
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_headers_of_messages_are_special_tokens_and_words(inside: bool) -> None:
+    tokens = {text: number for number, text in enumerate(("<|start|>", "<|channel|>", "<|message|>", "<|end|>"), 7)}
+    tokens["<|constrain|>"] = 11
+    form = AnswerFormat("openai", "openai_gptoss", inside, SCHEMAS)
+    grammar = answer_grammar(form, tokens.get, content=_JSON)
+    go_on = '<[10]> <[7]> "assistant"'
+    assert f"start: {f'TEXT {go_on}' if inside else ''} (reasoning | preamble)* (" in grammar
+    assert f'reasoning: <[8]> "analysis" <[9]> TEXT {go_on}' in grammar
+    assert f'preamble: <[8]> "commentary" <[9]> TEXT {go_on}' in grammar
+    assert f'(<[8]> "final" <[9]> {_JSON} | <[8]> "commentary to=functions." call)' in grammar
+    assert 'call_1: "now" gap <[11]> "json" gap <[9]> gap arguments_1' in grammar
+
+
 def test_markers_that_are_special_tokens_become_tokens() -> None:
     special = {"<tool_call>": 7, "</tool_call>": 8, "</think>": 9}
     form = AnswerFormat("hermes", "qwen3", True, SCHEMAS)

@@ -6,7 +6,8 @@ import numpy as np
 
 from proof.toy_grammar import ToyGrammar
 from sidestream.config import ReasoningMarks
-from sidestream.grammar import BudgetedAnswer, RuledAnswer, TokenGrammar
+from sidestream.grammar import TokenGrammar
+from sidestream.grammar.token_rules import BudgetedAnswer, RuledAnswer
 
 
 def allowed(rules: TokenGrammar, *drafts: int) -> list[set[int]]:

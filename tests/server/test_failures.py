@@ -22,6 +22,7 @@ from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestR
 from sidestream.server import ServerOptions, create_app
 from sidestream.server.app import generate_all
 from sidestream.server.fields import Call
+from sidestream.server.middleware import RequestRecord
 from sidestream.types import CachedTokens, Delta
 
 from .serving import ASK_LONG, HI, LONG, WAIT_S, head, read_to_end, request_lines, send, serving, warned
@@ -176,7 +177,7 @@ def test_a_failed_request_is_aborted_before_its_error_is_raised() -> None:
 
     async def run() -> None:
         with pytest.raises(ZeroDivisionError):
-            await generate_all(backend, call, "r", broken)
+            await generate_all(backend, call, RequestRecord("r"), broken)
         assert sorted(backend.aborted) == ["r 0", "r 1"]
 
     asyncio.run(run())

@@ -87,7 +87,8 @@ def test_the_parts_of_usage_sum_to_the_prompt() -> None:
         counted = _post(served, "/v1/messages/count_tokens", max_tokens=None).json()
         start = _events(served)[0]["message"]["usage"]
     assert counted == {"input_tokens": len("user: hi\nassistant: ")}
-    parts = {"input_tokens": 20 - 6, "cache_read_input_tokens": 6, "cache_creation_input_tokens": 0}
+    cached = {"cache_read_input_tokens": 6, "cached_tokens_by_tier": {"device": 1, "host": 2, "disk": 3}}
+    parts = {"input_tokens": 20 - 6, **cached, "cache_creation_input_tokens": 0}
     assert (start, usage) == ({**parts, "output_tokens": 1}, {**parts, "output_tokens": 5})
 
 

@@ -252,7 +252,11 @@ def test_usage_counts_cached_and_reasoning_tokens() -> None:
         assert _events(served)[-1]["response"]["usage"] == usage
     assert usage == {
         "input_tokens": len("user: hi\nassistant: "),
-        "input_tokens_details": {"cached_tokens": 6, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": 6,
+            "cached_tokens_by_tier": {"device": 1, "host": 2, "disk": 3},
+            "cache_write_tokens": 0,
+        },
         "output_tokens": 22,
         "output_tokens_details": {"reasoning_tokens": len("hmmm</think>")},
         "total_tokens": 42,

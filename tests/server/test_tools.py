@@ -116,6 +116,46 @@ def test_options_of_reasoning_split_it_from_the_text() -> None:
         assert message["content"] == "Yes" and "reasoning" not in message
 
 
+MESSAGES = "<|channel|>analysis<|message|> <|channel|>commentary json<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"tools": [TOOL]}, {"reasoning_effort": "low"}])
+def test_answers_of_messages_are_split_whatever_a_request_asks_for(fields: dict[str, Any]) -> None:
+    with _answering(f"{THOUGHT}<|channel|>final<|message|>Yes", template=MESSAGES) as served:
+        served.backend.tokenizer.options |= {"reasoning_effort"}
+        reply = served.chat(**fields)
+        (shown,) = served.backend.shown_tokens
+        ((_, options),) = served.backend.tokenizer.chats
+    assert {"<|start|>", "<|channel|>", "<|message|>", "<|end|>"} <= set(shown)
+    assert options.get("reasoning_effort") == fields.get("reasoning_effort")
+    if "stream" not in fields:
+        assert (_message(reply)["content"], _message(reply)["reasoning"]) == ("Yes", "hm")
+        return
+    events = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: {")]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "hm"
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Yes"
+
+
+def test_a_call_in_messages_ends_the_answer_with_tool_calls() -> None:
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}'
+    with _answering(THOUGHT + call, template=MESSAGES) as served:
+        reply = served.chat(tools=[TOOL], tool_choice="required")
+        form = served.backend.params[0].structured_outputs
+    message = _message(reply)
+    assert [one["function"] for one in message["tool_calls"]] == [{"name": "f", "arguments": '{"x": 1}'}]
+    assert (message["content"], message["reasoning"]) == (None, "hm")
+    assert reply.json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert form is not None and form.grammar is not None and "commentary to=functions." in form.grammar
+
+
+def test_messages_stay_text_if_reasoning_is_switched_off() -> None:
+    text = f"{THOUGHT}<|channel|>final<|message|>Yes"
+    with _answering(text, template=MESSAGES, reasoning_parser="none") as served:
+        assert _message(served.chat())["content"] == text
+
+
 def test_the_prompts_last_message_tells_whether_a_continuation_is_inside() -> None:
     begun = [*HI, {"role": "assistant", "content": "<think>a"}]
     with _answering("b</think>Yes", reasoning_parser="qwen3") as served:

@@ -13,6 +13,7 @@ from sidestream.cli.declare import Command, flag
 from sidestream.cli.demo import demo
 from sidestream.cli.doctor import doctor
 from sidestream.cli.errors import Commands
+from sidestream.cli.explain import explain
 from sidestream.cli.generate import generate
 from sidestream.cli.models import app as models_app
 from sidestream.cli.options import Debug
@@ -57,6 +58,7 @@ app.add_typer(models_app, name="models")
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(verify)
+app.command(cls=Command)(explain)
 app.command("check-trace", cls=Command, context_settings=PASSED_ON)(check_trace)
 
 _MOVED = {

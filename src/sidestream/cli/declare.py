@@ -36,6 +36,7 @@ RARE = frozenset(
         "--max-connections-per-address",
         "--tool-call-parser",
         "--reasoning-parser",
+        "--explain-cache",
         "--max-choices",
         "--max-stored-responses",
         "--max-stored",

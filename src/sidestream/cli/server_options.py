@@ -97,6 +97,7 @@ _ROWS = (
     _Row("chat_template", "FILE", "Jinja template to use in place of the model's own.", "the model's own"),
     _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
     _Row("reasoning_parser", "NAME", "Format of the model's reasoning, by vLLM's name; none: off.", "by the template"),
+    _Row("explain_cache", "LEVEL", "What explain_cache tells of others with the same salt: off, blocks or text."),
     _Row("max_choices", "N", "Maximum choices of one request: prompts times n."),
     _Row("max_stored_responses", "N", "Responses kept for requests that continue them; 0: none."),
     _Row("max_stored_bytes", "SIZE", "Bytes of kept responses, with their conversations.", "64 MiB", name="max_stored"),

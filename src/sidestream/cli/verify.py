@@ -14,6 +14,8 @@ from sidestream.cli.progress import Steps
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000.")]
 
+ApiKey = Annotated[str | None, option("--api-key", "KEY", "Bearer token of the server.", envvar="OPENAI_API_KEY")]
+
 BlockTokens = Annotated[
     int | None,
     option(
@@ -41,9 +43,7 @@ def verify(
     model: Annotated[
         str | None, option("--model", "NAME", "Model to ask for.", show_default="the first one of /v1/models")
     ] = None,
-    api_key: Annotated[
-        str | None, option("--api-key", "KEY", "Bearer token of the server.", envvar="OPENAI_API_KEY")
-    ] = None,
+    api_key: ApiKey = None,
     questions: Annotated[int, option("--questions", "N", "Number of different requests.", parse=whole)] = 20,
     output_tokens: Annotated[int, option("--output-tokens", "N", "Tokens of each answer.", parse=whole)] = 8,
     block_tokens: BlockTokens = None,

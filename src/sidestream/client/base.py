@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, RequestError, SidestreamError
-from sidestream.types import Delta, Health
+from sidestream.types import CacheExplanation, Delta, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 MAX_UNREAD = 8192
@@ -74,6 +74,10 @@ class EngineClient(Protocol):
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of all values. Raises EngineStopped."""
+        ...
+
+    async def explain_cache(self, name: str) -> CacheExplanation | None:
+        """See `Engine.explain_cache`. Raises EngineStopped and CallTimeout."""
         ...
 
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:

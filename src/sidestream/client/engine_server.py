@@ -449,8 +449,11 @@ class EngineServer:
     def _answer(self, front_end: Connection, call: Call) -> None:
         """Run a call on a separate thread, because it waits for the engine thread, and may take minutes."""
         try:
-            counts = self._engine.operations.run(call.method, timeout_s=call.timeout_s, name=call.name)
-            reply = Reply(call.number, counts=counts)
+            if call.method == "explain_cache":
+                reply = Reply(call.number, explanation=self._engine.explain_cache(call.name or ""))
+            else:
+                counts = self._engine.operations.run(call.method, timeout_s=call.timeout_s, name=call.name)
+                reply = Reply(call.number, counts=counts)
         except Exception as error:
             reply = Reply(call.number, Failure.of(error))
         self._wake()  # front ends learn of a pause at once

@@ -18,7 +18,7 @@ from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.formats import REASONING_FORMATS, is_inside, reasoning_format_of
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
-from sidestream.types import Delta, Flushed, Health
+from sidestream.types import CacheExplanation, Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -241,6 +241,13 @@ class FrontEnd:
         options: dict[str, Any] = {"priority": priority, "request_name": request_name, "cache_salt": cache_salt}
         await run_search(search, lambda prompt, params: self.generate(prompt, params, **options))
         return search.answers(self.tokenizer, after=ids)
+
+    async def explain_cache(self, request_name: str) -> CacheExplanation | None:
+        """Why tokens of the last request with this `request_name` were reused or computed. None: the engine does not
+        remember the request. Raises EngineStopped and CallTimeout.
+        """
+        self._check_open()
+        return await self.client.explain_cache(request_name)
 
     async def flush(self, *, timeout_s: float = 60.0) -> Flushed:
         """Wait until the tiers (host memory, disk) hold all complete blocks. After `timeout_s`, the result is false and

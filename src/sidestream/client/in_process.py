@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sidestream.client.base import OutputQueue, other_loop_error, stopped_error, unread_error
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.engine import Engine, Handle
-from sidestream.types import Delta, Health
+from sidestream.types import CacheExplanation, Delta, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 
@@ -149,6 +149,9 @@ class InProcessClient:
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of all values."""
         return self._engine.parts.metrics.snapshot()
+
+    async def explain_cache(self, name: str) -> CacheExplanation | None:
+        return await asyncio.to_thread(self._engine.explain_cache, name)
 
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
         return await asyncio.to_thread(self._engine.operations.run, operation, timeout_s=timeout_s, name=name)

@@ -14,6 +14,7 @@ from sidestream import errors
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestError, SidestreamError
 from sidestream.processes.frames import FrameDecoder
+from sidestream.types import CacheExplanation
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -101,7 +102,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for the metrics, or for an operation (see `Operations.run`). The `Reply` has the same number."""
+    """Ask for the metrics, an explanation, or an operation (see `Operations.run`). The `Reply` has the same number."""
 
     number: int
     method: str
@@ -223,13 +224,15 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to a `Call`, or to `Close` (number 0).
 
-    counts   of a reset: dropped blocks by tier; of a flush: unfinished work by kind
+    counts       of a reset: dropped blocks by tier; of a flush: unfinished work by kind
+    explanation  of `explain_cache`
     """
 
     number: int
     failure: Failure | None = None
     snapshot: Snapshot | None = None
     counts: dict[str, int] = msgspec.field(default_factory=dict)
+    explanation: CacheExplanation | None = None
 
 
 ToEngine = Start | Submit | Abort | Call | Count | Ping | Attach | Close

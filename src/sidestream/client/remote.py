@@ -12,7 +12,7 @@ import itertools
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import CallTimeout, ConfigError, EngineStopped
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.schedule.limits import Bounds, CheckedRequest, RequestChecker
-from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+from sidestream.types import CachedTokens, CacheExplanation, Delta, Health, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.metrics import MetricsSnapshot
@@ -58,6 +58,7 @@ _METRICS_S = 2.0
 """Maximum time to wait for new metrics; then the last known ones are given."""
 
 _CALL_GRACE_S = 5.0
+_EXPLAIN_S = 10.0  # an explanation takes milliseconds, but other calls may be in front of it
 """After the timeout of a call, the engine has this time for the answer."""
 
 _NOTHING_CACHED = CachedTokens()
@@ -215,6 +216,9 @@ class RemoteClient:
         """Ask for metrics without a wait, so that some are known if the engine hangs later."""
         self._send(Call(next(self._call_numbers), "metrics"))
 
+    async def explain_cache(self, name: str) -> CacheExplanation | None:
+        return (await self._call("explain_cache", _EXPLAIN_S, name)).explanation
+
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
         return (await self._call(operation, timeout_s, name)).counts
 
@@ -263,12 +267,8 @@ class RemoteClient:
             loop.add_writer(self._socket, self._write)
         if before is not None and before.is_closed():
             self._calls.clear()
-            for outputs in self._queues():
+            for outputs in _queues(self._streams.values()):
                 self.abort(outputs)
-
-    def _queues(self) -> list[OutputQueue]:
-        """The queues of unfinished requests."""
-        return list({stream.outputs.number: stream.outputs for stream in self._streams.values()}.values())
 
     def _send(self, message: ToEngine) -> None:
         self._send_frame(self._encoder.encode(message))
@@ -364,7 +364,7 @@ class RemoteClient:
             ended = self._why_gone() if self._why_gone is not None and why == _GONE else ""
             self._health = Health("failed", f"{why}{ended and ': '}{ended}")
         self._unsent.clear()
-        error, queues = stopped_error(self._health), self._queues()
+        error, queues = stopped_error(self._health), _queues(self._streams.values())
         self._streams.clear()
         for outputs in queues:
             outputs.fail(error)
@@ -372,6 +372,11 @@ class RemoteClient:
             if not future.done():
                 future.set_exception(error)
         self.on_lost()
+
+
+def _queues(streams: Iterable[_Stream]) -> list[OutputQueue]:
+    """The queues of the streams' requests."""
+    return list({stream.outputs.number: stream.outputs for stream in streams}.values())
 
 
 def _submit(first: int, checked: CheckedRequest, name: str) -> Submit:

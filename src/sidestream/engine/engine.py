@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.config import SamplingParams
+from sidestream.engine.explain import explain_last
 from sidestream.engine.failures import Failures
 from sidestream.engine.inbox import ServingState
 from sidestream.engine.kv_events import OnBatch
@@ -24,11 +25,12 @@ from sidestream.engine.loop import StepLoop
 from sidestream.engine.operations import Operations
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
-from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped, RequestRejected
-from sidestream.grammar import BudgetedAnswer, RuledAnswer, TokenGrammar
+from sidestream.engine.stats import CacheHistory
+from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped
+from sidestream.grammar import TokenGrammar, grammar_of
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
-from sidestream.types import Flushed, Health
+from sidestream.types import CacheExplanation, Flushed, Health
 from sidestream_kv.types import Key
 
 _PAUSED = "paused: new requests wait until resume"
@@ -45,8 +47,13 @@ class Engine:
         self.parts = parts
         self.checker = RequestChecker(parts.bounds, self._keys_of)
         self.serving = ServingState(parts.bounds.max_unfinished)
+        self.history = CacheHistory.of_parts(parts)
         self.streams = OutputStreams(
-            scheduler=parts.scheduler, metrics=parts.metrics, serving=self.serving, clock=parts.device.now
+            scheduler=parts.scheduler,
+            metrics=parts.metrics,
+            serving=self.serving,
+            clock=parts.device.now,
+            on_end=self.history.ended,
         )
         self._failures = Failures(
             serving=self.serving, inbox=parts.inbox, streams=self.streams, scheduler=parts.scheduler
@@ -56,6 +63,7 @@ class Engine:
             parts,
             serving=self.serving,
             cancel=self.streams.cancel,
+            on_reset=self.history.reset,
             call=self.call,
             wait_a_turn=self._wait_a_turn,
             is_alive=lambda: self._alive,
@@ -103,13 +111,11 @@ class Engine:
         thread. Raises QueueFull or EngineStopped, and RequestRejected for a grammar.
         """
         num_samples, arrival_s = request.params.n, self.parts.device.now()
-        grammar = self._grammar_of(request.params)
+        grammar = grammar_of(request.params, self.parts.grammars)
         with self.serving.lock:  # so that ids are in order of arrival
             self.serving.check_room(num_samples)
             streams = [
-                OutputStream(
-                    self._sample(index, request, grammar), index=index, sink=sink, arrival_s=arrival_s, name=name
-                )
+                OutputStream(self._sample(index, request, grammar, name), index=index, sink=sink, arrival_s=arrival_s)
                 for index in range(num_samples)
             ]
             self.serving.accept(num_samples)
@@ -119,7 +125,7 @@ class Engine:
     def check(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> None:
         """Raise the error that `submit` would raise for this prompt and these params, without submitting."""
         self.checker.check(prompt, params, cache_salt=cache_salt)
-        self._grammar_of(params)
+        grammar_of(params, self.parts.grammars)
 
     def abort(self, handle: Handle, reason: str = "abort") -> None:
         """End the samples that have not finished. Returns at once. Has no effect on finished samples.
@@ -144,25 +150,7 @@ class Engine:
         # rule: keys-are-computed-with-the-requests-salt
         return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
 
-    def _grammar_of(self, params: SamplingParams) -> TokenGrammar | None:
-        wanted, grammars = params.structured_outputs, self.parts.grammars
-        if wanted is not None and grammars is None:
-            reason = "this engine has no tokenizer, so it cannot enforce the form of an answer; leave it out"
-            raise RequestRejected(f"structured_outputs is set: {reason}", param="structured_outputs")
-        grammar = None if wanted is None or grammars is None else grammars.compile(wanted)
-        if params.allowed_token_ids or params.bad_word_ids:
-            grammar = RuledAnswer(grammar, params.allowed_token_ids, params.bad_word_ids)
-        budget, marks = params.thinking_token_budget, params.reasoning
-        if budget is None:
-            return grammar
-        if marks is None or (params.allowed_token_ids and not {*marks.end} <= {*params.allowed_token_ids}):
-            reason = (
-                "the marker of the reasoning's end is unknown" if marks is None else "its end marker is not allowed"
-            )
-            raise RequestRejected(f"thinking_token_budget is {budget}: {reason}", param="thinking_token_budget")
-        return BudgetedAnswer(grammar, marks, budget, 0 if marks.inside else -1)
-
-    def _sample(self, index: int, checked: CheckedRequest, grammar: TokenGrammar | None) -> Request:
+    def _sample(self, index: int, checked: CheckedRequest, grammar: TokenGrammar | None, name: str) -> Request:
         """One sample of a request."""
         parts, params = self.parts, checked.params
         return Request(
@@ -171,6 +159,7 @@ class Engine:
             keys=list(checked.keys),
             keys_version=checked.keys_version,
             grammar=None if grammar is None else grammar.copy(),
+            name=name,
             cache_salt=checked.cache_salt,
             sampling=params.spec(seed=checked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=checked.max_outputs,
@@ -212,6 +201,13 @@ class Engine:
     def running_thread(self) -> threading.Thread | None:
         """The engine thread; None: it has ended, or the engine has none."""
         return self._thread if self._thread is not None and self._thread.is_alive() else None
+
+    def explain_cache(self, name: str) -> CacheExplanation | None:
+        """Why tokens of the last request with this name were computed or reused. None: it is not remembered. Takes
+        milliseconds, on the calling thread.
+        """
+        limits, now_s = self.parts.scheduler.limits, self.parts.device.now()
+        return explain_last(name, self.streams, self.history, limits, now_s=now_s)
 
     # ------------------------------------------------------------------ control
 

@@ -29,6 +29,7 @@ class Operations:
     """The operations of one engine.
 
     cancel        `OutputStreams.cancel`
+    on_reset      called when the cache on the device was reset
     call          `Engine.call`
     wait_a_turn   lets the engine work for so many seconds
     is_alive      whether the engine thread has not ended
@@ -40,6 +41,7 @@ class Operations:
         *,
         serving: ServingState,
         cancel: Callable[[str], int],
+        on_reset: Callable[[], None],
         call: _Call,
         wait_a_turn: Callable[[float], None],
         is_alive: Callable[[], bool],
@@ -47,6 +49,7 @@ class Operations:
         self._parts = parts
         self._serving = serving
         self._cancel = cancel
+        self._on_reset = on_reset
         self._call = call
         self._wait_a_turn = wait_a_turn
         self._is_alive = is_alive
@@ -114,6 +117,7 @@ class Operations:
             if tier in (None, DEVICE):
                 dropped.append({DEVICE: self._parts.blocks.num_keys})
                 self._parts.scheduler.forget_all()  # rule: reset-reaches-the-scheduler
+                self._on_reset()
             if transfers is not None and tier != DEVICE:
                 # rule: reset-reaches-the-tiers
                 dropped.append(transfers.forget_all(None if tier is None else (tier,)))

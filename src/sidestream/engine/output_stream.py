@@ -40,17 +40,15 @@ class Handle:
 class OutputStream:
     """The deltas of one sample.
 
-    name     the caller's name of the request
-    is_queued  whether no step with tokens of the sample was launched yet
+    began_s  time when the first step with tokens of the sample was launched; None: it was not
     is_new   whether no token was sent yet
     last_s   time when the last tokens were sent; before the first token, the time of arrival
     """
 
-    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float, name: str = "") -> None:
+    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float) -> None:
         self.request = request
-        self.name = name
         self.arrival_s = arrival_s
-        self.is_queued = True
+        self.began_s: float | None = None
         self.is_new = True
         self.last_s = arrival_s
         self._index = index
@@ -116,18 +114,30 @@ class OutputStreams:
     """
 
     def __init__(
-        self, *, scheduler: Scheduler, metrics: Metrics, serving: ServingState, clock: Callable[[], float]
+        self,
+        *,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        serving: ServingState,
+        clock: Callable[[], float],
+        on_end: Callable[[OutputStream, float], None] = lambda stream, now_s: None,
     ) -> None:
+        """`on_end`: called with each sample that ends, and the time."""
         self._scheduler = scheduler
         self._metrics = metrics
         self._serving = serving
         self._clock = clock
+        self._on_end = on_end
         self._by_id: dict[RequestId, OutputStream] = {}
         self._deliveries: tuple[Callable[[], None], ...] = ()
 
     def __len__(self) -> int:
         """Unfinished samples."""
         return len(self._by_id)
+
+    def unfinished(self) -> list[OutputStream]:
+        """The streams. Callable from any thread."""
+        return list(self._by_id.values())
 
     def on_outputs(self, deliver: Callable[[], None]) -> None:
         """Register a function that `deliver_outputs` calls after each step. A sink that collects deltas sends them
@@ -155,8 +165,8 @@ class OutputStreams:
         now_s = self._clock()
         for request_id, begin in zip(columns.request_id, columns.begin, strict=True):
             stream = None if begin is None else self._by_id.get(request_id)
-            if stream is not None and stream.is_queued:  # else it resumes after a preemption
-                stream.is_queued = False
+            if stream is not None and stream.began_s is None:  # else it resumes after a preemption
+                stream.began_s = now_s
                 self._metrics.observe("queue_seconds", now_s - stream.arrival_s)
 
     # ------------------------------------------------------------------ tokens of a commit
@@ -229,7 +239,7 @@ class OutputStreams:
         """End the samples of all requests with this name, or with this name and a number behind a space. Returns their
         number.
         """
-        ids = [stream.request.id for stream in self._by_id.values() if stream.name.partition(" ")[0] == name]
+        ids = [stream.request.id for stream in self._by_id.values() if stream.request.name.partition(" ")[0] == name]
         for request_id in ids:
             self.end_sample(request_id, "abort", CANCELLED)
         return len(ids)
@@ -249,10 +259,11 @@ class OutputStreams:
 
     def _close(self, request: Request, reason: str) -> None:
         self._scheduler.finish(request, reason)
-        stream = self._by_id.pop(request.id)
+        stream, now_s = self._by_id.pop(request.id), self._clock()
+        self._on_end(stream, now_s)
         self._serving.release()
         if reason in ("stop", "length"):
-            self._metrics.observe("e2e_seconds", self._clock() - stream.arrival_s)
+            self._metrics.observe("e2e_seconds", now_s - stream.arrival_s)
         self._metrics.inc("requests_total", 1, reason)
         if request.cached is not None:
             for tier, count in request.cached.by_tier.items():

@@ -1,21 +1,29 @@
 """Measurements of the loop: the durations of steps (for planning and metrics), gauges, the results of steps that run
-twice for the self-check, and counts of drafts. Engine thread only.
+twice for the self-check, and counts of drafts. Engine thread only. Also the history of requests and evictions.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
+from sidestream.engine.output_stream import OutputStream
 from sidestream.engine.parts import Parts
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Compared, Delivered
+from sidestream.schedule.request import Lookup
 from sidestream.types import BatchPlan, RowPlan
+from sidestream_kv.kv.pool import FencedPool
 from sidestream_kv.metrics import Metrics
+from sidestream_kv.offload.tiers.index import TierIndex
+from sidestream_kv.types import DEVICE, HOST, Key
 
 logger = logging.getLogger(__name__)
 
@@ -278,3 +286,136 @@ class SpecStats:
                 blocks,
             )
         self._undrafted, self._since_s = Counter(), now_s
+
+
+# Bounds of CacheHistory: about 20 MB of token ids, 7 MB of keys of requests, and 2 MB for each tier.
+_MOST_ASKED = 2048
+_MOST_TOKENS = 1 << 19
+_MOST_KEYS = 1 << 17
+_MOST_EVICTED = 1 << 15
+
+
+class Asked(NamedTuple):
+    """A request in the history.
+
+    tokens   prompt and output; empty: forgotten, because later requests took their room
+    keys     keys of its first blocks; `num_computed` of these blocks were reused or computed
+    cache    its cache salt, and the version of the weights: other pairs share no KV with it
+    began_s  time of its first step; None: it had none
+    """
+
+    name: str
+    tokens: Sequence[int]
+    num_prompt: int
+    keys: Sequence[Key]
+    num_computed: int
+    cache: tuple[str, int]
+    lookup: Lookup | None
+    began_s: float | None
+    ended_s: float
+
+
+class CacheHistory:
+    """Which requests have ended and which keys were evicted lately, so that `explain.py` can tell why a prompt was
+    computed again. Bounded: the oldest records are dropped.
+
+    The engine thread writes it, and each tier's offload worker its evictions. Any thread may read. A record takes a
+    few microseconds for each request and one for each eviction; nothing happens for each token or step.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, block_tokens: int) -> None:
+        self.since_s = clock()
+        self.is_complete = True
+        """Whether no request was dropped."""
+        self.reset_s = -math.inf
+        """Time of the last reset of the cache on the device."""
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self._recent: deque[Asked] = deque()
+        self._older: deque[Asked] = deque()  # without tokens
+        self._num_tokens = self._num_keys = 0
+        self._evicted: dict[str, deque[tuple[float, Sequence[Key]]]] = {}
+        self._num_evicted: Counter[str] = Counter()
+
+    @classmethod
+    def of_parts(cls, parts: Parts) -> CacheHistory:
+        """A history that hears of all evictions of an engine."""
+        history = cls(parts.device.now, block_tokens=parts.layout.block_tokens)
+        owners: dict[str, FencedPool | TierIndex] = {DEVICE: parts.blocks}
+        if parts.tiers is not None:
+            owners[HOST] = parts.tiers.host.pool
+            owners |= {name: tier.index for name, tier in parts.tiers.persistent.items()}
+        for tier, owner in owners.items():
+            owner.on_evict += (history.watch(tier),)
+        return history
+
+    def watch(self, tier: str) -> Callable[[Sequence[Key]], None]:
+        """The function that the owner of the tier's keys calls with evicted ones."""
+        self._evicted[tier] = deque()
+        return partial(self._add_evicted, tier)
+
+    def _add_evicted(self, tier: str, keys: Sequence[Key]) -> None:
+        log, counts = self._evicted[tier], self._num_evicted
+        log.append((self._clock(), keys))
+        counts[tier] += len(keys)
+        while counts[tier] > _MOST_EVICTED and len(log) > 1:
+            counts[tier] -= len(log.popleft()[1])
+
+    def ended(self, stream: OutputStream, now_s: float) -> None:
+        """Record a sample that has ended."""
+        self.remember(self.asked(stream, now_s))
+
+    def remember(self, asked: Asked) -> None:
+        """Record a request, and drop the oldest records beyond the bounds."""
+        self._recent.append(asked)
+        self._num_tokens += len(asked.tokens)
+        self._num_keys += len(asked.keys)
+        while self._num_tokens > _MOST_TOKENS and len(self._recent) > 1:
+            self._forget_tokens()
+        while self._num_keys > _MOST_KEYS or len(self._recent) + len(self._older) > _MOST_ASKED:
+            if not self._older:
+                self._forget_tokens()
+            self._num_keys -= len(self._older.popleft().keys)
+            self.is_complete = False
+
+    def asked(self, stream: OutputStream, now_s: float) -> Asked:
+        """The record of a sample, which has ended or not."""
+        request = stream.request
+        return Asked(
+            request.name,
+            request.tokens,
+            len(request.prompt),
+            request.keys,
+            request.committed_len // self._block_tokens,
+            (request.cache_salt, request.keys_version),
+            request.lookup,
+            stream.began_s,
+            now_s,
+        )
+
+    def reset(self) -> None:
+        """Record a reset of the cache, and forget the tokens of all requests."""
+        self.reset_s = self._clock()
+        while self._recent:
+            self._forget_tokens()
+
+    def _forget_tokens(self) -> None:
+        asked = self._recent.popleft()
+        self._num_tokens -= len(asked.tokens)
+        self._older.append(asked._replace(tokens=()))
+
+    # ------------------------------------------------------------------ readers
+
+    def requests(self) -> list[Asked]:
+        """The ended requests, from the oldest to the newest."""
+        return [*self._older.copy(), *self._recent.copy()]
+
+    def evictions(self, keys: set[Key], *, until_s: float) -> dict[Key, tuple[float, str]]:
+        """When and from which tier these keys were evicted last, if that was before `until_s` and is remembered."""
+        found: dict[Key, tuple[float, str]] = {}
+        for tier, log in self._evicted.items():
+            for at_s, evicted in log.copy():
+                if at_s <= until_s:
+                    for key in keys.intersection(evicted):
+                        found[key] = max(found.get(key, (at_s, tier)), (at_s, tier))
+        return found

@@ -4,6 +4,7 @@ blocks never; one thread at a time may use it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from sidestream.formats.events import (
     merged,
     prefix_at_end,
 )
+from sidestream.formats.messages import MessageSplitter
 from sidestream.formats.table import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
 
 
@@ -41,8 +43,8 @@ class AnswerFormat:
         """The formats' markers. The parser needs the text of those that are special tokens."""
         found = set() if self.tools is None else TOOL_FORMATS[self.tools].literals()
         if self.reasoning is not None:
-            found |= {REASONING_FORMATS[self.reasoning].start, REASONING_FORMATS[self.reasoning].end}
-        return sorted(found)
+            found |= REASONING_FORMATS[self.reasoning].literals()
+        return sorted({*found, *(token for text in found for token in re.findall("<[^<>]+>", text))})
 
 
 def is_inside(reasoning: str, prompt_end: str, *, continues: bool = False) -> bool:
@@ -62,7 +64,13 @@ class AnswerParser:
     """
 
     def __init__(self, form: AnswerFormat) -> None:
-        self._reasoning = None if form.reasoning is None else _ReasoningParser(REASONING_FORMATS[form.reasoning], form)
+        row = None if form.reasoning is None else REASONING_FORMATS[form.reasoning]
+        self._reasoning: _ReasoningParser | MessageSplitter | None = None
+        if row is not None:
+            splits = row.messages
+            self._reasoning = (
+                MessageSplitter(form.schemas, inside=form.inside) if splits else _ReasoningParser(row, form)
+            )
         self._calls = None if form.tools is None else CallParser(TOOL_FORMATS[form.tools], form.schemas)
 
     def feed(self, text: str) -> list[Event]:

@@ -54,6 +54,8 @@ def answer_grammar(
     several   an answer may have more than one call
     """
     rules = _Rules(special_id)
+    if form.reasoning is not None and REASONING_FORMATS[form.reasoning].messages:
+        return f"%llguidance {{}}\nstart: {_messages(rules, form, content, forced)}\n{rules.text()}"
     answer = content if content is not None else "TEXT"
     if form.tools is not None:
         answer = _answer_with_calls(rules, TOOL_FORMATS[form.tools], form.schemas, content, forced, several)
@@ -102,6 +104,18 @@ class _Rules:
     def text(self) -> str:
         body = "\n".join(self._rules)
         return body + _TERMINALS + (_PYTHON if "python_value" in body else "")
+
+
+def _messages(rules: _Rules, form: AnswerFormat, content: str | None, forced: bool) -> str:
+    """An answer of messages: reasoning and preambles, then one with the content or with a call, which ends it."""
+    go_on = f"{rules.until('<|end|>')} {rules.literal('<|start|>assistant')}"
+    before = rules.add("reasoning", f"{rules.literal('<|channel|>analysis<|message|>')} {go_on}")
+    last = [] if forced else [f"{rules.literal('<|channel|>final<|message|>')} {content or 'TEXT'}"]
+    if form.tools is not None:
+        before += " | " + rules.add("preamble", f"{rules.literal('<|channel|>commentary<|message|>')} {go_on}")
+        opening, calls = _calls(rules, TOOL_FORMATS[form.tools], form.schemas, several=False, forced=forced)
+        last.append(f"{rules.literal(opening)} {calls}")
+    return f"{go_on if form.inside else ''} ({before})* ({' | '.join(last)})"
 
 
 def _opening(rules: _Rules, reasoning: ReasoningFormat) -> str:

@@ -115,6 +115,11 @@ _KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
 # A template is compared with the rows from the top: hermes's marker occurs in other formats, too.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "openai": ToolFormat(  # one of the messages that messages.py finds
+        ("<|channel|>commentary",),
+        "<|channel|>commentary to=functions.",
+        (Name(), Maybe("<|constrain|>json"), "<|message|>", Json()),
+    ),
     "kimi_k2": ToolFormat(
         ("<|tool_calls_section_begin|>",),
         "<|tool_call_begin|>",
@@ -166,14 +171,21 @@ class ReasoningFormat:
     """How a model marks its reasoning, at the beginning of an answer.
 
     assumed   the answer begins inside the reasoning, even if the prompt does not end with `start`
+    messages  an answer is a sequence of messages (messages.py), so it is never text as it is
     """
 
     start: str
     end: str
     assumed: bool = False
+    messages: bool = False
+
+    def literals(self) -> set[str]:
+        """As of `ToolFormat`."""
+        return {self.start, self.end, *(("<|start|>", "<|call|>", "<|return|>") if self.messages else ())}
 
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "openai_gptoss": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", messages=True),
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", assumed=True),
@@ -190,4 +202,6 @@ def tool_format_of(template: str) -> str | None:
 
 def reasoning_format_of(template: str) -> str | None:
     """The name of the reasoning format that a chat template uses; None if it uses none of the table's."""
-    return next((name for name, row in REASONING_FORMATS.items() if row.end in template), None)
+    return next(
+        (name for name, row in REASONING_FORMATS.items() if (row.start if row.messages else row.end) in template), None
+    )

@@ -8,10 +8,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sidestream.config import ReasoningMarks
-from sidestream.grammar.token_grammar import Masks, TokenGrammar
+from sidestream.config import ReasoningMarks, SamplingParams
+from sidestream.errors import RequestRejected
+from sidestream.grammar.token_grammar import Grammars, Masks, TokenGrammar
 
 _WORD_BITS = 32
+
+
+def grammar_of(params: SamplingParams, grammars: Grammars | None) -> TokenGrammar | None:
+    """What decides which tokens an answer may have; None: all. Compiles a grammar on the calling thread. Raises
+    RequestRejected.
+
+    grammars   compiles grammars; None: the engine has no tokenizer
+    """
+    wanted = params.structured_outputs
+    if wanted is not None and grammars is None:
+        reason = "this engine has no tokenizer, so it cannot enforce the form of an answer; leave it out"
+        raise RequestRejected(f"structured_outputs is set: {reason}", param="structured_outputs")
+    grammar = None if wanted is None or grammars is None else grammars.compile(wanted)
+    if params.allowed_token_ids or params.bad_word_ids:
+        grammar = RuledAnswer(grammar, params.allowed_token_ids, params.bad_word_ids)
+    budget, marks = params.thinking_token_budget, params.reasoning
+    if budget is None:
+        return grammar
+    if marks is None or (params.allowed_token_ids and not {*marks.end} <= {*params.allowed_token_ids}):
+        reason = "the marker of the reasoning's end is unknown" if marks is None else "its end marker is not allowed"
+        raise RequestRejected(f"thinking_token_budget is {budget}: {reason}", param="thinking_token_budget")
+    return BudgetedAnswer(grammar, marks, budget, 0 if marks.inside else -1)
 
 
 class RuledAnswer:

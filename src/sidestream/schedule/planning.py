@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from sidestream.config import most_prompt_logits
 from sidestream.schedule.allocation import Allocator, Reuse, ReuseFinder
 from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
 from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
-from sidestream.schedule.request import Request, RequestQueues, State
+from sidestream.schedule.request import Lookup, Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
 from sidestream.types import BatchPlan, RowPlan, RowStart, StateIds, StepPlan
-from sidestream_kv.types import Fence, LoadPlan, TransferPlan
+from sidestream_kv.types import DEVICE, HOST, Fence, Key, LoadPlan, TransferPlan
 
 
 @dataclass(slots=True)
@@ -242,7 +243,7 @@ class Admission:
         if promotion is not None:
             step.transfers.append(promotion)
             return True
-        reuse = self._reuse.loadable(request, wanted, reuse)
+        located, reuse = reuse, self._reuse.loadable(request, wanted, reuse)
         hits = reuse.hits
         # rule: request-joins-one-that-computes-the-same
         if self._prefix_cache.is_pending(wanted[len(hits) : reuse.num_joinable + 1]):
@@ -280,8 +281,29 @@ class Admission:
         if request.cached is None:
             loaded = tuple(reuse.keys[reuse.num_state_parts :])
             request.cached = self._tiers.cached_tokens(request, num_hits=num_hits, loaded=loaded)
+            request.lookup = self._lookup(request, wanted, located, num_found)
         self._prefill.plan(request, step)
         return True
+
+    def _lookup(self, request: Request, wanted: Sequence[Key], located: Reuse, num_found: int) -> Lookup:
+        """The record of this admission. `located`: all blocks that were found; `num_found` of them are reused."""
+        if request.avoid_tiers and request.lookup is not None:
+            return Lookup(num_found, max(num_found, request.lookup.found), "load_failed")
+        if request.avoid_disk:
+            late = sum(1 for _ in takewhile(request.promoted_from.__contains__, wanted[num_found:]))
+            if late:
+                return Lookup(num_found, num_found + late, "load_late", request.promoted_from[wanted[num_found]])
+        if located.num_joinable <= num_found:  # nearly always
+            return Lookup(num_found, num_found)
+        tier = next(iter(self._tiers.locate(request, wanted[num_found : num_found + 1])), DEVICE)
+        if request.states is not None:
+            reason = "no_checkpoint"
+        elif tier == DEVICE:
+            reason = "window"
+        else:
+            worth = self._tiers.is_worth_loading(located.sources, num_partial=located.num_partial)
+            reason = "load_limit" if worth and tier != HOST else "cost"
+        return Lookup(num_found, located.num_joinable, reason, tier)
 
 
 class Preemption:

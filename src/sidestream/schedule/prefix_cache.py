@@ -48,7 +48,7 @@ class PrefixCache:
         self._states = states
         self._key_log = blocks.key_log = key_log
         if states is not None:
-            blocks.on_evict = states.forget  # rule: state-is-forgotten-with-its-block
+            blocks.on_evict += (states.forget,)  # rule: state-is-forgotten-with-its-block
 
     # ------------------------------------------------------------------ keys
 

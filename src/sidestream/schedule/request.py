@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from sidestream.grammar import TokenGrammar
 from sidestream.types import BatchPlan, CachedTokens, SamplingSpec
@@ -38,6 +39,23 @@ class State(Enum):
     LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Lookup(NamedTuple):
+    """What an admission found of the blocks that the request may reuse.
+
+    found     number of leading blocks that are reused
+    located   number of leading blocks that were on the device or in a tier, or that a load was to supply; those after
+              the first `found` are computed
+    reason    why: `load_failed`, `load_late` (or the read failed), `cost`, `load_limit`, `no_checkpoint`, `window`;
+              empty: there are none
+    tier      holds the block after the first `found`
+    """
+
+    found: int
+    located: int
+    reason: str = ""
+    tier: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +133,8 @@ class Request:
     """The scheduler's `keys_version` when `keys` were computed."""
     grammar: TokenGrammar | None = None
     """Follows its answer, and says which tokens may come next; None: any. The engine changes it with each commit."""
+    name: str = ""
+    """The caller's name of the request."""
 
     # written by the scheduler only
     tokens: list[int] = field(init=False)
@@ -178,6 +198,8 @@ class Request:
     """Fence of the last step with a row of this request."""
     cached: CachedTokens | None = field(init=False, default=None)
     """Numbers of cached tokens that its first admission found, by tier; None before that admission."""
+    lookup: Lookup | None = field(init=False, default=None)
+    """Of the same admission."""
     promotions: int = field(init=False, default=0)
     promoted_from: dict[Key, str] = field(init=False, default_factory=dict)
     """Maps the key of each promoted block to the tier that held it before the promotion (a copy from disk to host

@@ -79,6 +79,8 @@ class _Request(_Strict):
     stream: bool = False
     thinking: _Thinking = _Thinking()
     output_config: _OutputConfig = _OutputConfig()
+    # not in Anthropic's API
+    explain_cache: bool = False
 
 
 class _Tool(_Strict):
@@ -162,6 +164,7 @@ def _call(asked: _Request, tokenizer: TokenizerLike, served: Served) -> Call:
         raise bad_request(f"{where} ends the conversation without a text to continue: add a user message", where)
     fields = {
         **{name: getattr(asked, name) for name in ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")},
+        "explain_cache": asked.explain_cache,
         "messages": messages,
         "tools": [{"type": "function", "function": tool.model_dump(by_alias=True)} for tool in tools],
         "tool_choice": _tool_choice(asked.tool_choice),
@@ -272,7 +275,7 @@ class MessagesReply:
             content.append({"type": "text", "text": answer.content})
         for call_id, name, arguments in answer.calls:
             content.append({"type": "tool_use", "id": call_id, "name": name, "input": json.loads(arguments)})
-        return {**self._message, "content": content, **self._ending(bool(answer.calls)), "usage": self._usage()}
+        return {**self._message, "content": content, **self._ending(bool(answer.calls)), **self._usage()}
 
     async def stream(self, send: Send) -> None:
         """Send each delta as events. After a failure before the first event, the reply is a plain HTTP error."""
@@ -284,14 +287,14 @@ class MessagesReply:
             if is_first:
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM.copy()})
                 message = {**self._message, "content": [], "stop_reason": None, "stop_sequence": None}
-                events.append({"type": "message_start", "message": {**message, "usage": self._usage()}})
+                events.append({"type": "message_start", "message": {**message, **self._usage()}})
             for part in parts:
                 events += blocks.add(part)
             if events:
                 await _send(send, events, more=True)
 
         await self._generate(emit)
-        ending = {"type": "message_delta", "delta": self._ending(blocks.has_calls), "usage": self._usage()}
+        ending = {"type": "message_delta", "delta": self._ending(blocks.has_calls), **self._usage()}
         await _send(send, [*blocks.close(), ending, {"type": "message_stop"}], more=False)
 
     def _read(self, delta: Delta) -> list[Event]:
@@ -318,10 +321,15 @@ class MessagesReply:
         return {"stop_reason": reason, "stop_sequence": self._stop_sequence}
 
     def _usage(self) -> Json:
+        """The usage, and at the end the explanation of the cache; Anthropic's clients ignore fields that they do not
+        know.
+        """
         usage = self._record.usage
-        cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.cached_tokens}
+        cache: Json = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.cached_tokens}
+        cache["cached_tokens_by_tier"] = usage.cached_by_tier
         fresh = usage.prompt_tokens - usage.cached_tokens
-        return {"input_tokens": fresh, **cache, "output_tokens": usage.output_tokens}
+        counts = {"input_tokens": fresh, **cache, "output_tokens": usage.output_tokens}
+        return {"usage": counts, **self._record.explanations}
 
 
 class _BlockEvents:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -24,8 +25,9 @@ from starlette.types import Receive, Scope, Send
 
 from sidestream.client.beam_search import BeamSearch, run_search
 from sidestream.config import SamplingParams
-from sidestream.errors import EngineStopped, InvariantError
+from sidestream.errors import EngineStopped, InvariantError, SidestreamError
 from sidestream.formats import (
+    REASONING_FORMATS,
     AnswerParser,
     CallBegun,
     CallEnded,
@@ -38,7 +40,9 @@ from sidestream.processes.log_stream import lost_lines
 from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
 from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
-from sidestream.server.errors import ApiError
+from sidestream.server.cache_explanation import FORGOTTEN, as_json
+from sidestream.server.early_breaks import LEAST_PROMPT, EarlyBreaks
+from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.middleware import (
@@ -48,6 +52,7 @@ from sidestream.server.middleware import (
     RequestMiddleware,
     RequestRecord,
     RootPathMiddleware,
+    has_admin_key,
     request_record,
 )
 from sidestream.server.openai_responses import (
@@ -65,6 +70,7 @@ from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import (
     CHAT_FORMAT,
     RESPONSE_FORMATS,
+    Generate,
     Json,
     SpelledToken,
     TokenSpeller,
@@ -77,6 +83,7 @@ from sidestream.text import TokenizerLike
 from sidestream.types import CANCELLED, Delta, TokenLogprob
 from sidestream.version import VERSION
 
+_EXPLAIN_HEADER = "x-explain-cache"
 _INLINE_BODY_BYTES = 8 << 10
 """Parsing and tokenising a body of this size takes up to 2 ms."""
 
@@ -102,13 +109,14 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
         backend.tokenizer.use_chat_template(Path(options.chat_template))
     template, chosen = backend.tokenizer.chat_template, (options.tool_call_parser, options.reasoning_parser)
     tools, reasoning = chosen[0] or tool_format_of(template), chosen[1] or reasoning_format_of(template)
+    row = REASONING_FORMATS.get(reasoning or "")
     return Served(
         options.served_model_name or backend.model_name,
         options.max_choices,
         backend.max_model_len,
         tool_format=None if tools == "none" else tools,
         reasoning_format=None if reasoning == "none" else reasoning,
-        always_reasoning=options.reasoning_parser is not None,
+        always_reasoning=options.reasoning_parser is not None or (row is not None and row.messages),
     )
 
 
@@ -137,6 +145,7 @@ def create_app(
     text = text or TextWork(handle, room=lambda: backend.room)
     bodies = BodyReader(options, served.max_model_len)
     store = store or ResponseStore(options)
+    breaks = EarlyBreaks(count=backend.count, tokenizer=backend.tokenizer, shows_text=options.explain_cache == "text")
 
     async def models(request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [model]})
@@ -156,7 +165,9 @@ def create_app(
         return convert
 
     def completions(api: Api | Literal["messages", "responses"]) -> Completions:
-        return Completions(backend, bodies, text, handle, stopping, model["id"], api, store)
+        return Completions(
+            backend, bodies, text, handle, stopping, model["id"], api, store, breaks, explains=options.explain_cache
+        )
 
     app = Starlette(
         routes=[
@@ -310,8 +321,13 @@ class Completions:
         model_name: str,
         api: Api | Literal["messages", "responses"],
         store: ResponseStore,
+        breaks: EarlyBreaks,
+        *,
+        explains: str,
     ) -> None:
         self._backend = backend
+        self._breaks = breaks
+        self._explains = explains
         self._bodies = bodies
         self._text = text
         self._handle = handle
@@ -326,6 +342,11 @@ class Completions:
             call = await self._parse(body)
         record = request_record(scope)
         record.request_id = call.request_id or record.request_id
+        if call.explain_cache or _asks_for_explanation(Headers(scope=scope)):
+            record.explains = "text" if has_admin_key(scope) else self._explains
+            if record.explains == "off":
+                message = "explanations are off: start the server with --explain-cache blocks, or leave this out"
+                raise ApiError(403, message, kind="permission_error", param="explain_cache", code="explanations_off")
         reply = self._reply(call, record)
         async with CancelOnDisconnect(scope, self._stopping):
             if call.stream:
@@ -335,12 +356,12 @@ class Completions:
         await JsonResponse(response)(scope, receive, send)
 
     def _reply(self, call: Call, record: RequestRecord) -> _Reply | MessagesReply | ResponsesReply:
-        generate = partial(generate_all, self._backend, call, record.request_id)
+        generate = partial(generate_all, self._backend, call, record, breaks=self._breaks)
         if isinstance(call, ResponsesCall):
             return ResponsesReply(call, record, generate, self._store)
         if self._api == "messages":
             return MessagesReply(call, record, generate, self._model_name)
-        return _Reply(call, record, self._backend, self._model_name)
+        return _Reply(call, record, self._backend.tokenizer, generate, self._model_name)
 
     async def _parse(self, body: bytearray) -> Call:
         """The call. Short texts are parsed on the event loop, because handing them over would hold the interpreter lock
@@ -362,10 +383,13 @@ class _Reply:
     loop only. Deltas of several prompts may interleave.
     """
 
-    def __init__(self, call: Call, record: RequestRecord, backend: Backend, model: str) -> None:
+    def __init__(
+        self, call: Call, record: RequestRecord, tokenizer: TokenizerLike, generate: Generate, model: str
+    ) -> None:
         self._call = call
         self._record = record
-        self._backend = backend
+        self._tokenizer = tokenizer
+        self._generate = generate
         self._format = RESPONSE_FORMATS[call.api]
         self._spellers = [] if call.params.logprobs is None else [self._speller(i) for i in range(call.num_choices)]
         form = call.answer
@@ -392,10 +416,10 @@ class _Reply:
             if self._parsers:
                 samples[index].events += self._events(index, delta)
 
-        await generate_all(self._backend, self._call, self._record.request_id, emit)
+        await self._generate(emit)
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
-        usage = self._record.usage.json()
-        reply = {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
+        ending = {"usage": self._record.usage.json(), **self._record.explanations}
+        reply = {**self._head, "object": self._format.response_object, "choices": choices, **ending}
         if self._call.prompt_logprobs is not None:
             for index, owner in enumerate([reply] if self._call.api == "chat" else choices):
                 owner["prompt_logprobs"] = await asyncio.to_thread(self._prompt_logprobs_json, index)
@@ -416,9 +440,10 @@ class _Reply:
             chunks += self._parsed_chunks(index, delta) if self._parsers else [self._delta_chunk(index, delta)]
             await events.write([self._chunk([chunk]) for chunk in chunks if chunk is not None])
 
-        await generate_all(self._backend, self._call, self._record.request_id, emit)
-        if self._call.include_usage:
-            await events.write([{**self._chunk([]), "usage": self._record.usage.json()}])
+        await self._generate(emit)
+        ending = {"usage": self._record.usage.json()} if self._call.include_usage else {}
+        if ending := {**ending, **self._record.explanations}:
+            await events.write([{**self._chunk([]), **ending}])
         await events.done()
 
     def _echo(self, index: int) -> str:
@@ -433,12 +458,12 @@ class _Reply:
         self._prompt_logprobs[index] = delta.prompt_logprobs
         if self._spellers and self._call.echo and self._call.api == "text":
             prompt, top = self._call.prompts[index // self._call.params.n], self._call.params.logprobs or 0
-            detokenizer = self._backend.tokenizer.detokenizer((), self._shown)
+            detokenizer = self._tokenizer.detokenizer((), self._shown)
             parts = prompt, delta.prompt_logprobs, top, self._echo(index), detokenizer
             self._echoed[index] = await asyncio.to_thread(spelled_prompt, *parts)
 
     def _prompt_logprobs_json(self, index: int) -> list[Any]:
-        decode = partial(self._backend.tokenizer.decode, skip_special_tokens=False)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         return prompt_logprobs_json(self._prompt_logprobs[index], self._call.prompt_logprobs or 0, decode)
 
     def _count(self, index: int, delta: Delta) -> Delta:
@@ -506,7 +531,7 @@ class _Reply:
         prompt = self._call.prompts[index // self._call.params.n]
         after = prompt if self._call.continues else ()
         start = len(self._echo(index)) if self._call.api == "text" else 0
-        return TokenSpeller(self._backend.tokenizer.detokenizer(after, self._shown), start=start)
+        return TokenSpeller(self._tokenizer.detokenizer(after, self._shown), start=start)
 
     @property
     def _shown(self) -> Sequence[str] | None:
@@ -575,18 +600,36 @@ class GenerationFailed(Exception):
     """The engine failed this request. The message goes to the log, not to the client."""
 
 
-async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> None:
-    """Await `emit(choice, delta)` for each delta of all prompts, until all samples have finished.
+def _asks_for_explanation(headers: Headers) -> bool:
+    value = headers.get(_EXPLAIN_HEADER, "0").strip().lower()
+    if value not in ("0", "false", "1", "true"):
+        raise bad_request(f"the header {_EXPLAIN_HEADER} is {value[:64]!r}: send 1, or leave it out", _EXPLAIN_HEADER)
+    return value in ("1", "true")
+
+
+async def generate_all(
+    backend: Backend, call: Call, record: RequestRecord, emit: Emit, *, breaks: EarlyBreaks | None = None
+) -> None:
+    """Await `emit(choice, delta)` for each delta of all prompts, until all samples have finished. Then put the
+    explanations into the record, if the request asks for them.
+
+    breaks   gets the prompts that are long enough
 
     A cancellation, or a failure of one prompt or of `emit`, aborts all prompts. Raises the first failure.
     """
 
+    name = record.request_id
+
     async def run(number: int, prompt: tuple[int, ...], request_name: str) -> None:
         running = set(range(call.params.n))
+        is_compared = breaks is None or len(prompt) < LEAST_PROMPT
         running_deltas = _deltas_of(backend, call, prompt, request_name)
         async with aclosing(running_deltas) as deltas:
             async for delta in deltas:
                 _raise_if_failed(delta)
+                if breaks is not None and not is_compared:
+                    is_compared = True
+                    breaks.add(prompt, call.cache_salt, delta.cached.total)
                 await emit(number * call.params.n + delta.index, delta)
                 if delta.finish_reason is not None:
                     running.discard(delta.index)
@@ -595,13 +638,26 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
 
     if len(call.prompts) == 1:  # the usual case, without an extra task
         await run(0, call.prompts[0], name)
-        return
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, prompt in enumerate(call.prompts):
+                    group.create_task(run(number, prompt, f"{name} {number}"))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+    if record.explains != "off":
+        names = [name] if len(call.prompts) == 1 else [f"{name} {number}" for number in range(len(call.prompts))]
+        found = [await _explained(backend, *one, record.explains) for one in zip(names, call.prompts, strict=True)]
+        record.explanations["cache_explanation"] = found[0] if len(found) == 1 else found
+
+
+async def _explained(backend: Backend, name: str, prompt: Sequence[int], level: str) -> Json:
+    """The explanation of one prompt. A failure costs the explanation, not the answer."""
     try:
-        async with asyncio.TaskGroup() as group:
-            for number, prompt in enumerate(call.prompts):
-                group.create_task(run(number, prompt, f"{name} {number}"))
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        found = await backend.explain_cache(name)
+    except SidestreamError as failure:
+        return {**FORGOTTEN, "meaning": f"the engine did not explain it: {failure}"}
+    return as_json(found, prompt, backend.tokenizer, text=level == "text")
 
 
 def _deltas_of(backend: Backend, call: Call, prompt: tuple[int, ...], request_name: str) -> AsyncGenerator[Delta, None]:

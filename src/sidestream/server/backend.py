@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sidestream.config import SamplingParams
 from sidestream.text import TokenizerLike
-from sidestream.types import Delta, Flushed, Health
+from sidestream.types import CacheExplanation, Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot
 
 
@@ -62,6 +62,10 @@ class Backend(Protocol):
         text continues the prompt's text; otherwise, it begins one. The names of the special tokens `shown_tokens` are
         part of the text. Raises RequestError or EngineStopped before the first delta.
         """
+        ...
+
+    async def explain_cache(self, request_name: str) -> CacheExplanation | None:
+        """Why tokens of the last request with this name were reused or computed; None: it is not remembered."""
         ...
 
     async def flush(self, *, timeout_s: float) -> Flushed:

@@ -68,6 +68,7 @@ class Call:
     include_reasoning, parallel_tool_calls  whether the reply has the reasoning, and calls after the first one
     beams             the answers are those of a beam search; None: they are sampled
     only_echo         answers are the prompts' texts; the token that the engine computes is left out
+    explain_cache     the reply says why tokens of the prompts were reused or computed
     """
 
     api: Api
@@ -88,6 +89,7 @@ class Call:
     answer: AnswerFormat | None = None
     include_reasoning: bool = True
     parallel_tool_calls: bool = True
+    explain_cache: bool = False
 
     @property
     def shown_tokens(self) -> Sequence[str]:

@@ -130,6 +130,7 @@ class _Fields(BaseModel):
     request_id: str | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
     return_tokens_as_token_ids: bool = False
+    explain_cache: bool = False
 
 
 class _Chat(_Fields, Conversation):
@@ -426,6 +427,7 @@ def _call(
         not isinstance(asked, Conversation) or asked.continue_final_message,
         asked.return_tokens_as_token_ids,
         asked.prompt_logprobs,
+        explain_cache=asked.explain_cache,
     )
 
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,6 +38,8 @@ _GONE = 499  # nginx logs this status for a client that disconnected; it is neve
 class RequestRecord:
     """Values for the log line of one request. Written by the request's task only.
 
+    explains      one of `LEVELS`: how much the explanation of the cache may tell
+    explanations  the field `cache_explanation` of the reply, once it is known; empty: there is none
     error_event   makes the end of a stream that fails; None: as of other streams of OpenAI's and Anthropic's APIs
     """
 
@@ -45,6 +47,8 @@ class RequestRecord:
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     usage: Usage = field(default_factory=Usage)
+    explains: str = "off"
+    explanations: dict[str, Any] = field(default_factory=dict)
     status: int = 0
     outcome: str = "ok"
     error_event: Callable[[ApiError], bytes] | None = None
@@ -175,6 +179,11 @@ def _wrong_key(name: str) -> ApiError:
     return ApiError(
         401, message, kind="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
     )
+
+
+def has_admin_key(scope: Scope) -> bool:
+    """Whether the request has the admin key."""
+    return bool(scope[_ADMIN])
 
 
 def require_admin(scope: Scope) -> None:

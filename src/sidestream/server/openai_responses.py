@@ -99,6 +99,8 @@ class _Request(_Strict):
     include: list[Literal["reasoning.encrypted_content"]] = []
     reasoning: _Reasoning = _Reasoning()
     text: _Text = _Text()
+    # not in OpenAI's API
+    explain_cache: bool = False
 
 
 class _Function(_Strict):
@@ -214,6 +216,7 @@ def _call(asked: _Request, history: list[Json], tokenizer: TokenizerLike, served
     switches = _SWITCHES if asked.reasoning.effort is not None else ()
     fields = {
         **{name: getattr(asked, name) for name in ("model", "temperature", "top_p", "stream", "parallel_tool_calls")},
+        "explain_cache": asked.explain_cache,
         "max_tokens": asked.max_output_tokens,
         "tools": tools,
         "tool_choice": _tool_choice(asked.tool_choice),
@@ -234,7 +237,7 @@ def _call(asked: _Request, history: list[Json], tokenizer: TokenizerLike, served
             raise
         call = make(in_order)
     head = {
-        **asked.model_dump(exclude={"input", "include", "stream"}),
+        **asked.model_dump(exclude={"input", "include", "stream", "explain_cache"}),
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "text": {"format": asked.text.format or {"type": "text"}},
         "truncation": "disabled",
@@ -483,7 +486,11 @@ class ResponsesReply:
         usage, is_over = self._record.usage, status != "in_progress"
         counts = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cached_tokens_by_tier": usage.cached_by_tier,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage.output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.output_tokens,
@@ -495,6 +502,7 @@ class ResponsesReply:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [item for item in self._output.items if item["status"] != "in_progress"],
             "usage": counts if is_over else None,
+            **(self._record.explanations if is_over else {}),
         }
 
     def _failed(self, error: ApiError) -> bytes:

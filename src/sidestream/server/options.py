@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from sidestream.errors import ConfigError
 from sidestream.formats import REASONING_FORMATS, TOOL_FORMATS
+from sidestream.server.cache_explanation import LEVELS
 from sidestream_kv.config import unknown_name
 
 # Size of the field `sun_path` of the kernel's address, without the zero byte at its end.
@@ -60,6 +61,10 @@ class ServerOptions:
     reasoning_parser   name of the format of its reasoning (`REASONING_FORMATS`), which is then split from every chat
                        answer; none: reasoning stays in the text; None: the format of its chat template, for requests
                        with tools or options of reasoning
+    explain_cache      how much a reply may tell of earlier requests with the same cache salt, if its request has
+                       `explain_cache`: `off`, `blocks` (nothing but whole blocks, as the usage does) or `text` (tokens
+                       and their text; and whether other salts have the same prompts), for callers that trust each
+                       other. Requests with the admin key get `text`
     max_choices        maximum number of prompts times n in one request
     max_stored_responses  responses that are kept for requests that continue them (`previous_response_id`), by all API
                           processes together; the least recently used are removed first; 0: none
@@ -91,6 +96,7 @@ class ServerOptions:
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    explain_cache: str = "blocks"
     max_choices: int = 128
     max_stored_responses: int = 1000
     max_stored_bytes: int | None = None
@@ -135,6 +141,8 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and value not in (*formats, "none"):
                 raise ConfigError(unknown_name(name, str(value), (*formats, "none")))
+        if self.explain_cache not in LEVELS:
+            raise ConfigError(unknown_name("explain_cache", str(self.explain_cache), LEVELS))
         for origin in self.allowed_origins:
             _check_origin(origin)
         if self.chat_template is not None and not os.access(self.chat_template, os.R_OK):

@@ -88,6 +88,7 @@ class ChatTemplate:
         given_tools = [dict(tool) for tool in tools] if tools else None
         self._check(conversation, given_tools, options)
         forms = self.content_forms(given_tools)
+        conversation = _as_read(conversation, self._backend.get_chat_template(tools=given_tools))
         try:
             return str(
                 self._backend.apply_chat_template(
@@ -169,6 +170,41 @@ class ChatTemplate:
                     "leave the message out, or correct the template",
                     param=where,
                 )
+
+
+def _as_read(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """The messages in the form of templates, such as gpt-oss's, that read the reasoning as `thinking`, refuse content
+    beside it in a message with calls, or read only the first call of a message.
+    """
+    if "message.thinking" in template:
+        messages = [_thinking(message) for message in messages]
+    if "tool_calls[0]" not in template:
+        return messages
+    out: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # messages with a call, until its result comes
+    for message in messages:
+        if message["role"] == "tool" and waiting:
+            call_id = message.get("tool_call_id")
+            found = next((one for one in waiting if one["tool_calls"][0].get("id") == call_id), waiting[0])
+            waiting.remove(found)
+            out += [found, message]
+            continue
+        calls = list(message.get("tool_calls") or ())
+        out += [*waiting, *([] if len(calls) > 1 else [message])]
+        waiting = [{"role": message["role"], "content": "", "tool_calls": [call]} for call in calls if len(calls) > 1]
+        if waiting:
+            waiting[0] = {**message, "tool_calls": [calls[0]]}
+    return out + waiting
+
+
+def _thinking(message: dict[str, Any]) -> dict[str, Any]:
+    thinking, content = message.get("reasoning_content"), message.get("content")
+    if not thinking:
+        return message
+    fields = {**message, "thinking": thinking}
+    if message.get("tool_calls") and content:  # a preamble of the calls, for which there is no other field
+        fields |= {"thinking": f"{thinking}\n{content}", "content": ""}
+    return fields
 
 
 def _in_form(message: Mapping[str, Any], form: ContentForm) -> dict[str, Any]:

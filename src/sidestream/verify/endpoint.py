@@ -67,13 +67,12 @@ class Refused(SidestreamError):
         self.status = status
 
 
-class Endpoint:
-    """A server at `url`. Finds the model's name, and which token ids and which optional fields the server accepts.
-
-    Raises ConfigError for an unusable URL, and SidestreamError if the server cannot be reached or serves no model.
+class Connection:
+    """Calls a server at `url`. Raises ConfigError for an unusable URL, and SidestreamError if the server cannot be
+    reached.
     """
 
-    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout_s: float = 120.0) -> None:
+    def __init__(self, url: str, *, key: str | None = None, timeout_s: float = 120.0) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
@@ -81,22 +80,56 @@ class Endpoint:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._timeout_s = timeout_s
+
+    def first_model(self) -> str:
+        """Name of the first model that the server lists. Raises SidestreamError if it lists none."""
+        try:
+            return str(json.loads(self.call("GET", "/v1/models"))["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise SidestreamError(
+                f"{self._parts.geturl()} names no model at /v1/models: is it an OpenAI-compatible server?"
+            ) from error
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """The body of the reply. Raises Refused for an error status, and SidestreamError if the connection breaks."""
+        connection = self._connection()
+        try:
+            connection.request(method, f"{self._path}{path}", body, self._headers)
+            reply = connection.getresponse()
+            content = reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(error) from error
+        finally:
+            connection.close()
+        if reply.status != 200:
+            raise Refused(reply.status, content.decode("utf-8", "replace"))
+        return content
+
+    def _connection(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        assert self._parts.hostname is not None
+        return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+
+    def _broken(self, error: Exception) -> SidestreamError:
+        return SidestreamError(f"{self._parts.geturl()} does not answer ({error or type(error).__name__})")
+
+
+class Endpoint(Connection):
+    """A server at `url`. Finds the model's name, and which token ids and which optional fields the server accepts.
+
+    Raises ConfigError for an unusable URL, and SidestreamError if the server cannot be reached or serves no model.
+    """
+
+    def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout_s: float = 120.0) -> None:
+        super().__init__(url, key=key, timeout_s=timeout_s)
         self._without: frozenset[str] = frozenset()
-        self.model = model or self._first_model()
+        self.model = model or self.first_model()
         self.vocabulary = self._probe()
 
     @property
     def salts(self) -> bool:
         """Whether the server knows `cache_salt`."""
         return "cache_salt" not in self._without
-
-    def _first_model(self) -> str:
-        try:
-            return str(json.loads(self._call("GET", "/v1/models"))["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise SidestreamError(
-                f"{self._parts.geturl()} names no model at /v1/models: is it an OpenAI-compatible server?"
-            ) from error
 
     def _probe(self) -> int:
         """The number of token ids to draw from. Leaves out optional fields that the server refuses."""
@@ -126,7 +159,7 @@ class Endpoint:
 
     def answer(self, ask: Ask) -> Answer:
         """Send a request and wait for its answer. Raises Refused, and SidestreamError if the connection breaks."""
-        reply = self._call("POST", "/v1/completions", self._body(ask))
+        reply = self.call("POST", "/v1/completions", self._body(ask))
         try:
             return _answer(json.loads(reply))
         except (ValueError, LookupError, TypeError) as error:
@@ -148,7 +181,7 @@ class Endpoint:
     def reset(self) -> bool:
         """Ask the server to forget its prefix cache. Returns whether it knows how to."""
         try:
-            self._call("POST", "/reset_prefix_cache", b"{}")
+            self.call("POST", "/reset_prefix_cache", b"{}")
         except Refused:
             return False
         return True
@@ -158,7 +191,7 @@ class Endpoint:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self._call("GET", "/v1/models")
+                self.call("GET", "/v1/models")
                 return
             except SidestreamError:
                 if time.monotonic() > deadline:
@@ -168,28 +201,6 @@ class Endpoint:
     def _body(self, ask: Ask, **more: Any) -> bytes:
         body = {name: value for name, value in ask.body(self.model).items() if name not in self._without}
         return json.dumps({**body, **more}).encode()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        assert self._parts.hostname is not None
-        return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
-
-    def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        connection = self._connection()
-        try:
-            connection.request(method, f"{self._path}{path}", body, self._headers)
-            reply = connection.getresponse()
-            content = reply.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._broken(error) from error
-        finally:
-            connection.close()
-        if reply.status != 200:
-            raise Refused(reply.status, content.decode("utf-8", "replace"))
-        return content
-
-    def _broken(self, error: Exception) -> SidestreamError:
-        return SidestreamError(f"{self._parts.geturl()} does not answer ({error or type(error).__name__})")
 
 
 def salted(ask: Ask, salt: str) -> Ask:

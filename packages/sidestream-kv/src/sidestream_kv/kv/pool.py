@@ -90,7 +90,7 @@ class FencedPool:
         self._cached = Lru()
         self._demoted: set[int] = set()  # used blocks that are evicted first once they are cached
         self._index = PrefixIndex()
-        self.on_evict: Callable[[list[Key]], None] | None = None
+        self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
         """Called with the keys of evicted blocks, on the owner's thread."""
         self.key_log: TierKeyLog | None = None
         """Records every change of the findable keys; None: changes are not recorded."""
@@ -310,8 +310,8 @@ class FencedPool:
     def _evict(self, count: int) -> list[int]:
         block_ids = self._cached.pop_oldest(count)
         keys = self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
-        if self.on_evict is not None:
-            self.on_evict(keys)
+        for on_evict in self.on_evict:
+            on_evict(keys)
         if self.key_log is not None:
             self.key_log.removed(keys)
         return block_ids

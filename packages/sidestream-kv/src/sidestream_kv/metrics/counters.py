@@ -74,6 +74,10 @@ METRICS: Mapping[str, Declared] = {
         "counter", "times a thread waited for a fence that was not done, by reason", ("reason",)
     ),
     "kv_event_batches_total": Declared("counter", "batches of KV events, by outcome", ("outcome",)),
+    "early_prefix_breaks_total": Declared(
+        "counter",
+        "prompts that differed from earlier ones at an early place that was logged, with the same text behind",
+    ),
     "log_lines_lost_total": Declared("counter", "lines that API processes did not log, because the log was not read"),
     "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
     "engine_ready_seconds": Declared("gauge", "time from the start of the process until its engine served"),

@@ -29,7 +29,7 @@ makes another entry, so late deletions, reads in flight and new writes use diffe
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream_kv.errors import InvariantError, TierFull
@@ -131,6 +131,8 @@ class TierIndex:
         self.name = name
         self.key_log: TierKeyLog | None = None
         """Log of every key that becomes findable or is removed; None: no log."""
+        self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
+        """Called with the keys of evicted entries, on the offload worker's thread."""
         self._tracer = tracer
         self._max_entries = max_entries
         self._entry_bytes = entry_bytes
@@ -351,6 +353,8 @@ class TierIndex:
             self._tracer.forgot(self.name, [slot.entry.serial])
         if self.key_log is not None:
             self.key_log.removed((key,))
+        for on_evict in self.on_evict:
+            on_evict((key,))
         return slot.entry
 
     def _end(self, grant: WriteGrant) -> None:
