@@ -93,5 +93,5 @@ def test_a_request_is_traced_from_http_to_disk_and_back(files_of_a_request: list
     assert not [name for name in files_of_a_request if name.startswith("sidestream/cli/")]
 
 
-def test_a_request_goes_through_at_most_58_files(files_of_a_request: list[str]) -> None:
-    assert len(files_of_a_request) <= 58, files_of_a_request
+def test_a_request_goes_through_at_most_55_files(files_of_a_request: list[str]) -> None:
+    assert len(files_of_a_request) <= 55, files_of_a_request

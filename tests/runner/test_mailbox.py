@@ -9,8 +9,8 @@ from proof.faults import Hold
 from sidestream.errors import InvariantError
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Mailbox, MailboxEntry
-from sidestream.runner.prompt_logprobs import PromptPart, prompt_logprobs
-from sidestream.runner.sampler import SamplerOutput
+from sidestream.runner.sampler import SamplerOutput, prompt_logprobs
+from sidestream.runner.step_inputs import PromptPart
 from sidestream.types import BatchPlan, RowPlan
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.types import Fence

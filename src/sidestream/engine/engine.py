@@ -111,7 +111,7 @@ class Engine:
         thread. Raises QueueFull or EngineStopped, and RequestRejected for a grammar.
         """
         num_samples, arrival_s = request.params.n, self.parts.device.now()
-        grammar = grammar_of(request.params, self.parts.grammars)
+        grammar = grammar_of(request.params, self.parts.grammars) if request.params.masked else None
         with self.serving.lock:  # so that ids are in order of arrival
             self.serving.check_room(num_samples)
             streams = [

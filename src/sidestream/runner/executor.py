@@ -27,8 +27,7 @@ from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs, Tell
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
 from sidestream.runner.masks import MaskMemory
-from sidestream.runner.prompt_logprobs import PromptLogits, PromptPart, PromptSlots, prompt_logprobs
-from sidestream.runner.sampler import Sampler, SamplingMode, TokenMasks
+from sidestream.runner.sampler import Sampler, SamplingMode, TokenMasks, prompt_logprobs
 from sidestream.runner.second_run import SecondRun
 from sidestream.runner.state import DecodeState, Uploads
 from sidestream.runner.step_inputs import (
@@ -37,6 +36,9 @@ from sidestream.runner.step_inputs import (
     GraphKey,
     InputSizes,
     Numbers,
+    PromptLogits,
+    PromptPart,
+    PromptSlots,
     StepInputs,
     TableChanges,
     demand_of,

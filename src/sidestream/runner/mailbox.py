@@ -16,9 +16,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sidestream.errors import InvariantError
-from sidestream.runner.prompt_logprobs import PromptPart
 from sidestream.runner.sampler import TOP_LOGPROBS, SamplerOutput
 from sidestream.runner.second_run import Differences
+from sidestream.runner.step_inputs import PromptPart
 from sidestream.types import RowResult, TokenLogprob
 from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.kv.pool import FencedPool, Lease

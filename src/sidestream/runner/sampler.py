@@ -323,3 +323,14 @@ def _logprobs(raw: Tensor, where: Tensor, tokens: Tensor, width: int) -> Logprob
         top_ids=ids.new_zeros(count, width).index_copy_(0, where, ids),
         top=raw.new_zeros(count, width).index_copy_(0, where, values),
     )
+
+
+def prompt_logprobs(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Log-probabilities of `targets`, int64 `[P]`, at logits `[P, V]`, by the names of the mailbox's fields: those of
+    the targets, their ranks (1: the likeliest), and ids and log-probabilities of the likeliest tokens. No host sync.
+    """
+    raw = logits.float().log_softmax(-1)
+    drawn = raw.gather(-1, targets.unsqueeze(-1))
+    ids, top = likeliest(raw, min(TOP_LOGPROBS, raw.shape[-1]))
+    ranks = 1 + (raw > drawn).sum(-1)
+    return {"prompt_ranks": ranks, "prompt_ids": ids, "prompt_drawn": drawn.squeeze(-1), "prompt_top": top}

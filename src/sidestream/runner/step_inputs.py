@@ -4,6 +4,8 @@ captured steps.
 A captured step (CUDA graph) has fixed sizes and addresses: each batch overwrites the whole buffer of the `GraphKey`
 that it uses. Rows of padding use the padding slot, write no KV, and their sampled tokens are not read (hazard H18). An
 eager step has the exact sizes of its batch, so it has no padding.
+
+Also which positions of prefill rows need logits for the log-probabilities of prompts (`PromptSlots`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor
 
 from sidestream.ops.interface import FROM_SLOT, ZEROS
-from sidestream.types import BatchPlan, RowColumns, RowPlan
+from sidestream.types import BatchPlan, RowColumns, RowPlan, RowStart
+from sidestream_kv.types import RequestId
 
 Numbers = npt.NDArray[np.int64]
 
@@ -526,3 +529,63 @@ def keys_that_fit(keys: Sequence[GraphKey], decodes: int, chunks: int, tokens: i
         (key for key in keys if key.fits(decodes, chunks, tokens, drafts)),
         key=lambda key: (key.sizes.num_tokens, key),
     )
+
+
+class PromptPart(NamedTuple):
+    """Logits of one row: of the positions from `start` on, which give the log-probabilities of the tokens behind them.
+
+    targets   ids of these tokens
+    top       requested number of alternatives for each
+    """
+
+    request_id: RequestId
+    start: int
+    targets: tuple[int, ...]
+    top: int
+
+
+class PromptLogits(NamedTuple):
+    """The positions of a step whose logits are computed only for log-probabilities of prompts.
+
+    indices   packed positions, of all parts in order
+    """
+
+    parts: tuple[PromptPart, ...]
+    indices: npt.NDArray[np.int64]
+
+    @property
+    def targets(self) -> list[int]:
+        """Ids of the tokens behind these positions."""
+        return [token for part in self.parts for token in part.targets]
+
+
+class PromptSlots:
+    """The prompts of request slots whose log-probabilities are wanted. A request that resumes with outputs has them
+    already.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}
+
+    def begin(self, slot: int, start: RowStart) -> None:
+        """Another request has the slot from the next launched step on."""
+        if start.sampling.prompt_logprobs >= 0 and not start.outputs:
+            self._prompts[slot] = start.prompt, start.sampling.prompt_logprobs
+        else:
+            self._prompts.pop(slot, None)  # rule: slot-forgets-the-last-owners-prompt
+
+    def wanted(self, batch: BatchPlan) -> PromptLogits | None:
+        """The positions of this step; nearly always None."""
+        if not self._prompts or batch.num_decodes == batch.num_rows:
+            return None
+        parts: list[PromptPart] = []
+        indices: list[int] = []
+        packed = batch.num_decodes + sum(batch.columns.drafts)
+        for row in batch.rows[batch.num_decodes :]:
+            if (found := self._prompts.get(row.slot)) is not None:
+                prompt, top = found
+                targets = prompt[row.min_start + 1 : row.stop + 1]
+                parts.append(PromptPart(row.request_id, row.min_start, targets, top))
+                indices += range(packed, packed + len(targets))
+            packed += row.num_tokens
+        return PromptLogits(tuple(parts), np.array(indices, np.int64)) if indices else None

@@ -1,22 +1,33 @@
-"""Bodies of HTTP messages. Reads the bodies of requests within bounds, and parses them as strict JSON; `fields.py`
-checks the fields. Writes the bodies of replies, events and errors as compact JSON in UTF-8.
+"""Bodies of HTTP messages. Reads the bodies of requests within bounds, parses them as strict JSON, and
+checks the objects in them: each of their fields is used, or accepted because its value has no effect, or rejected with
+an error that names it. Writes the bodies of replies, events and errors as compact JSON in UTF-8.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import json
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, NoReturn
+import reprlib
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from sidestream.errors import ContextTooLong
 from sidestream.server.errors import ApiError, ClientGone, bad_request
+from sidestream.server.extras import OTHER_SERVERS
 from sidestream.server.options import ServerOptions
 from sidestream.server.text_work import SHORT_BODY_BYTES
+from sidestream_kv.config import unknown_name
+
+_Checked = TypeVar("_Checked", bound=BaseModel)
+_TYPING_ERROR = 0.85  # difflib's ratio, as of temprature and temperature (0.95) or promt and prompt (0.91)
 
 # The default bound of a body: room for fields and a batch of prompts, and for each token of the context. A token takes
 # about 5 bytes as text or as an id, and up to 12 where a client escapes all but ASCII.
@@ -29,6 +40,37 @@ EVENT_STREAM = [
     (b"x-accel-buffering", b"no"),  # without it, nginx buffers the events
 ]
 """The headers of server-sent events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Constants of the server against which requests are checked.
+
+    max_choices    maximum number of prompts times n
+    max_model_len  maximum number of tokens of prompt and output together
+    tool_format, reasoning_format   formats of the model's answers; None: unknown, or switched off
+    always_reasoning   reasoning is split from every chat answer, not only if the request has tools or reasoning options
+    """
+
+    model_name: str
+    max_choices: int
+    max_model_len: int
+    tool_format: str | None = None
+    reasoning_format: str | None = None
+    always_reasoning: bool = False
+
+    def check_length(self, items: Sequence[Any], param: str, unit: str) -> None:
+        """Raise ContextTooLong for more items than the model takes tokens."""
+        if len(items) > self.max_model_len:
+            raise ContextTooLong(
+                f"{param} has {len(items)} {unit}, the model takes {self.max_model_len} tokens: shorten it", param=param
+            )
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError with status 404 for a name other than the served model's."""
+        if name is not None and name != self.model_name:
+            message = f"the model {name[:100]!r} does not exist: this server serves {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
 
 class BodyReader:
@@ -171,6 +213,78 @@ def _kind(value: object) -> str:
 
 
 _ENCODER = msgspec.json.Encoder()
+
+
+def checked(
+    kind: type[_Checked], fields: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], where: str = ""
+) -> _Checked:
+    """`fields` as a valid object of `kind`. Raises ApiError with status 400, naming the field at fault.
+
+    idle    fields without effect, with their accepted values besides null; None: all values
+    where   the place of the object in the request, such as `messages[0]`
+    """
+    return model_of(kind, without_idle(fields, idle, known=kind.model_fields, where=where and f"{where}."), where)
+
+
+def model_of(kind: type[_Checked], fields: Mapping[str, Any], where: str = "") -> _Checked:
+    """`fields`, none of which is null or without effect, as `checked` returns and refuses them."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as failure:
+        raise _first_fault(failure, where) from None
+
+
+def without_idle(
+    body: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], *, known: Collection[str], where: str
+) -> dict[str, Any]:
+    """`body` without nulls and without fields whose value has no effect. Raises ApiError with status 400 for unknown or
+    unsupported fields.
+    """
+    fields = {}
+    for name, value in body.items():
+        path = f"{where}{name[:64]}"
+        if name in known:
+            if value is not None:
+                fields[name] = value
+        elif name not in idle:
+            raise bad_request(_unknown_field(name, path, [f"{where}{other}" for other in known]), path)
+        elif not _asks_nothing(value, idle[name]):
+            raise bad_request(f"{path} is {short(value)}, which this server does not support: leave it out", path)
+    return fields
+
+
+def short(value: Any) -> str:
+    """A short text for a client's value, however long or deep the value is; null is written as in JSON."""
+    return "null" if value is None else reprlib.repr(value)
+
+
+def _unknown_field(name: str, path: str, known: Sequence[str]) -> str:
+    """The message for an unknown field. It suggests a name only for a typing error: less similar names have other
+    meanings.
+    """
+    if name in OTHER_SERVERS:
+        return f"no field {path}: {OTHER_SERVERS[name]}"
+    if difflib.get_close_matches(path, known, n=1, cutoff=_TYPING_ERROR):
+        return unknown_name("field", path, known)
+    return f"no field {path}: leave it out"
+
+
+def _asks_nothing(value: Any, idle: tuple[Any, ...] | None) -> bool:
+    if value is None or idle is None:
+        return True
+    return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # type, too: True == 1
+
+
+def _first_fault(failure: ValidationError, param: str = "") -> ApiError:
+    fault = failure.errors(include_url=False, include_context=False)[0]
+    for step in fault["loc"]:
+        param += f"[{step}]" if isinstance(step, int) else f".{step[:64]}" if param else step
+    if fault["type"] == "missing":
+        return bad_request(f"{param} is missing: it is required", param)
+    if fault["type"] == "extra_forbidden":
+        return bad_request(f"no field {param}", param)
+    reason = fault["msg"][:1].lower() + fault["msg"][1:]
+    return bad_request(f"{param} is {short(fault['input'])}: {reason}", param)
 
 
 def to_json(value: Any) -> bytes:

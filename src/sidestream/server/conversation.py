@@ -9,9 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from sidestream.errors import RequestRejected
-from sidestream.server.body import parse_json
-from sidestream.server.calls import Served
-from sidestream.server.checks import short, without_idle
+from sidestream.server.body import Served, parse_json, short, without_idle
 from sidestream.server.errors import bad_request
 from sidestream.server.extras import IDLE
 from sidestream.server.structured import check_strict

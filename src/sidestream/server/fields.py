@@ -19,9 +19,7 @@ from sidestream.client.front_end import reasoning_marks
 from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, StructuredOutputs
 from sidestream.errors import RequestRejected
 from sidestream.formats import AnswerFormat, is_inside
-from sidestream.server.body import parse_object
-from sidestream.server.calls import Api, Beams, Call, Served
-from sidestream.server.checks import checked, model_of, short, without_idle
+from sidestream.server.body import Served, checked, model_of, parse_object, short, without_idle
 from sidestream.server.conversation import Conversation, checked_messages, chosen_tools, lay_out, layout_options
 from sidestream.server.errors import bad_request, checked_request_id
 from sidestream.server.extras import EXTRAS, IDLE, OTHER_SERVERS, Extra
@@ -46,6 +44,7 @@ __all__ = [
     "parse_tokenize",
 ]
 
+Api = Literal["chat", "text"]
 _ApiFields = TypeVar("_ApiFields", bound="_Fields")
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -92,6 +91,63 @@ class _ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """A beam search in place of sampling: the number of beams, and the exponent of the length in answers' scores."""
+
+    width: int
+    length_penalty: float
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One valid request of either API, with encoded prompts.
+
+    include_usage     end the stream with a chunk that holds the usage
+    continuous_usage  add the usage to every chunk
+    request_id        the id that the client gave
+    continues         the answers continue the prompts' texts; False: they begin a text
+    tokens_as_ids     log-probabilities name a token `token_id:7` in place of its text
+    prompt_logprobs   the reply has log-probabilities of the prompts, with so many alternatives; None: it has none
+    echo              the prompts' texts, with which their answers begin; empty: answers begin with the model's text
+    answer            what to parse in the answers; None: they are text
+    include_reasoning, parallel_tool_calls  whether the reply has the reasoning, and calls after the first one
+    beams             the answers are those of a beam search; None: they are sampled
+    only_echo         answers are the prompts' texts; the token that the engine computes is left out
+    explain_cache     the reply says why tokens of the prompts were reused or computed
+    """
+
+    api: Api
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    priority: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool = False
+    request_id: str | None = None
+    cache_salt: str = ""
+    continues: bool = True
+    tokens_as_ids: bool = False
+    prompt_logprobs: int | None = None
+    echo: tuple[str, ...] = ()
+    only_echo: bool = False
+    beams: Beams | None = None
+    answer: AnswerFormat | None = None
+    include_reasoning: bool = True
+    parallel_tool_calls: bool = True
+    explain_cache: bool = False
+
+    @property
+    def shown_tokens(self) -> Sequence[str]:
+        """Special tokens whose name is part of the answers' text, unless `params.skip_special_tokens` is false."""
+        return () if self.answer is None else self.answer.literals()
+
+    @property
+    def num_choices(self) -> int:
+        """Number of samples in the reply."""
+        return len(self.prompts) * self.params.n
 
 
 class _Fields(BaseModel):
