@@ -17,7 +17,7 @@ from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
 from sidestream.types import Delta, Flushed, Health
-from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from sidestream.tokenizer import Tokenizer
@@ -132,6 +132,10 @@ class FrontEnd:
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of all metrics. Raises EngineStopped."""
         return await self.client.metrics_snapshot()
+
+    async def recent_spans(self, since: int) -> Recent:
+        """The newest spans of the engine's streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
+        return await self.client.recent_spans(since)
 
     def generate(
         self,

@@ -14,6 +14,7 @@ from sidestream import errors
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestError, SidestreamError
 from sidestream.processes.frames import FrameDecoder
+from sidestream_kv.metrics import Recent
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -101,12 +102,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for the metrics, or for an operation (see `Operations.run`). The `Reply` has the same number."""
+    """Ask for the metrics, for the timeline's spans after position `since`, or for an operation (see `Operations.run`).
+    The `Reply` has the same number.
+    """
 
     number: int
     method: str
     timeout_s: float = 0.0
     name: str | None = None
+    since: int = 0
 
 
 class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -228,6 +232,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     failure: Failure | None = None
     snapshot: Snapshot | None = None
     counts: dict[str, int] = msgspec.field(default_factory=dict)
+    timeline: Recent | None = None
 
 
 ToEngine = Start | Submit | Abort | Call | Count | Ping | Attach | Close

@@ -45,7 +45,7 @@ from sidestream.schedule.limits import Bounds, CheckedRequest, RequestChecker
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import BlockKeys
-from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 from sidestream_kv.metrics.counters import HistogramValue
 from sidestream_kv.types import Key
 
@@ -211,6 +211,16 @@ class RemoteClient:
         assert reply.snapshot is not None
         return _metrics(reply.snapshot)
 
+    async def recent_spans(self, since: int) -> Recent:
+        """The newest spans or, if none come within `_METRICS_S`, none. Raises EngineStopped."""
+        try:
+            async with asyncio.timeout(_METRICS_S):
+                return (await self._call("timeline", since=since)).timeline or Recent(since, 0)
+        except (TimeoutError, EngineStopped):
+            if self._closed:
+                raise
+            return Recent(since, 0)
+
     def request_metrics(self) -> None:
         """Ask for metrics without a wait, so that some are known if the engine hangs later."""
         self._send(Call(next(self._call_numbers), "metrics"))
@@ -222,7 +232,7 @@ class RemoteClient:
         """Close the connection. The engine then aborts this front end's unfinished requests. Idempotent."""
         self._on_lost("this front end has closed the connection")
 
-    async def _call(self, method: str, timeout_s: float = 0.0, name: str | None = None) -> Reply:
+    async def _call(self, method: str, timeout_s: float = 0.0, name: str | None = None, *, since: int = 0) -> Reply:
         self.listen()
         if self._closed:
             raise stopped_error(self._health)
@@ -231,7 +241,7 @@ class RemoteClient:
         self._calls[number] = future
         until_s = time.monotonic() + timeout_s + _CALL_GRACE_S
         try:
-            self._send(Call(number, method, timeout_s, name))
+            self._send(Call(number, method, timeout_s, name, since))
             while not (await asyncio.wait([future], timeout=PULSE_S))[0]:
                 if (health := self.health()).status == "stalled":
                     raise stopped_error(health)
