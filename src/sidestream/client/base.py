@@ -77,7 +77,7 @@ class EngineClient(Protocol):
         ...
 
     async def recent_spans(self, since: int) -> Recent:
-        """The newest spans of the engine's streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
+        """The newest spans of the streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
         ...
 
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:

@@ -134,7 +134,7 @@ class FrontEnd:
         return await self.client.metrics_snapshot()
 
     async def recent_spans(self, since: int) -> Recent:
-        """The newest spans of the engine's streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
+        """The newest spans of the streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
         return await self.client.recent_spans(since)
 
     def generate(

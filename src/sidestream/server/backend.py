@@ -41,7 +41,7 @@ class Backend(Protocol):
         ...
 
     async def recent_spans(self, since: int) -> Recent:
-        """The newest spans of the engine's streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
+        """The newest spans of the streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
         ...
 
     def count(self, name: str, value: float, *labels: str) -> None:

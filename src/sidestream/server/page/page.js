@@ -144,7 +144,7 @@ function listChats() {
     open.title = chat.title;
     remove.setAttribute("aria-label", `Delete “${chat.title}”`);
     if (chat === current) row.setAttribute("aria-current", "true");
-    open.onclick = () => openChat(chat);
+    open.onclick = () => view("chat") ?? openChat(chat);
     remove.onclick = () => {
       if (!confirm(`Delete “${chat.title}”?`)) return;
       drop(chat);
@@ -481,14 +481,15 @@ function step({ engine_thread: thread, last }) {
   const found = PARTS.map(([kind, name, field]) => [kind, name, lastStep[field] ?? 0]);
   const total = found.reduce((sum, [, , value]) => sum + value, 0);
   $("step-bar").replaceChildren(...bar(found.map(([kind, , value]) => [kind, value])).children);
-  const also = [["draft", "Draft", lastStep.draft], ["verify", "Verify", lastStep.verify]].filter(([, , value]) => value);
-  $("step-parts").replaceChildren(...[...found, ...also].map(([kind, name, value]) => {
+  $("step-parts").replaceChildren(...found.map(([kind, name, value]) => {
     const box = make("div", `s-${kind}`);
     box.append(make("dt", "", name), make("dd", "", seconds(value)));
     return box;
   }));
   const share = total ? Math.round((100 * (total - lastStep.wait_s)) / total) : 0;
-  $("step-note").textContent = `The engine thread works for ${share} % of its turn; the rest is its budget.`;
+  const { draft, verify } = lastStep;
+  const also = draft && verify ? ` A step with drafts: ${seconds(draft)} to draft, ${seconds(verify)} to verify.` : "";
+  $("step-note").textContent = `The engine thread works for ${share} % of its turn; the rest is its budget.${also}`;
 }
 
 function drafts({ drafts: found }) {
@@ -536,7 +537,7 @@ class Timeline {
     // A restarted server has another clock; a sample that was delayed on its way shows less than the true offset.
     this.offset = this.offset === null || Math.abs(offset - this.offset) > 2e6 ? offset : Math.max(offset, this.offset - 500);
     for (const [name, label, start, length] of spans) {
-      const track = name.startsWith("disk-read") ? "disk-read" : name;
+      const track = name.replace(/-\d+$/, ""); // store-0, store-1
       const waits = label.startsWith("wait");
       // On a GPU a span begins when its work was enqueued, often behind other work of its stream.
       const from = waits ? start : Math.max(start, Math.min(this.ends[track] ?? 0, start + length));
@@ -599,7 +600,7 @@ class Timeline {
     for (const span of this.spans) {
       const row = this.tracks.indexOf(span.track);
       if (row < 0 || span.to < start || span.from > stop) continue;
-      const left = Math.max(0, x(span.from)), width = Math.max(Math.min(x(span.to), box.width) - left, 1);
+      const left = Math.max(0, x(span.from)), width = Math.max(Math.min(x(span.to), box.width) - left, 2);
       pen.fillStyle = span.waits ? this.wait : this.colours[span.track];
       pen.beginPath();
       pen.roundRect(left, row * ROW + (span.waits ? 13 : 4), width > 3 ? width - 0.5 : width, span.waits ? 4 : 22, !span.waits && width > 6 ? 3 : 0);
@@ -642,6 +643,13 @@ function setTheme(theme) {
   timeline.setColours();
 }
 
+/** On a narrow screen, shows the chat or the figures. */
+function view(name) {
+  document.body.dataset.view = name;
+  for (const one of $("views").children) one.setAttribute("aria-pressed", String(one.dataset.to === name));
+  timeline.draw();
+}
+
 function grow() {
   const box = $("question");
   box.style.height = "auto";
@@ -664,6 +672,7 @@ $("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) busy() ? event.preventDefault() : submit(event);
 });
 $("new").onclick = () => {
+  view("chat");
   openChat(current.messages.length ? newChat() : current);
   $("question").focus();
 };
@@ -678,12 +687,7 @@ $("pause").onclick = () => {
   $("pause").setAttribute("aria-pressed", String(timeline.still !== null));
   $("pause").textContent = timeline.still === null ? "Pause" : "Go on";
 };
-for (const button of $("views").children)
-  button.onclick = () => {
-    document.body.dataset.view = button.dataset.to;
-    for (const one of $("views").children) one.setAttribute("aria-pressed", String(one === button));
-    timeline.draw();
-  };
+for (const button of $("views").children) button.onclick = () => view(button.dataset.to);
 timeline.canvas.addEventListener("pointermove", (event) => {
   const span = timeline.offset === null ? undefined : timeline.at(event);
   if (span) $("span").textContent = `${span.track}: ${span.label}, ${seconds((span.to - span.from) / 1e6)}`;

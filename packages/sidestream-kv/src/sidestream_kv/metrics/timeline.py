@@ -1,5 +1,5 @@
-"""Records the work on each stream over time. It is written as a Chrome/Perfetto trace with one track per stream, or read
-while the engine works. Any thread may record.
+"""Records the work on each stream over time, to write it as a Chrome/Perfetto trace with one track per stream, or to
+read it while the engine works. Any thread may record.
 
 Open the file at ui.perfetto.dev or chrome://tracing.
 """
