@@ -51,12 +51,10 @@ def top(
     if not console.is_terminal:
         raise ConfigError("standard output is no terminal: give --once for one sample, or --json")
     screen, samples = Screen(url), source.samples()
-    first = next(samples)  # an error here is one line, not a screen
+    screen.add(next(samples))  # an error here is one line, not a screen
     with Live(screen, console=console, screen=True, auto_refresh=False) as live:
-        screen.add(first)
         while True:
             try:
-                live.refresh()
                 for sample in samples:
                     screen.add(sample)
                     live.refresh()
@@ -96,24 +94,28 @@ class LiveSource:
             connection.connect()
             connection.sock.settimeout(_SILENCE_S)
             connection.request("GET", self._path, headers=self._headers)
-            reply = connection.getresponse()
-            self._check(reply)
-            while line := reply.readline():
-                if line.startswith(b"data: "):
-                    sample = json.loads(line[6:])
-                    if "error" in sample:
-                        raise SidestreamError(f"{self._url}: {sample['error']['message']}")
-                    if "requests" in sample:  # without an engine, a sample has its health only
-                        yield sample
-                    elif sample["health"]["status"] != "ok":
-                        raise SidestreamError(f"{self._url}: the engine is {sample['health']['status']}")
-            raise SidestreamError(f"{self._url} has ended the stream")
+            with connection.getresponse() as reply:
+                self._check(reply)
+                yield from self._read(reply)
         except (OSError, http.client.HTTPException) as error:
             raise SidestreamError(f"{self._url} does not answer ({error or type(error).__name__})") from error
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{self._url}{_STREAM} sends no live figures of this version ({error!r})") from error
         finally:
             connection.close()
+
+    def _read(self, reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        while line := reply.readline():
+            if not line.startswith(b"data: "):
+                continue
+            sample = json.loads(line[6:])
+            if "error" in sample:
+                raise SidestreamError(f"{self._url}: {sample['error']['message']}")
+            if "requests" in sample:
+                yield sample
+            elif (status := sample["health"]["status"]) != "ok":  # without an engine, a sample has its health only
+                raise SidestreamError(f"{self._url}: the engine is {status}")
+        raise SidestreamError(f"{self._url} has ended the stream")
 
     def _check(self, reply: http.client.HTTPResponse) -> None:
         if reply.status == 200 and reply.headers.get_content_type() == "text/event-stream":

@@ -76,7 +76,8 @@ class RootPathMiddleware:
         """Call the application with the full path."""
         if self._prefix and scope["type"] == "http":
             path = scope["path"]
-            full = path if path == self._prefix or path.startswith(self._prefix + "/") else self._prefix + path
+            path = "/" if path == self._prefix else path
+            full = path if path.startswith(self._prefix + "/") else self._prefix + path
             scope = {**scope, "path": full, "root_path": self._prefix}
         await self._app(scope, receive, send)
 
