@@ -681,6 +681,7 @@ document.addEventListener("keydown", (event) => event.key === "Escape" && toggle
 document.querySelector("main").addEventListener("pointerdown", () => toggleList(false));
 $("live").addEventListener("pointerdown", () => toggleList(false));
 $("theme").onclick = () => setTheme(THEMES[(THEMES.indexOf(localStorage.getItem("sidestream.theme")) + 1) % 3]);
+$("key-cancel").onclick = () => $("key-dialog").close();
 $("key").onclick = async () => (await askKey()) && startWatching();
 $("pause").onclick = () => {
   timeline.still = timeline.still === null && timeline.offset !== null ? timeline.now() : null;
