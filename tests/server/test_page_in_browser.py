@@ -150,7 +150,7 @@ def test_the_figures_are_those_of_the_engine(new_page: NewPage) -> None:
         expect(page, "#tiers").to_contain_text("5.0 MiB of 50 MiB")
         expect(page, "#tiers").to_contain_text("Came back: 640 tokens")
         expect(page, "#draft-mean").to_have_text("accept length 1.50")
-        expect(page, "#draft-note").to_contain_text("5 of 10 drafts accepted, 50 %")
+        expect(page, "#draft-note").to_contain_text("50 % of 10 drafts accepted")
         page.wait_for_timeout(600)
         now = backend.spans.read(0).now_ns
         backend.spans.record("disk-read-0", "read block", now - 100_000_000, now)

@@ -1,4 +1,4 @@
-// The page of a Sidestream server: chat, and live figures of the engine. Text of the model is only ever inserted as text.
+// The page of a Sidestream server: chat, and live figures of the engine. The model's text is only inserted as text.
 
 const ROOT = document.documentElement.dataset.root;
 const $ = (id) => document.getElementById(id);
@@ -22,20 +22,28 @@ function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;
   while (value >= 1024 && at < units.length - 1) [value, at] = [value / 1024, at + 1];
-  return `${value < 10 && at ? value.toFixed(1) : Math.round(value)} ${units[at]}`;
+  return `${value < 10 && at ? value.toFixed(1) : Math.round(value)}\u00a0${units[at]}`;
 }
 
 function seconds(value) {
-  if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
-  if (value < 0.1) return `${(value * 1e3).toFixed(1)} ms`;
-  if (value < 1) return `${Math.round(value * 1e3)} ms`;
-  if (value < 120) return `${value.toFixed(1)} s`;
-  return value < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
+  const [number, unit] =
+    value < 0.001
+      ? [Math.round(value * 1e6), "µs"]
+      : value < 0.1
+        ? [(value * 1e3).toFixed(1), "ms"]
+        : value < 1
+          ? [Math.round(value * 1e3), "ms"]
+          : value < 120
+            ? [value.toFixed(1), "s"]
+            : value < 7200
+              ? [(value / 60).toFixed(1), "min"]
+              : [(value / 3600).toFixed(1), "h"];
+  return `${number}\u00a0${unit}`;
 }
 
 /** Writes a value with its unit in small letters; null: a dash. */
 function show(id, value, format) {
-  const [number, ...unit] = value === null ? ["–"] : format(value).split(" ");
+  const [number, ...unit] = value === null ? ["–"] : format(value).split("\u00a0");
   $(id).replaceChildren(number, ...(unit.length ? [make("small", "", unit.join(" "))] : []));
 }
 
@@ -118,7 +126,10 @@ function save(chat) {
   for (const old of byAge().slice(MOST)) drop(old);
   while (true) {
     try {
-      localStorage.setItem(PREFIX + chat.id, JSON.stringify(chat, (name, value) => (name === "stop" ? undefined : value)));
+      localStorage.setItem(
+        PREFIX + chat.id,
+        JSON.stringify(chat, (name, value) => (name === "stop" ? undefined : value)),
+      );
       return;
     } catch {
       const oldest = byAge().at(-1); // the browser's room is full
@@ -140,7 +151,9 @@ function newChat() {
 
 function listChats() {
   const rows = byAge().map((chat) => {
-    const row = make("li"), open = make("button", "", chat.title), remove = make("button", "drop", "✕");
+    const row = make("li"),
+      open = make("button", "", chat.title),
+      remove = make("button", "drop", "✕");
     open.title = chat.title;
     remove.setAttribute("aria-label", `Delete “${chat.title}”`);
     if (chat === current) row.setAttribute("aria-current", "true");
@@ -155,7 +168,9 @@ function listChats() {
     row.append(open, remove);
     return row;
   });
-  $("list").querySelector("ul").replaceChildren(...rows);
+  $("list")
+    .querySelector("ul")
+    .replaceChildren(...rows);
 }
 
 function openChat(chat) {
@@ -165,7 +180,10 @@ function openChat(chat) {
   if (!chat.messages.length) {
     const empty = make("div", "empty");
     empty.append(make("strong", "", "Ask the model something"));
-    empty.append("Each answer shows where the KV of its prompt came from. Ask again in the same conversation, and the earlier part is not computed twice.");
+    empty.append(
+      "Each answer shows where the KV of its prompt came from. Ask again in the same conversation, and the earlier " +
+        "part is not computed twice.",
+    );
     box.append(empty);
   }
   box.scrollTop = box.scrollHeight;
@@ -204,7 +222,8 @@ const FROM = { device: "the device", host: "host memory", disk: "disk" };
 
 /** Where the prompt's KV came from, as a bar and words. */
 function source(facts) {
-  const box = make("div", "source"), words = make("div");
+  const box = make("div", "source"),
+    words = make("div");
   const cached = Object.entries(facts.cached).filter(([, tokens]) => tokens);
   const total = cached.reduce((sum, [, tokens]) => sum + tokens, 0);
   const shape = bar([...cached.map(([tier, tokens]) => [tierClass(tier), tokens]), ["rest", facts.prompt - total]]);
@@ -216,7 +235,10 @@ function source(facts) {
     const saved = `Saved ${plural(total, "token")} of prefill`;
     words.append(make("b", "", facts.rate ? `${saved}, about ${seconds(total / facts.rate)}` : saved), ". ");
   }
-  if (facts.first) words.append(`First token after ${seconds(facts.first)}, ${plural(facts.output, "token")} in ${seconds(facts.all)}.`);
+  if (facts.first)
+    words.append(
+      `First token after ${seconds(facts.first)}, ${plural(facts.output, "token")} in ${seconds(facts.all)}.`,
+    );
   box.append(shape, words);
   return box;
 }
@@ -246,7 +268,10 @@ async function request(path, options = {}) {
 
 async function ask(chat, question) {
   const answer = { role: "assistant", content: "" };
-  const sent = chat.messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
+  const failed = (message, at) => !message.content || (message.role === "user" && !chat.messages[at + 1]?.content);
+  const sent = chat.messages
+    .filter((message, at) => !failed(message, at))
+    .map(({ role, content }) => ({ role, content }));
   const system = $("system").value.trim();
   if (!chat.title) chat.title = question.slice(0, 80);
   chat.messages.push({ role: "user", content: question }, answer);
@@ -255,7 +280,8 @@ async function ask(chat, question) {
   openChat(chat);
   const box = $("messages").lastElementChild;
   box.setAttribute("aria-busy", "true");
-  const began = performance.now(), facts = {};
+  const began = performance.now(),
+    facts = {};
   try {
     const reply = await request("/v1/chat/completions", {
       method: "POST",
@@ -263,7 +289,11 @@ async function ask(chat, question) {
       headers: { "content-type": "application/json" },
       body: JSON.stringify({
         model: await modelName(),
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...sent, { role: "user", content: question }],
+        messages: [
+          ...(system ? [{ role: "system", content: system }] : []),
+          ...sent,
+          { role: "user", content: question },
+        ],
         stream: true,
         stream_options: { include_usage: true },
         ...($("max-tokens").value ? { max_tokens: Number($("max-tokens").value) } : {}),
@@ -284,7 +314,8 @@ async function ask(chat, question) {
     }
   } catch (error) {
     if (error.name === "AbortError") answer.error = "Stopped.";
-    else if (error instanceof TypeError) answer.error = "The connection to the server was lost. Send the question again.";
+    else if (error instanceof TypeError)
+      answer.error = "The connection to the server was lost. Send the question again.";
     else answer.error = error.message;
     model = "";
   }
@@ -302,7 +333,14 @@ async function ask(chat, question) {
 function usage(answer, facts, found, all) {
   const details = found.prompt_tokens_details ?? {};
   const cached = details.cached_tokens_by_tier ?? { device: details.cached_tokens ?? 0 };
-  answer.facts = { ...facts, prompt: found.prompt_tokens, output: found.completion_tokens, cached, all, rate: lastSample?.prefill_tokens_per_s };
+  answer.facts = {
+    ...facts,
+    prompt: found.prompt_tokens,
+    output: found.completion_tokens,
+    cached,
+    all,
+    rate: lastSample?.prefill_tokens_per_s,
+  };
 }
 
 /** Adds text to an answer, and scrolls if the reader is at the end. */
@@ -346,14 +384,18 @@ async function watch(signal) {
   let wait = 500;
   while (!signal.aborted) {
     const quiet = new AbortController();
-    let timer = 0, again = "The server does not answer. Trying again.";
+    let timer = 0,
+      again = "The server does not answer. Trying again.";
     const alive = () => {
       clearTimeout(timer);
       timer = setTimeout(() => quiet.abort(), 10_000);
     };
     alive();
     try {
-      const reply = await fetch(`${ROOT}/metrics/stream`, { headers: headers(), signal: AbortSignal.any([signal, quiet.signal]) });
+      const reply = await fetch(`${ROOT}/metrics/stream`, {
+        headers: headers(),
+        signal: AbortSignal.any([signal, quiet.signal]),
+      });
       if (reply.status === 401) {
         $("key").hidden = false;
         status("bad", "API key needed", "The figures need the server’s API key.");
@@ -396,7 +438,8 @@ function take(sample) {
   const { health } = sample;
   model = sample.model;
   $("model").textContent = sample.replica ? `${model} on ${sample.replica}` : model;
-  if (health.status !== "ok") status("bad", `Engine ${health.status}`, health.detail || `The engine is ${health.status}.`);
+  if (health.status !== "ok")
+    status("bad", `Engine ${health.status}`, health.detail || `The engine is ${health.status}.`);
   else status("ok", health.paused ? "Paused" : "Connected");
   if (!sample.timeline) return;
   lastSample = sample;
@@ -408,10 +451,11 @@ const kept = {}; // the last known mean, for figures that are rare
 
 function figures(sample) {
   const { last, requests, saved } = sample;
-  for (const name of ["ttft_seconds", "itl_seconds", "step_seconds"]) kept[name] = last[name] ?? kept[name] ?? sample.mean[name];
+  for (const name of ["ttft_seconds", "itl_seconds", "step_seconds"])
+    kept[name] = last[name] ?? kept[name] ?? sample.mean[name];
   show("running", requests.running, count);
   show("waiting", requests.waiting, count);
-  show("rate", last.output_tokens_per_s, (value) => `${value < 10 ? value.toFixed(1) : count(value)} tok/s`);
+  show("rate", last.output_tokens_per_s, (value) => `${value < 10 ? value.toFixed(1) : count(value)}\u00a0tok/s`);
   show("ttft", kept.ttft_seconds, seconds);
   show("itl", kept.itl_seconds, seconds);
   show("saved-tokens", saved.tokens, count);
@@ -435,21 +479,47 @@ function bar(parts) {
 function tiers({ device, tiers: others, tokens, transfers }) {
   const { used, cached, free } = device.blocks;
   const all = used + cached + free;
-  const rows = [tier("device", `${bytes(all ? (device.bytes * (used + cached)) / all : 0)} of ${bytes(device.bytes)}`,
-    bar([["used", used], ["cached", cached], ["rest", free]]),
-    `${count(used)} in use, ${count(cached)} to reuse, ${plural(free, "free block")}`, tokens)];
+  const rows = [
+    tier(
+      "device",
+      `${bytes(all ? (device.bytes * (used + cached)) / all : 0)} of ${bytes(device.bytes)}`,
+      bar([
+        ["used", used],
+        ["cached", cached],
+        ["rest", free],
+      ]),
+      `${count(used)} in use, ${count(cached)} to reuse, ${plural(free, "free block")}`,
+      tokens,
+    ),
+  ];
   for (const [name, found] of Object.entries(others)) {
     const room = found.room_bytes;
-    rows.push(tier(name, room ? `${bytes(found.bytes)} of ${bytes(room)}` : bytes(found.bytes),
-      room ? bar([[tierClass(name), found.bytes], ["rest", Math.max(0, room - found.bytes)]]) : null,
-      plural(found.blocks, "block") + (found.works === false ? "; the last write failed" : ""), tokens));
+    rows.push(
+      tier(
+        name,
+        room ? `${bytes(found.bytes)} of ${bytes(room)}` : bytes(found.bytes),
+        room
+          ? bar([
+              [tierClass(name), found.bytes],
+              ["rest", Math.max(0, room - found.bytes)],
+            ])
+          : null,
+        plural(found.blocks, "block") + (found.works === false ? "; the last write failed" : ""),
+        tokens,
+      ),
+    );
   }
   if (rows.length === 1) {
     const row = make("li");
     row.append(make("p", "note", "There is no other tier: --offload-host adds host memory, --offload-disk a disk."));
     rows.push(row);
   }
-  const moved = [["store", "stored"], ["load", "loaded"], ["disk-write", "written"], ["disk-read", "read"]]
+  const moved = [
+    ["store", "stored"],
+    ["load", "loaded"],
+    ["disk-write", "written"],
+    ["disk-read", "read"],
+  ]
     .filter(([kind]) => transfers[kind]?.bytes)
     .map(([kind, word]) => `${bytes(transfers[kind].bytes)} ${word}`);
   if (moved.length) {
@@ -463,29 +533,41 @@ function tiers({ device, tiers: others, tokens, transfers }) {
 const NAMES = { device: "Device", host: "Host memory", disk: "Disk" };
 
 function tier(name, size, shape, contents, tokens) {
-  const row = make("li", `t-${tierClass(name)}`), back = tokens.cached[name] ?? 0;
+  const row = make("li", `t-${tierClass(name)}`),
+    back = tokens.cached[name] ?? 0;
   row.append(make("span", "name", NAMES[name] ?? name), make("span", "", size));
   if (shape) row.append(shape);
   row.append(make("span", "note", `${contents}. Came back: ${plural(back, "token")}.`));
   return row;
 }
 
-const PARTS = [["plan", "Plan and launch", "plan_s"], ["waits", "Wait for the device", "wait_s"], ["commit", "Commit", "commit_s"]];
+const PARTS = [
+  ["plan", "Plan and launch", "plan_s"],
+  ["waits", "Wait for the device", "wait_s"],
+  ["commit", "Commit", "commit_s"],
+];
 
-let lastStep = null;
+let lastStep = null; // the last known means, because some parts are rare
 
 function step({ engine_thread: thread, last }) {
-  if (thread.commit_s !== null) lastStep = { ...thread, draft: last.draft_seconds, verify: last.verify_seconds };
-  $("step-total").textContent = kept.step_seconds === null ? "no step yet" : `${seconds(kept.step_seconds)}${last.step_seconds === null ? ", idle now" : ""}`;
+  const known = Object.entries({ ...thread, draft: last.draft_seconds, verify: last.verify_seconds });
+  if (thread.commit_s !== null)
+    lastStep = { ...lastStep, ...Object.fromEntries(known.filter(([, value]) => value !== null)) };
+  $("step-total").textContent =
+    kept.step_seconds === null
+      ? "no step yet"
+      : `${seconds(kept.step_seconds)}${last.step_seconds === null ? ", idle now" : ""}`;
   if (!lastStep) return;
   const found = PARTS.map(([kind, name, field]) => [kind, name, lastStep[field] ?? 0]);
   const total = found.reduce((sum, [, , value]) => sum + value, 0);
   $("step-bar").replaceChildren(...bar(found.map(([kind, , value]) => [kind, value])).children);
-  $("step-parts").replaceChildren(...found.map(([kind, name, value]) => {
-    const box = make("div", `s-${kind}`);
-    box.append(make("dt", "", name), make("dd", "", seconds(value)));
-    return box;
-  }));
+  $("step-parts").replaceChildren(
+    ...found.map(([kind, name, value]) => {
+      const box = make("div", `s-${kind}`);
+      box.append(make("dt", "", name), make("dd", "", seconds(value)));
+      return box;
+    }),
+  );
   const share = total ? Math.round((100 * (total - lastStep.wait_s)) / total) : 0;
   const { draft, verify } = lastStep;
   const also = draft && verify ? ` A step with drafts: ${seconds(draft)} to draft, ${seconds(verify)} to verify.` : "";
@@ -503,21 +585,37 @@ function drafts({ drafts: found }) {
   $("draft-mean").textContent = `accept length ${(one.last_accept_length ?? one.accept_length).toFixed(2)}`;
   const lengths = one.lengths.slice(0, 1 + one.lengths.findLastIndex((rows) => rows));
   const most = Math.max(...lengths);
-  $("lengths").replaceChildren(...lengths.map((rows, at) => {
-    const box = make("div"), column = make("i");
-    column.style.height = `${(60 * rows) / most}%`;
-    box.append(count(rows), column, String(at + 1));
-    return box;
-  }));
-  $("lengths").setAttribute("aria-label", `Rows by accept length: ${lengths.map((rows, at) => `${at + 1}: ${rows}`).join(", ")}`);
+  $("lengths").replaceChildren(
+    ...lengths.map((rows, at) => {
+      const box = make("div"),
+        column = make("i");
+      column.style.height = `${(60 * rows) / most}%`;
+      box.append(count(rows), column, String(at + 1));
+      return box;
+    }),
+  );
+  $("lengths").setAttribute(
+    "aria-label",
+    `Rows by accept length: ${lengths.map((rows, at) => `${at + 1}: ${rows}`).join(", ")}`,
+  );
   const share = one.drafted ? Math.round((100 * one.accepted) / one.drafted) : 0;
-  $("draft-note").textContent = `Steps of requests by tokens gained. ${name}: ${count(one.accepted)} of ${count(one.drafted)} drafts accepted, ${share} %.`;
+  $("draft-note").textContent =
+    `Steps of requests by tokens gained. ${name}: ${share} % of ${count(one.drafted)} drafts accepted.`;
 }
 
 // ---------------------------------------------------------------- timeline
 
-const ROW = 30, SHOWN_US = 4e6, DELAY_US = 4e5;
-const TRACKS = [["engine", "engine"], ["compute", "compute"], ["store", "store"], ["load", "load"], ["disk-write", "disk"], ["disk-read", "disk"]];
+const ROW = 30,
+  SHOWN_US = 4e6,
+  DELAY_US = 4e5;
+const TRACKS = [
+  ["engine", "engine"],
+  ["compute", "compute"],
+  ["store", "store"],
+  ["load", "load"],
+  ["disk-write", "disk"],
+  ["disk-read", "disk"],
+];
 
 class Timeline {
   constructor(canvas, labels) {
@@ -535,7 +633,8 @@ class Timeline {
   add({ now_us: now, spans }) {
     const offset = now - performance.now() * 1e3;
     // A restarted server has another clock; a sample that was delayed on its way shows less than the true offset.
-    this.offset = this.offset === null || Math.abs(offset - this.offset) > 2e6 ? offset : Math.max(offset, this.offset - 500);
+    this.offset =
+      this.offset === null || Math.abs(offset - this.offset) > 2e6 ? offset : Math.max(offset, this.offset - 500);
     for (const [name, label, start, length] of spans) {
       const track = name.replace(/-\d+$/, ""); // store-0, store-1
       const waits = label.startsWith("wait");
@@ -551,23 +650,32 @@ class Timeline {
 
   setTracks(tiers) {
     const seen = new Set(this.spans.map((span) => span.track));
-    const wanted = TRACKS.filter(([name]) => ["engine", "compute"].includes(name) || seen.has(name) || this.tracks.includes(name)
-      || (["store", "load"].includes(name) && "host" in tiers));
+    const wanted = TRACKS.filter(
+      ([name]) =>
+        ["engine", "compute"].includes(name) ||
+        seen.has(name) ||
+        this.tracks.includes(name) ||
+        (["store", "load"].includes(name) && "host" in tiers),
+    );
     if (wanted.length === this.tracks.length) return;
     this.tracks = wanted.map(([name]) => name);
-    this.labels.replaceChildren(...wanted.map(([name, colour]) => {
-      const label = make("li");
-      label.style.color = `var(--${colour})`;
-      label.append(make("span", "", name.replace("-", " ")));
-      return label;
-    }));
+    this.labels.replaceChildren(
+      ...wanted.map(([name, colour]) => {
+        const label = make("li");
+        label.style.color = `var(--${colour})`;
+        label.append(make("span", "", name.replace("-", " ")));
+        return label;
+      }),
+    );
     this.setColours();
   }
 
   setColours() {
     const colour = (element, name) => getComputedStyle(element)[name];
-    this.colours = Object.fromEntries([...this.labels.children].map((label, at) => [this.tracks[at], colour(label, "color")]));
-    this.text = colour(document.body, "color");
+    this.colours = Object.fromEntries(
+      [...this.labels.children].map((label, at) => [this.tracks[at], colour(label, "color")]),
+    );
+    this.back = colour(this.canvas.closest("article"), "backgroundColor");
     this.quiet = colour($("span"), "color");
     this.line = colour(this.canvas.closest("article"), "borderTopColor");
     this.wait = colour($("step-bar"), "backgroundColor");
@@ -579,11 +687,15 @@ class Timeline {
   }
 
   draw() {
-    const { canvas } = this, box = canvas.getBoundingClientRect(), scale = devicePixelRatio;
+    const { canvas } = this,
+      box = canvas.getBoundingClientRect(),
+      scale = devicePixelRatio;
     if (this.offset === null || !this.colours || !box.width) return;
     if (canvas.width !== Math.round(box.width * scale) || canvas.height !== Math.round(box.height * scale))
       [canvas.width, canvas.height] = [Math.round(box.width * scale), Math.round(box.height * scale)];
-    const pen = canvas.getContext("2d"), stop = this.now(), start = stop - SHOWN_US;
+    const pen = canvas.getContext("2d"),
+      stop = this.now(),
+      start = stop - SHOWN_US;
     const x = (time) => ((time - start) / SHOWN_US) * box.width;
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, box.width, box.height);
@@ -591,7 +703,8 @@ class Timeline {
     pen.textBaseline = "middle";
     const bottom = this.tracks.length * ROW;
     for (let second = 0; second <= SHOWN_US / 1e6; second++) {
-      const label = second ? `−${second} s` : "now", at = box.width - (second / (SHOWN_US / 1e6)) * box.width;
+      const label = second ? `−${second} s` : "now",
+        at = box.width - (second / (SHOWN_US / 1e6)) * box.width;
       pen.fillStyle = this.line;
       pen.fillRect(Math.min(at, box.width - 1), 2, 1, bottom);
       pen.fillStyle = this.quiet;
@@ -600,13 +713,20 @@ class Timeline {
     for (const span of this.spans) {
       const row = this.tracks.indexOf(span.track);
       if (row < 0 || span.to < start || span.from > stop) continue;
-      const left = Math.max(0, x(span.from)), width = Math.max(Math.min(x(span.to), box.width) - left, 2);
+      const left = Math.max(0, x(span.from)),
+        width = Math.max(Math.min(x(span.to), box.width) - left, 2);
       pen.fillStyle = span.waits ? this.wait : this.colours[span.track];
       pen.beginPath();
-      pen.roundRect(left, row * ROW + (span.waits ? 13 : 4), width > 3 ? width - 0.5 : width, span.waits ? 4 : 22, !span.waits && width > 6 ? 3 : 0);
+      pen.roundRect(
+        left,
+        row * ROW + (span.waits ? 13 : 4),
+        width > 3 ? width - 0.5 : width,
+        span.waits ? 4 : 22,
+        !span.waits && width > 6 ? 3 : 0,
+      );
       pen.fill();
       if (width > 44 && !span.waits && pen.measureText(span.label).width < width - 8) {
-        pen.fillStyle = "#fff";
+        pen.fillStyle = this.back;
         pen.fillText(span.label, left + 5, row * ROW + 15.5);
       }
     }
@@ -616,7 +736,8 @@ class Timeline {
   at(event) {
     const box = this.canvas.getBoundingClientRect();
     const time = this.now() - SHOWN_US + ((event.clientX - box.left) / box.width) * SHOWN_US;
-    const track = this.tracks[Math.floor((event.clientY - box.top) / ROW)], reach = SHOWN_US / box.width;
+    const track = this.tracks[Math.floor((event.clientY - box.top) / ROW)],
+      reach = SHOWN_US / box.width;
     return this.spans.findLast((span) => span.track === track && span.from - reach <= time && time <= span.to + reach);
   }
 
@@ -703,7 +824,9 @@ window.addEventListener("storage", (event) => {
 document.addEventListener("visibilitychange", () => (document.hidden ? watching?.abort() : startWatching()));
 
 loadChats();
-setTheme(THEMES.includes(localStorage.getItem("sidestream.theme")) ? localStorage.getItem("sidestream.theme") : "system");
+setTheme(
+  THEMES.includes(localStorage.getItem("sidestream.theme")) ? localStorage.getItem("sidestream.theme") : "system",
+);
 openChat(byAge()[0] ?? newChat());
 startWatching();
 timeline.frame(0);
