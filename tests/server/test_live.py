@@ -146,7 +146,7 @@ def test_a_sample_has_only_the_spans_since_the_one_before() -> None:
 def test_the_backend_is_sampled_once_for_all_viewers_and_not_without_them() -> None:
     backend = Counted()
     with serving(backend) as served:
-        assert (backend.samples, backend.spans.is_recording) == (0, False)
+        assert (backend.samples, backend.spans.until_ns) == (0, 0)
         with watching(served) as one, watching(served) as other:
             next(other)
             before = backend.samples

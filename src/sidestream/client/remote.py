@@ -201,25 +201,12 @@ class RemoteClient:
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of all values or, if none come within `_METRICS_S`, the last known ones. Raises EngineStopped."""
-        try:
-            async with asyncio.timeout(_METRICS_S):
-                reply = await self._call("metrics")
-        except (TimeoutError, EngineStopped):
-            if self._closed:
-                raise
-            return _last_known(self._known_metrics)
-        assert reply.snapshot is not None
-        return _metrics(reply.snapshot)
+        reply = await _in_time(self, "metrics")
+        return _last_known(self._known_metrics) if reply.snapshot is None else _metrics(reply.snapshot)
 
     async def recent_spans(self, since: int) -> Recent:
         """The newest spans or, if none come within `_METRICS_S`, none. Raises EngineStopped."""
-        try:
-            async with asyncio.timeout(_METRICS_S):
-                return (await self._call("timeline", since=since)).timeline or Recent(since, 0)
-        except (TimeoutError, EngineStopped):
-            if self._closed:
-                raise
-            return Recent(since, 0)
+        return (await _in_time(self, "timeline", since)).timeline or Recent(since, 0)
 
     def request_metrics(self) -> None:
         """Ask for metrics without a wait, so that some are known if the engine hangs later."""
@@ -382,6 +369,17 @@ class RemoteClient:
             if not future.done():
                 future.set_exception(error)
         self.on_lost()
+
+
+async def _in_time(client: RemoteClient, method: str, since: int = 0) -> Reply:
+    """The reply or, if it does not come within `_METRICS_S`, an empty one. Raises EngineStopped."""
+    try:
+        async with asyncio.timeout(_METRICS_S):
+            return await client._call(method, since=since)
+    except (TimeoutError, EngineStopped):
+        if client._closed:
+            raise
+        return Reply(0)
 
 
 def _submit(first: int, checked: CheckedRequest, name: str) -> Submit:

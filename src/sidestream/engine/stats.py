@@ -134,12 +134,12 @@ class StepTimes:
         return step_seconds(self._interval_s, host_s, before=self._was_awaited, awaited=self._awaited)
 
     def _recording(self) -> bool:
-        return self._timeline is not None and self._timeline.is_recording
+        return self._timeline is not None and time.perf_counter_ns() < self._timeline.until_ns
 
     def _record(self, name: str, begin_s: float, **args: int) -> None:
         """Record a part of the engine thread's turn that began at `begin_s` and ends now."""
-        if self._timeline is not None and self._timeline.is_recording:
-            stop_ns, elapsed_s = time.perf_counter_ns(), self._device.now() - begin_s
+        if self._timeline is not None and (stop_ns := time.perf_counter_ns()) < self._timeline.until_ns:
+            elapsed_s = self._device.now() - begin_s
             self._timeline.record("engine", name, stop_ns - int(elapsed_s * 1e9), stop_ns, **args)
 
 

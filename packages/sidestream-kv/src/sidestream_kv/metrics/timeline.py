@@ -52,24 +52,20 @@ class Timeline:
     """A record of at most `capacity` spans; the oldest spans are dropped.
 
     on_demand   record only for two seconds after each `read`, and at most 2,000 spans a second
+    until_ns    spans that end then or later are not recorded: whoever records need not call `record` for them
     """
 
     def __init__(self, capacity: int = 200_000, *, on_demand: bool = False) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._lock = threading.Lock()
         self._number = 0
-        self._until_ns = 0 if on_demand else math.inf
+        self.until_ns = 0 if on_demand else math.inf
         self._max_in_slice = _MAX_IN_SLICE if on_demand else math.inf
         self._slice_ends_ns = self._in_slice = 0
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether `record` has an effect now."""
-        return time.perf_counter_ns() < self._until_ns
-
     def record(self, track: str, name: str, start_ns: int, stop_ns: int, **args: int | float | str) -> None:
-        """Add one span, unless nothing is recorded now."""
-        if stop_ns >= self._until_ns:
+        """Add one span, unless it ends too late."""
+        if stop_ns >= self.until_ns:
             return
         with self._lock:
             if stop_ns >= self._slice_ends_ns:
@@ -83,8 +79,8 @@ class Timeline:
         """The spans after position `since`, at most the newest 500. Keeps a timeline on demand recording."""
         now_ns = time.perf_counter_ns()
         with self._lock:
-            if self._until_ns != math.inf:
-                self._until_ns = now_ns + _READ_FOR_NS
+            if self.until_ns != math.inf:
+                self.until_ns = now_ns + _READ_FOR_NS
             count = min(max(self._number - since, 0), len(self._spans), _MAX_IN_SLICE)
             newest = list(itertools.islice(reversed(self._spans), count))
             number = self._number
