@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -83,7 +83,7 @@ class LiveSource:
         self._path = parts.path.rstrip("/").removesuffix("/v1") + _STREAM
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def samples(self) -> Iterator[dict[str, Any]]:
+    def samples(self) -> Generator[dict[str, Any], None, None]:
         """Yield samples until the connection ends. Raises SidestreamError if it ends or is silent, ConfigError if the
         server has no such stream or refuses the key.
         """
