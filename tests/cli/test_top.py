@@ -11,9 +11,11 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -148,31 +150,45 @@ def test_without_a_terminal_one_of_the_options_for_one_sample_is_asked_for(run: 
     assert result.exit_code == 2 and "give --once for one sample, or --json" in result.output
 
 
-def test_the_screen_waits_for_a_server_that_ended_and_ctrl_c_restores_the_terminal() -> None:
+@contextmanager
+def at_a_terminal(server: Server) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """The command at a pseudo-terminal: our end of it, and the process."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    with replaying() as server:
-        command = [sys.executable, "-m", "sidestream", "top", server.url]
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as child:
-            os.close(theirs)
-            try:
-                seen = _read_until(ours, "not connected: .* has ended")
-                assert "\x1b[?1049h" in seen and "1 running" in seen
-                _read_until(ours, "  ok ")  # it has connected again
-                child.send_signal(2)
-                assert "\x1b[?1049l" in _read_until(ours, r"\x1b\[\?1049l")
-                assert child.wait(WAIT_S) == 130
-            finally:
-                child.kill()
-    os.close(ours)
+    command = [sys.executable, "-m", "sidestream", "top", server.url]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as child:
+        os.close(theirs)
+        try:
+            yield ours, child
+        finally:
+            child.kill()
+            os.close(ours)
 
 
 def _read_until(descriptor: int, pattern: str) -> str:
-    shown = ""
+    shown, deadline = "", time.monotonic() + WAIT_S
     while re.search(pattern, shown) is None:
-        assert select.select([descriptor], [], [], WAIT_S)[0], shown
+        assert time.monotonic() < deadline and select.select([descriptor], [], [], WAIT_S)[0], shown[-4000:]
         shown += os.read(descriptor, 4096).decode("utf-8", "replace")
     return shown
+
+
+def test_the_screen_waits_for_a_server_that_ended_and_ctrl_c_restores_the_terminal() -> None:
+    with replaying() as server, at_a_terminal(server) as (terminal, child):
+        seen = _read_until(terminal, "not connected: .* has ended")
+        assert "\x1b[?1049h" in seen and "1 running" in seen
+        _read_until(terminal, "  ok ")  # it has connected again
+        child.send_signal(signal.SIGINT)
+        _read_until(terminal, r"\x1b\[\?1049l")
+        assert child.wait(WAIT_S) == 130
+
+
+def test_the_screen_ends_when_the_server_begins_to_refuse_the_key() -> None:
+    with replaying() as server, at_a_terminal(server) as (terminal, child):
+        _read_until(terminal, "not connected: .* has ended")
+        server.status = 401
+        seen = _read_until(terminal, "error: ")
+        assert "\x1b[?1049l" in seen and child.wait(WAIT_S) == 2
 
 
 def _with_spans(spans: list[Any], now_us: int = 10_000_000) -> dict[str, Any]:
@@ -194,7 +210,8 @@ def test_a_track_shows_how_busy_its_stream_was() -> None:
 
 def test_spans_of_a_server_before_its_restart_are_not_shown() -> None:
     old = [["compute", "decode 1", 6_000_000, 4_000_000]]
-    assert "█" not in _line(picture(_with_spans(old), _with_spans([], 1_000_000)), "compute")
+    shown = picture(_with_spans(old), _with_spans([], 1_000_000), _with_spans([], 10_000_000))
+    assert "█" not in _line(shown, "compute")
 
 
 def test_a_mean_that_is_not_measured_now_stays_the_last_one() -> None:

@@ -184,8 +184,10 @@ def test_viewers_beyond_the_bound_are_refused_until_one_leaves(monkeypatch: pyte
     with serving() as served:
         with watching(served) as one, watching(served):
             next(one)
-            refused = served.http.get("/metrics/stream")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
+            with served.http.stream("GET", "/metrics/stream") as refused:
+                assert refused.status_code == 503
+                refused.read()
+        assert refused.json()["error"]["code"] == "too_many_viewers"
         assert "2 viewers" in refused.json()["error"]["message"] and refused.headers["retry-after"]
         wait_for(lambda: _admitted(served))
 
