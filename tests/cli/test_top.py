@@ -219,6 +219,15 @@ def test_a_mean_that_is_not_measured_now_stays_the_last_one() -> None:
     assert "first token after 2.4 s" in picture(SAMPLES[0], idle)
 
 
+def test_figures_of_an_engine_that_does_not_answer_are_marked_with_their_age() -> None:
+    assert "the engine does not answer: figures of 7.0 s ago" in picture(SAMPLES[0] | {"age_s": 7.0})
+
+
+def test_a_reason_of_the_health_is_shown() -> None:
+    health = {"status": "ok", "detail": "disk: no space left", "paused": False}
+    assert "ok, disk: no space left" in picture(SAMPLES[0] | {"health": health})
+
+
 def test_values_are_shown_with_units_of_their_size() -> None:
     assert [seconds(value) for value in (None, 0.0, 2.5e-5, 0.0421, 3.25)] == [
         "–",

@@ -157,6 +157,9 @@ def test_the_figures_are_those_of_the_engine(new_page: NewPage) -> None:
         expect(page, "#timeline li").to_have_text(["engine", "compute", "store", "load", "disk read"])
         put("requests_running", 0)
         expect(page, "#running").to_have_text("0")
+        put("metrics_age_seconds", 7)
+        expect(page, "#status").to_have_text("Engine silent")
+        expect(page, "#offline").to_contain_text("figures of 7.0 s ago")
 
 
 def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(new_page: NewPage) -> None:

@@ -17,6 +17,7 @@ _COLOURS = {"engine": "magenta", "compute": "blue", "store": "yellow", "load": "
 _TIER_COLOURS = {"device": "blue", "host": "green"}
 _OTHER = "red"
 _LABEL = 13  # columns of the names at the left
+_SILENT_S = 2.0  # figures of this age are the last known ones
 
 
 class Screen:
@@ -62,7 +63,10 @@ class Screen:
         health = self._sample.get("health", {"status": "", "detail": "", "paused": False})
         good = not self._lost and health["status"] == "ok"
         state = f"not connected: {self._lost}; trying again" if self._lost else health["status"]
-        state += "".join(f", {part}" for part in (health["detail"],) if part and not self._lost)
+        if not self._lost and health["detail"]:
+            state += f", {health['detail']}"
+        if not self._lost and self._sample.get("age_s", 0.0) > _SILENT_S:
+            good, state = False, f"the engine does not answer: figures of {seconds(self._sample['age_s'])} ago"
         return Text.assemble(
             ("● ", "green" if good else "red"),
             (f"{self._sample.get('model', 'Sidestream')}", "bold"),

@@ -440,6 +440,8 @@ function take(sample) {
   $("model").textContent = sample.replica ? `${model} on ${sample.replica}` : model;
   if (health.status !== "ok")
     status("bad", `Engine ${health.status}`, health.detail || `The engine is ${health.status}.`);
+  else if (sample.age_s > 2)
+    status("bad", "Engine silent", `The engine does not answer: figures of ${seconds(sample.age_s)} ago.`);
   else status("ok", health.paused ? "Paused" : "Connected");
   if (!sample.timeline) return;
   lastSample = sample;
