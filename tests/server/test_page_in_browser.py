@@ -164,15 +164,20 @@ def test_the_figures_are_those_of_the_engine(new_page: NewPage) -> None:
 
 def test_the_page_asks_for_the_key_and_keeps_it_for_the_tab(new_page: NewPage) -> None:
     with serving(FakeBackend(), api_key="secret") as served:
-        page = new_page(served.running.url)
+        page = new_page(served.running.url, viewport={"width": 360, "height": 740})
         expect(page, "#key-dialog").to_be_visible()
         expect(page, "#key-wrong").to_be_hidden()
+        page.keyboard.press("Escape")
+        expect(page, "#status").to_have_text("API key needed")
+        assert page.evaluate("() => document.documentElement.scrollWidth") == 360
+        page.click("#key")
         page.fill("#key-value", "wrong")
         page.keyboard.press("Enter")
         expect(page, "#key-wrong").to_be_visible()
         page.fill("#key-value", "secret")
         page.keyboard.press("Enter")
         connected(page)
+        expect(page, "#key").to_be_hidden()
         ask(page, "Hi")
         expect(page, ".assistant .text").to_have_text("Hello, world")
         page.reload()

@@ -437,6 +437,7 @@ function startWatching() {
 function take(sample) {
   const { health } = sample;
   model = sample.model;
+  $("key").hidden = true;
   $("model").textContent = sample.replica ? `${model} on ${sample.replica}` : model;
   if (health.status !== "ok")
     status("bad", `Engine ${health.status}`, health.detail || `The engine is ${health.status}.`);
@@ -761,7 +762,8 @@ const THEMES = ["system", "light", "dark"];
 function setTheme(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  $("theme").textContent = `Theme: ${theme}`;
+  $("theme").lastElementChild.textContent = `Theme: ${theme}`;
+  $("theme").setAttribute("aria-label", `Theme: ${theme}`);
   localStorage.setItem("sidestream.theme", theme);
   timeline.setColours();
 }
