@@ -1,6 +1,7 @@
 """Measures KV offload inside vLLM: Sidestream's connector, vLLM's own, LMCache and none, with dummy weights.
 
     python -m bench.vllm_offload DIR sidestream offloading none ... > result.json    # DIR: a model's config.json
+    VLLM_BATCH_INVARIANT=1 PARTS=faults python -m bench.vllm_offload DIR none sidestream-disk    # wrong answers
 
 Every connector runs in processes of its own, one after another: one engine with the whole pool, one with a pool of
 41,600 tokens, and, where it has a disk, one more that finds what the first one stored. Needs vLLM; the caller sets what
@@ -12,25 +13,31 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from proof.report import Bound, Figure, at_least, at_most, publish
+from sidestream_kv.errors import DeviceError, TierCorrupt
 
 _PROMPT = 8200  # not a multiple of a block, of which vLLM computes at least one token
 _VOCABULARY = 100_000
 _GIB = 1 << 30
 _HOST_GIB = 16
+_HOST_GIB_OF_PART = {"small": 32, "faults": 3}  # more than all conversations, less than the documents
 _POOL_BLOCKS = 2600  # of 16 tokens
 _ROUNDS = 5
 _TIMEOUT_S = 400
+_FAULTY_REQUESTS = 1000
+_FAULTY_BLOCKS = 1500  # less than 24 requests need
 _COMPARED = {  # with the best of the other connectors; None: no bound
     "ttft_host_ms": at_most(0.75),
     "ttft_disk_ms": at_most(0.75),
@@ -40,8 +47,8 @@ _COMPARED = {  # with the best of the other connectors; None: no bound
 }
 
 
-def _connector(name: str, directory: str) -> dict[str, Any] | None:
-    host = _HOST_GIB * _GIB
+def _connector(name: str, directory: str, host_gib: int = _HOST_GIB) -> dict[str, Any] | None:
+    host = host_gib * _GIB
     tiered = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": host,
@@ -54,10 +61,11 @@ def _connector(name: str, directory: str) -> dict[str, Any] | None:
         "simple": ("SimpleCPUOffloadConnector", {"cpu_bytes_to_use": host}),
         "tiered-fs": ("OffloadingConnector", tiered),
         "lmcache": ("LMCacheConnectorV1", {}),
+        "lmcache-fs": ("LMCacheConnectorV1", {}),
     }
-    if name == "none":
+    if (plain := name.split("@")[0]) == "none":
         return None
-    connector, extra = known[name.split("@")[0]]
+    connector, extra = known[plain]
     chosen = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     if connector == "SidestreamConnector":
         chosen["kv_connector_module_path"] = "sidestream_kv.connectors.vllm"
@@ -72,6 +80,7 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         self.spent_s: list[float] = []
+        self.answers: list[list[int]] = []
         if connector is not None and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
             self._watch(connector)
         transfer = None if connector is None else KVTransferConfig(**connector)
@@ -282,6 +291,87 @@ def _working_set(engine: Engine) -> Iterator[tuple[str, float]]:
     yield "working_set_tok_s", count / (time.perf_counter() - began)
 
 
+def _faults(engine: Engine) -> Iterator[tuple[str, float]]:
+    """Answers to 1,000 requests which share prefixes, of which some are given up once and asked again."""
+    drawn = random.Random("faults")
+    documents = _prompts("document", 40, 2400)
+    asked = [
+        [*drawn.choice(documents)[: drawn.randrange(300, 2400)], *_prompts(f"question {number}", 1, 12)[0]]
+        for number in range(_FAULTY_REQUESTS)
+    ]
+    waiting, open_, answers = list(range(len(asked))), dict[str, int](), dict[int, list[int]]()
+    steps, given_up = 0, set[int]()
+    while waiting or open_:
+        while waiting and len(open_) < 24:
+            number = waiting.pop()
+            open_[engine.add(asked[number], 16)] = number
+        for name, (tokens, finished) in engine.step().items():
+            if finished and name in open_:
+                answers[open_.pop(name)] = tokens
+        steps += 1
+        if open_ and steps % 10 == 0 and open_[name := drawn.choice([*open_])] not in given_up:
+            engine.engine.abort_request([name])
+            given_up.add(open_[name])
+            waiting.append(open_.pop(name))
+        if steps % 100 == 0:
+            engine.engine.reset_prefix_cache()
+    engine.answers = [answers[number] for number in range(len(asked))]
+    yield "faulty_requests", len(asked)
+
+
+class _Faults:
+    """Makes copies between device and host memory, and reads from disk, late and failing, in this process."""
+
+    def __init__(self) -> None:
+        self.drawn = random.Random("injected")
+        self.copies = self.failed = self.reads = self.damaged = 0
+
+    def inject(self) -> None:
+        """Once, before the engine is made."""
+        from sidestream_kv.device.cuda.stream import CudaStream
+        from sidestream_kv.offload.tiers.disk import DiskTier
+
+        read, copier = DiskTier.read, CudaStream.submit_copy
+
+        def submit_copy(stream: CudaStream, *given: Any, **named: Any) -> Any:
+            self.copies += 1
+            if self.drawn.random() < 0.2:
+                stream.submit(lambda: _spin(self.drawn.randrange(1, 20)), label="delay")
+            if self.drawn.random() < 0.03:
+                self.failed += 1
+                return stream.submit(_fail, label="fail")
+            return copier(stream, *given, **named)
+
+        def damaged(tier: Any, *given: Any, **named: Any) -> Any:
+            self.reads += 1
+            if self.drawn.random() < 0.03:
+                self.damaged += 1
+                raise TierCorrupt("injected: damaged")
+            return read(tier, *given, **named)
+
+        CudaStream.submit_copy = submit_copy  # type: ignore[method-assign, assignment]
+        DiskTier.read = damaged  # type: ignore[method-assign, assignment]
+
+    def figures(self) -> dict[str, float]:
+        """What was injected."""
+        return {
+            "submitted_copies": self.copies,
+            "failed_copies": self.failed,
+            "disk_reads": self.reads,
+            "damaged_reads": self.damaged,
+        }
+
+
+def _spin(milliseconds: int) -> None:
+    import torch
+
+    torch.cuda._sleep(1_500_000 * milliseconds)  # type: ignore[no-untyped-call]
+
+
+def _fail() -> None:
+    raise DeviceError("injected: a copy failed")
+
+
 _PARTS: dict[str, tuple[Callable[[Engine], Iterator[tuple[str, float]]], ...]] = {
     "whole": (_first_tokens, _no_reuse, _gaps),
     "thread": (_no_reuse, _gaps),
@@ -289,11 +379,18 @@ _PARTS: dict[str, tuple[Callable[[Engine], Iterator[tuple[str, float]]], ...]] =
     "gaps": (_first_tokens, _gaps),
     "disk": (_from_disk,),
     "small": (_working_set,),
+    "faults": (_faults,),
 }
+_DISKS = ("sidestream-disk", "tiered-fs", "lmcache-fs")
 
 
-def _measure_here(directory: str, name: str, part: str, disk: str) -> None:
-    engine = Engine(directory, _connector(name, disk), blocks=_POOL_BLOCKS if part == "small" else None)
+def _measure_here(directory: str, name: str, part: str, disk: str, answers: str) -> None:
+    faults = _Faults() if part == "faults" and name.startswith("sidestream") else None
+    if faults is not None:
+        faults.inject()
+    blocks = {"small": _POOL_BLOCKS, "faults": _FAULTY_BLOCKS if Path(answers).exists() else None}
+    connector = _connector(name, disk, _HOST_GIB_OF_PART.get(part, _HOST_GIB))
+    engine = Engine(directory, connector, blocks=blocks.get(part))
     figures: dict[str, float] = {}
     for measure in _PARTS[part]:
         engine.spent_s.clear()
@@ -303,6 +400,14 @@ def _measure_here(directory: str, name: str, part: str, disk: str) -> None:
         if part == "thread":
             figures[f"engine_thread_us_p99{measure.__name__}"] = 1e6 * _p99(engine.spent_s)
             figures[f"engine_thread_us_max{measure.__name__}"] = 1e6 * max(engine.spent_s)
+    if part == "faults":
+        right, found = Path(answers), json.dumps(engine.answers)
+        if right.exists():
+            pairs = zip(json.loads(right.read_text()), engine.answers, strict=True)
+            figures["wrong_answers"] = sum(one != other for one, other in pairs)
+            figures |= {} if faults is None else faults.figures()
+        else:
+            right.write_text(found)
     print("\nRESULT " + json.dumps(figures), flush=True)
     engine.rest(0.1)
     if hasattr(engine.engine, "engine_core"):
@@ -310,11 +415,11 @@ def _measure_here(directory: str, name: str, part: str, disk: str) -> None:
     os._exit(0)  # vLLM's own threads may hang
 
 
-def _in_process(directory: str, name: str, part: str, disk: str) -> dict[str, float]:
-    own = "1" if part != "thread" else "0"  # the engine has a process of its own, as in a server
+def _in_process(directory: str, name: str, part: str, disk: str, answers: str) -> dict[str, float]:
+    own = "1" if part not in ("thread", "faults") else "0"  # the engine has a process of its own, as in a server
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": own, "PYTHONHASHSEED": "0"}
     environment |= dict(setting.split("=", 1) for setting in name.split("@")[1:])
-    command = [sys.executable, "-m", "bench.vllm_offload", directory, "--here", name, part, disk]
+    command = [sys.executable, "-m", "bench.vllm_offload", directory, "--here", name, part, disk, answers]
     try:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=_TIMEOUT_S, check=True)
     except subprocess.SubprocessError as error:
@@ -327,13 +432,15 @@ def _in_process(directory: str, name: str, part: str, disk: str) -> dict[str, fl
 def measured(directory: str, names: list[str], parts: list[str]) -> dict[str, dict[str, float]]:
     """What each connector measured. A part that fails has no figure."""
     found: dict[str, dict[str, float]] = {}
-    for name in names:
-        with tempfile.TemporaryDirectory() as disk:
+    with tempfile.TemporaryDirectory() as shared:
+        for name in names:
+            disk, answers = tempfile.mkdtemp(dir=shared), f"{shared}/answers.json"
             found[name] = {}
             for part in parts:
-                if part not in ("fill", "disk") or name.startswith(("sidestream-disk", "tiered-fs")):
-                    found[name] |= _in_process(directory, name, part, disk)
-        print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+                if part not in ("fill", "disk") or name.startswith(_DISKS):
+                    found[name] |= _in_process(directory, name, part, disk, answers)
+            print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+            shutil.rmtree(disk)
     return found
 
 
@@ -367,7 +474,9 @@ def _label(name: str) -> str:
 
 
 def _bound(name: str, figure: str) -> Bound | None:
-    bounds = {"gap_p99_host_beside_over_alone": at_most(1.3)}
+    bounds = {"gap_p99_host_beside_over_alone": at_most(1.3), "wrong_answers": at_most(0)}
+    if figure.startswith("engine_thread_us_max"):
+        return at_most(300) if name.startswith("sidestream") else None
     return bounds.get(figure) if name.startswith("sidestream") else None
 
 

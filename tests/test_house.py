@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 13_400,
+    "sidestream_kv": 13_520,
     "sidestream_order": 5_960,
     "sidestream": 39_650,
     "proof": 20_020,
-    "bench": 9_030,
-    "tests": 59_150,
+    "bench": 9_150,
+    "tests": 59_250,
 }
 
 

@@ -300,7 +300,8 @@ def test_a_step_without_room_looks_at_one_block_of_a_request(monkeypatch: pytest
     request = rig.request(200)
     rig.start(request, 200, rig.blocks(50))
     looked: list[Key] = []
-    monkeypatch.setattr(rig.planner._keys, "source", looked.append)
+    outside = rig.planner._keys.outside_host_memory
+    monkeypatch.setattr(rig.planner._keys, "outside_host_memory", lambda keys: looked.extend(keys) or outside(keys))
     rig.step(request, 1, None, again=False)
     assert looked == list(rig.keys(request, 0, 0))
 

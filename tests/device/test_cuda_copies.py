@@ -323,6 +323,58 @@ def test_striped_blocks_are_copied_by_two_dimensional_copies_both_ways(device: C
     assert gpu.calls == [f"2 grids of 2 x {stripe}", f"1 grids of 2 x {stripe}"]
 
 
+@pytest.fixture
+def in_order(kernels: list[str], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernel that copies segments runs when its stream, the last one that was made, comes to it."""
+    module = sys.modules["sidestream_kv.device.cuda.kernels"]
+    at_once = module.copy_segments
+
+    def launch(table_address: int, count: int, **kwargs: Any) -> None:
+        handle = max(gpu.queues)
+        gpu.queues[handle].append(lambda: at_once(table_address, count, **kwargs))
+
+    monkeypatch.setattr(module, "copy_segments", launch)
+    return kernels
+
+
+@pytest.mark.parametrize("num_blocks", [2, 8])
+@pytest.mark.parametrize("layers", [range(4), range(1, 3)], ids=["whole blocks", "some layers"])
+def test_layers_apart_are_distributed_from_a_buffer(
+    device: CudaDevice, gpu: FakeGpu, in_order: list[str], layers: range, num_blocks: int
+) -> None:
+    stripe = KERNEL_BELOW
+    kv, slots = memory("kv", stripe * 32, parts=4, stripe=stripe, apart=True), memory("host", stripe * 32)
+    order = np.random.default_rng(0).permutation(8)[:num_blocks]
+    first, size = layers.start * stripe, len(layers) * stripe
+    copy = batch(
+        slots,
+        [index * 4 * stripe + first for index in range(num_blocks)],
+        kv,
+        (order * 4 * stripe + first).tolist(),
+        size,
+    )
+    device.make_stages(count=1, num_bytes=3 * size)
+    copied(device, gpu, copy, first=0)
+    whole = [3] * (num_blocks // 3) + [num_blocks % 3]
+    assert gpu.calls == [f"batch of {count}" for count in whole]
+    assert in_order == [f"{count * len(layers)} segments aligned" for count in whole]
+
+
+@pytest.mark.parametrize("lacks", ["buffer", "large buffer", "table"])
+def test_layers_apart_are_copied_one_by_one_without_a_buffer_or_a_table(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str], lacks: str
+) -> None:
+    stripe = KERNEL_BELOW
+    kv, slots = memory("kv", stripe * 8, parts=4, stripe=stripe, apart=True), memory("host", stripe * 8)
+    device.make_stages(count=1, num_bytes=stripe if lacks == "large buffer" else 4 * stripe)
+    if lacks == "buffer":
+        device.take_stage()
+    while lacks == "table" and device.take_table() is not None:
+        pass
+    copied(device, gpu, batch(slots, [0, 4 * stripe], kv, [4 * stripe, 0], 4 * stripe), first=1)
+    assert (gpu.calls, kernels) == (["batch of 4", "batch of 4"], [])
+
+
 def test_a_kernels_table_is_not_reused_before_the_kernel_has_read_it(
     device: CudaDevice, gpu: FakeGpu, kernels: list[str]
 ) -> None:

@@ -42,6 +42,31 @@ def test_segments_up_to_the_last_byte_of_both_memories_are_copied_by_a_kernel(si
         device.close()
 
 
+def test_stripes_in_allocations_of_their_own_are_filled_from_a_buffer() -> None:
+    device = CudaDevice()
+    try:
+        stripe, layers, count = 64 << 10, 36, 40
+        size = stripe * layers
+        host = device.allocate_host("host", count * size, item_bytes=size)
+        parts = tuple(torch.zeros(stripe * count, dtype=torch.uint8, device=device.torch_device) for _ in range(layers))
+        host.data.random_(0, 256)
+        device.make_stages(count=1, num_bytes=7 * size)
+        torch.cuda.default_stream().synchronize()
+        order = np.random.default_rng(0).permutation(count).astype(np.int64)
+        starts = np.arange(count, dtype=np.int64) * size
+        batch = device.prepare(CopyBatch(host, Memory("kv", parts, stripe), starts, order * size, size))
+        stream = device.stream("load-0")
+        fences = [stream.submit_copy(batch, 0, 17), stream.submit_copy(batch, 17, count)]
+        assert device.wait_host(fences[1], reason="test", timeout_s=60)
+        assert [fence.failure for fence in fences] == [None, None]
+
+        expected = host.data.view(count, layers, stripe)
+        for layer, part in enumerate(parts):
+            assert torch.equal(part.view(count, stripe).cpu()[torch.from_numpy(order)], expected[:, layer])
+    finally:
+        device.close()
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 1024, 8_200, 10_001])
 def test_results_up_to_the_last_byte_of_host_memory_are_delivered(size: int) -> None:
     device = CudaDevice()

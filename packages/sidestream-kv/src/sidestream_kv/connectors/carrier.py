@@ -31,8 +31,9 @@ _log = logging.getLogger(__name__)
 # Keys in one report: an engine that starts with a large directory tells its keys in several steps.
 _MOST_KEYS = 65_536
 _LOG_PERIOD_S = 60.0
-# An engine whose requests all wait steps in a loop, and would keep the interpreter lock from the offload worker.
-_YIELD_S = 100e-6
+# An engine whose requests all wait steps in a loop, and would keep the interpreter lock from the offload worker, whose
+# submissions would then take as long as the copies.
+_YIELD_S = 1e-3
 _LEAD_S = 15e-3
 _EPOCH = 0
 _FLUSH_S = 10.0

@@ -119,6 +119,11 @@ class TierKeys:
             return [HOST] * len(keys)
         return [self.source(key) for key in keys]
 
+    def outside_host_memory(self, keys: Sequence[Key]) -> set[Key]:
+        """Those of the keys whose blocks any rank does not have in host memory."""
+        asked = set(keys)
+        return set[Key]().union(*(asked - tiers[HOST] for tiers in self._ranks))
+
     def all_in_host_memory(self, keys: Sequence[Key]) -> bool:
         """Whether every rank has all of these blocks in host memory."""
         return all(tiers[HOST].issuperset(keys) for tiers in self._ranks)

@@ -103,6 +103,14 @@ class _State:
     refused: bool = False
     stale: bool = False
 
+    def extend_keys(self, groups: Sequence[Group]) -> None:
+        """Add the keys of the blocks whose hashes the engine has computed since."""
+        hashes = self.request.block_hashes
+        for at, group in enumerate(groups):
+            keys, tail = self.keys[at], bytes([at])
+            lasts = hashes[(len(keys) + 1) * group.hashes - 1 :: group.hashes]
+            keys += [last[:_HASH_BYTES] + tail for last in lasts]  # rule: key-has-the-group
+
 
 @dataclass(slots=True, eq=False)
 class _Held:
@@ -288,7 +296,7 @@ class Planner:
             return None
         if state.refused:  # rule: request-loads-no-more-after-a-failure
             return 0
-        self._extend_keys(state)
+        state.extend_keys(self._groups)
         stop, sources = self._hit(state, computed)
         num_blocks = sum(sources.values())
         if stop <= computed or not self._costs.worth_loading(stop - computed, sources):
@@ -413,7 +421,7 @@ class Planner:
         """
         if state.stale:  # rule: blocks-from-before-a-reset-are-not-stored
             return
-        self._extend_keys(state)
+        state.extend_keys(self._groups)
         keys: list[Key] = []
         ids: list[int] = []
         room = self._most_held - self._holds.num_blocks
@@ -422,18 +430,28 @@ class Planner:
             # rule: block-behind-the-window-is-not-stored
             first = max(state.seen[at], group.blocks(0, state.request.num_computed_tokens).start)
             state.seen[at] = max(first, complete)
-            for block in range(first, complete):
-                key, block_id = state.keys[at][block], state.block_ids[at][block]
-                if not block_id or key in self._holds.storing or self._keys.source(key) == HOST:
-                    continue
-                if len(ids) >= room:
+            while first < complete:
+                # A step without room looks at one block.
+                stop = min(complete, first + max(1, room - len(ids)))
+                found = state.keys[at][first:stop]
+                wanted = self._keys.outside_host_memory(found) - self._holds.storing
+                stored = [
+                    (block, key, block_id)
+                    for block, key, block_id in zip(
+                        range(first, stop), found, state.block_ids[at][first:], strict=False
+                    )
+                    if block_id and key in wanted
+                ]
+                if stored and len(ids) >= room:
                     self.counts.stores_put_off += 1
-                    state.seen[at] = block  # rule: store-without-room-is-tried-again
+                    state.seen[at] = first  # rule: store-without-room-is-tried-again
                     break
-                keys.append(key)
-                ids.append(block_id)
+                first = stop
+                keys += [key for _, key, _ in stored]
+                ids += [block_id for _, _, block_id in stored]
                 if self._events is not None:
-                    self._events.ordered(key, at, state.request.block_hashes[(block + 1) * group.hashes - 1])
+                    for block, key, _ in stored:
+                        self._events.ordered(key, at, state.request.block_hashes[(block + 1) * group.hashes - 1])
         if keys:
             prefix = tuple(state.keys[0][: state.seen[0]]) if touches else ()
             # rule: store-holds-its-device-blocks
@@ -507,13 +525,6 @@ class Planner:
             lists: list[list[list[Any]]] = [[[] for _ in range(count)] for _ in range(2)]
             state = self._states[request.request_id] = _State(request, lists[0], lists[1], [0] * count)
         return state
-
-    def _extend_keys(self, state: _State) -> None:
-        hashes = state.request.block_hashes
-        for at, group in enumerate(self._groups):
-            keys, tail = state.keys[at], bytes([at])
-            for last in range((len(keys) + 1) * group.hashes - 1, len(hashes), group.hashes):
-                keys.append(hashes[last][:_HASH_BYTES] + tail)  # rule: key-has-the-group
 
     def _add(self, order: Order) -> int:
         """Send an order with the next step. Returns its number."""

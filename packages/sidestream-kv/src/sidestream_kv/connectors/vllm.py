@@ -35,6 +35,7 @@ from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.kinds import CPU, CUDA
 from sidestream_kv.errors import ConfigError
+from sidestream_kv.offload import pacing
 from sidestream_kv.offload.tiers.base import TierContext
 from sidestream_kv.offload.tiers.stack import BlockMemory, TierStack, share_of_rank
 
@@ -171,7 +172,7 @@ class SidestreamConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             )
             fingerprint = fingerprint or weights_of(self._vllm_config)
         config = self._options.tiers(parallel.rank, parallel.world_size, parallel.data_parallel_index)
-        device, stream = _device_of(regions[0].device)
+        device, stream = _device_of(regions[0].device, apart=len(regions) > 1)
         try:
             tiers = TierStack.open(config, device, TierContext(layout, fingerprint))
         except BaseException:
@@ -338,9 +339,9 @@ def _scheduled(output: Any) -> Iterable[tuple[str, Any, bool]]:
         yield request_id, block_ids, request_id in cached.resumed_req_ids
 
 
-def _device_of(kind: torch.device) -> tuple[Device, Callable[[], Stream] | None]:
+def _device_of(kind: torch.device, *, apart: bool) -> tuple[Device, Callable[[], Stream] | None]:
     """A device next to vLLM's, and a function that returns the stream on which the calling thread launches work; None:
-    work has ended when its launch returns.
+    work has ended when its launch returns. `apart`: the layers of a block are in allocations of their own.
     """
     if kind.type == CPU:
         return CpuDevice(compute_threads=1), None
@@ -350,4 +351,7 @@ def _device_of(kind: torch.device) -> tuple[Device, Callable[[], Stream] | None]
 
     device = CudaDevice(index=kind.index or 0)
     device.warm_up()
+    if apart:
+        pace = pacing.TO_DEVICE_BESIDE_COPIES
+        device.make_stages(count=pace.streams, num_bytes=pace.slice_bytes)
     return device, device.current_stream

@@ -65,6 +65,23 @@ class Grid:
     to_device: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Segments to copy to a buffer on the device, whole, from where a kernel distributes their stripes: the copy engine
+    and the host need more time for many stripes than for few segments.
+
+    table    the stripes from host memory to their places, `height` columns for each segment
+    """
+
+    table: Table
+    height: int
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of each segment."""
+        return self.height * int(self.table[2, 0])
+
+
 def addresses_of(memory: Memory, borders: Sequence[int] = ()) -> MemoryAddresses:
     """The addresses of `memory`. `borders`: see `MemoryAddresses`."""
     parts = memory.parts
@@ -90,6 +107,17 @@ def plan(
     if table is None:
         table = segments(batch, source, target, merged=merged)
     return Segments(table, batch.num_bytes < KERNEL_BELOW * table.shape[1])
+
+
+def staged(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses) -> Staged | None:
+    """The batch as `Staged`; None if it does not copy stripes between `KERNEL_BELOW` and `GRID_BELOW` from host memory
+    with one part to a device.
+    """
+    width = batch.target.stripe
+    if not (len(source.bases) == 1 < len(target.bases) and KERNEL_BELOW <= width < GRID_BELOW and batch.size > width):
+        return None
+    table = _whole_stripes(batch, source, target)
+    return None if table is None else Staged(table, batch.size // width)
 
 
 def segments(batch: CopyBatch, source: MemoryAddresses, target: MemoryAddresses, *, merged: bool = True) -> Table:

@@ -37,7 +37,7 @@ _POLL_S = 50e-6
 # Maximum number of segments (byte ranges) that one kernel copies, and maximum number of unfinished copies by kernels.
 # If there are more, the copy engine copies them.
 _TABLE_SEGMENTS = 4096
-_TABLES = 16
+_TABLES = 64
 
 
 class CudaDevice(HostSide):
@@ -75,6 +75,8 @@ class CudaDevice(HostSide):
         self._addresses: dict[Memory, MemoryAddresses] = {}
         self._slabs: dict[Memory, Slab] = {}
         self._on_device: list[torch.Tensor] = []
+        self._stages: list[torch.Tensor] = []
+        self._has_stages = False
         self._waiter = FenceWaiter()
         self._lock = threading.Lock()
         self._closed = False
@@ -136,8 +138,9 @@ class CudaDevice(HostSide):
             return batch
         source, target = self.addresses_of(batch.source), self.addresses_of(batch.target)
         calls = plan(batch, source, target, max_pitch=self.driver.max_pitch, merged=False)
-        if isinstance(calls, Grid):
-            return replace(batch, prepared=calls)
+        staged = copies.staged(batch, source, target) if self._has_stages else None
+        if isinstance(calls, Grid) or staged is not None:
+            return replace(batch, prepared=staged or calls)
         if calls.by_kernel:
             return batch
         pieces = calls.table.shape[1] // len(batch.source_starts)
@@ -278,6 +281,18 @@ class CudaDevice(HostSide):
     def give_event(self, event: Event) -> None:
         """Return an event to the pool."""
         self._events.append(event)
+
+    def make_stages(self, *, count: int, num_bytes: int) -> None:
+        """Let `count` streams copy through buffers of `num_bytes` on the device what is scattered over many
+        allocations there: see `copies.Staged`. Call it before any work is launched.
+        """
+        self._stages = [self.driver.allocate(num_bytes) for _ in range(count)]
+        self._on_device += self._stages
+        self._has_stages = count > 0
+
+    def take_stage(self) -> torch.Tensor | None:
+        """A buffer of `make_stages`, for the use of one stream for ever; None if all are in use."""
+        return self._stages.pop() if self._stages else None
 
     def take_table(self) -> Table | None:
         """A segment table for a copy by kernel, in mapped host memory; None if all are in use."""

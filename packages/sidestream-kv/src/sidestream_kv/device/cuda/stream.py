@@ -16,6 +16,7 @@ import torch
 
 from sidestream_kv.device.base import CopyBatch, Memory, no_accesses, wait_in_capture
 from sidestream_kv.device.cuda.copier import Copier, CopyDevice
+from sidestream_kv.device.cuda.copies import Staged
 from sidestream_kv.device.cuda.driver import Driver, named
 from sidestream_kv.device.cuda.fences import CudaFence, FenceDevice, FenceQueue
 from sidestream_kv.device.cuda.graphs import Capture, CudaEvent, CudaGraph
@@ -60,21 +61,22 @@ class CudaStream:
 
         While a graph is captured, the work goes into the graph, and its fence has tick 0.
         """
-        return self._submit(lambda: self._run(work), accesses, label)
+        return self._submit(lambda: self._run(work), accesses, label=label)
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> CudaFence:
-        """See `Stream.submit_copy`. A prepared batch needs no kernel, so torch's current stream is not changed."""
+        """See `Stream.submit_copy`. Most prepared batches need no kernel, so torch's current stream is not changed."""
         prepared = batch.prepared
         if prepared is None or self._capture is not None:
             part = batch.part(first, stop)
             return self.submit(lambda: self.copy(part), part.accesses, label=label)
-        return self._submit(
+        submit = self.submit if isinstance(prepared, Staged) else self._submit
+        return submit(
             lambda: self._copier.copy_prepared(prepared, first, stop),
             lambda: batch.part(first, stop).accesses(),
-            label,
+            label=label,
         )
 
-    def _submit(self, enqueue: Callable[[], None], accesses: Accesses, label: str) -> CudaFence:
+    def _submit(self, enqueue: Callable[[], None], accesses: Accesses, *, label: str) -> CudaFence:
         with self._submitting:
             if self._running:
                 raise InvariantError(
@@ -149,7 +151,7 @@ class CudaStream:
         current stream is not changed. Do not call it inside a capture of another stream: torch would record the event
         for that capture.
         """
-        return self._submit(lambda: event.event.record(self.external), no_accesses, f"record {event.name}")
+        return self._submit(lambda: event.event.record(self.external), no_accesses, label=f"record {event.name}")
 
     def close(self) -> None:
         """Return the stream's handles to the driver. Submitted work still runs to its end. Idempotent."""
