@@ -10,7 +10,7 @@ import codecs
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class FakeTokenizer:
     """
 
     vocab_size = 256
+    eos_ids: tuple[int, ...] = ()
 
     def __init__(self, options: Iterable[str] = (), chat_template: str = "") -> None:
         self.chat_template = chat_template
@@ -61,7 +62,7 @@ class FakeTokenizer:
         """The bytes in sentencepiece's notation: <0x41>."""
         return [f"<0x{token_id:02X}>" for token_id in token_ids]
 
-    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] | None = ()) -> Detokenizer:
         """A new incremental decoder."""
         return Detokenizer(lambda token_id: bytes([token_id]))
 
@@ -234,7 +235,7 @@ class FakeBackend:
             if script.refuse is not None:
                 outcome = self.finished
                 raise script.refuse
-            for number, delta in enumerate(_deltas(script, params, len(prompt_ids))):
+            for number, delta in enumerate(_deltas(script, params, prompt_ids)):
                 if number == script.fail_after:
                     outcome = self.finished
                     raise script.failure or RuntimeError("scripted failure")
@@ -257,7 +258,9 @@ class FakeBackend:
         await gate.wait()
 
 
-def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[Delta]:
+def _deltas(script: Script, params: SamplingParams, prompt: Sequence[int]) -> list[Delta]:
+    wanted = params.prompt_logprobs
+    of_prompt = () if wanted is None else tuple(replace(_logprob(byte, wanted), rank=1) for byte in prompt[1:])
     everything = script.text.encode("utf-8")
     reply = everything if params.max_tokens is None else everything[: params.max_tokens]
     finish = "stop" if len(reply) == len(everything) else "length"
@@ -271,7 +274,16 @@ def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[
         for index in range(params.n):
             logprobs = tuple(_logprob(byte, params.logprobs) for byte in piece) if params.logprobs is not None else ()
             deltas.append(
-                Delta(index, text, tuple(piece), logprobs, finish if last else None, prompt_tokens, script.cached)
+                Delta(
+                    index,
+                    text,
+                    tuple(piece),
+                    logprobs,
+                    finish if last else None,
+                    len(prompt),
+                    script.cached,
+                    prompt_logprobs=() if start else of_prompt,
+                )
             )
     return deltas
 

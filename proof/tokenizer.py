@@ -35,7 +35,7 @@ class ToyTokenizer:
         """One character per id."""
         return "".join(_text(token_id) for token_id in token_ids)
 
-    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] | None = ()) -> Detokenizer:
         """A new incremental decoder."""
         return Detokenizer(text_bytes)
 

@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 13_520,
     "sidestream_order": 5_960,
-    "sidestream": 39_650,
-    "proof": 20_020,
-    "bench": 9_150,
-    "tests": 59_250,
+    "sidestream": 40_660,
+    "proof": 20_070,
+    "bench": 9_130,
+    "tests": 59_850,
 }
 
 
@@ -93,5 +93,5 @@ def test_a_request_is_traced_from_http_to_disk_and_back(files_of_a_request: list
     assert not [name for name in files_of_a_request if name.startswith("sidestream/cli/")]
 
 
-def test_a_request_goes_through_at_most_55_files(files_of_a_request: list[str]) -> None:
-    assert len(files_of_a_request) <= 55, files_of_a_request
+def test_a_request_goes_through_at_most_58_files(files_of_a_request: list[str]) -> None:
+    assert len(files_of_a_request) <= 58, files_of_a_request

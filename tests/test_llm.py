@@ -43,7 +43,7 @@ from sidestream import (
     SpeculativeConfig,
     StructuredOutputs,
 )
-from sidestream.config import EngineSizes
+from sidestream.config import EngineSizes, ReasoningMarks
 from sidestream.text import Detokenizer, StopStrings
 from sidestream.types import Delta
 from sidestream_kv.device.machine import process_age_s
@@ -218,6 +218,81 @@ def test_a_stream_has_the_whole_text_decoded_outside_of_the_engine_thread(
     makers.clear()
     assert llm.generate(PROMPTS[0], GREEDY)[0].text == whole
     assert not makers  # all tokens at once
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["all at once", "delta by delta"])
+def test_special_tokens_are_part_of_the_text_if_asked_for(llm: LLM, stop: tuple[str, ...]) -> None:
+    special = next(index for index in llm.tokenizer.special_ids if index not in llm.tokenizer.eos_ids)
+    params = dataclasses.replace(GREEDY, allowed_token_ids=(special,), max_tokens=2, stop=stop)
+    assert llm.generate(PROMPTS[0], params)[0].text == ""
+    shown = llm.generate(PROMPTS[0], dataclasses.replace(params, skip_special_tokens=False))[0].text
+    assert shown == 2 * llm.tokenizer.token_strings([special])[0]
+
+
+def test_one_string_is_a_stop(llm: LLM) -> None:
+    params, _ = stop_within(llm, PROMPTS[0], max_tokens=400)
+    one = dataclasses.replace(params, stop=params.stop[0])
+    assert one.stop == params.stop
+    assert llm.generate(PROMPTS[0], one)[0].text == llm.generate(PROMPTS[0], params)[0].text
+
+
+def test_a_chat_may_continue_its_last_message(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The whale"}]
+    continued = llm.chat(messages, GREEDY, continue_final_message=True)
+    prompt = llm.tokenizer.chat(messages, continue_final_message=True)
+    assert prompt[-2:] == llm.tokenizer.encode("The whale", add_special_tokens=False)[-2:]
+    assert continued.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
+    assert llm.chat(messages[:1], GREEDY, add_generation_prompt=False).prompt_tokens < continued.prompt_tokens
+
+
+def test_truncated_prompts_keep_their_last_tokens(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    for limit, kept in ((5, 5), (-1, len(ids)), (1000, len(ids))):
+        params = dataclasses.replace(GREEDY, truncate_prompt_tokens=limit)
+        output, expected = llm.generate(PROMPTS[0], params)[0], llm.generate([ids[-kept:]], GREEDY)[0]
+        assert (output.prompt_tokens, output.token_ids) == (kept, expected.token_ids)
+        assert next(delta.prompt_tokens for delta in llm.stream(ids, params)) == kept
+    with pytest.raises(RequestRejected, match="truncate_prompt_tokens is 0: it must be a whole number in"):
+        SamplingParams(truncate_prompt_tokens=0)
+
+
+def test_typical_sampling_is_reproducible_and_independent_of_the_batch(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, typical_p=0.3, seed=5, max_tokens=12, ignore_eos=True)
+    alone = llm.generate(PROMPTS[0], params)[0].token_ids
+    each = [params, GREEDY, dataclasses.replace(params, typical_p=0.9, top_k=20), SamplingParams(max_tokens=3)]
+    assert llm.generate([PROMPTS[0], *PROMPTS[1:4]], each)[0].token_ids == alone
+    assert llm.generate(PROMPTS[0], dataclasses.replace(params, typical_p=1.0))[0].token_ids != alone
+
+
+@pytest.mark.parametrize(
+    "speculative", [None, SpeculativeConfig(max_drafts=3, adaptive=False)], ids=["plain", "drafts"]
+)
+def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(tmp_path: Path, speculative: Any) -> None:
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True)
+    with LLM(tiny_model_dir("llama", tmp_path, seed=1), **SIZES, speculative=speculative) as llm:
+        start, end = (tuple(llm.tokenizer.encode(text, add_special_tokens=False)) for text in ("A", "BC"))
+        free = llm.generate(PROMPTS[0], params)[0].token_ids
+        bound = dataclasses.replace(params, thinking_token_budget=4, reasoning=ReasoningMarks(start, end, inside=True))
+        answer = llm.generate(PROMPTS[0], bound)[0].token_ids
+        assert (answer[:4], answer[4:6], len(answer)) == (free[:4], end, 20)
+        outside = dataclasses.replace(bound, reasoning=ReasoningMarks(start, end))
+        assert llm.generate(PROMPTS[0], outside)[0].token_ids == free  # it never reasons
+        form = StructuredOutputs(regex="[^C]*C[0-9]{3}")
+        formed = dataclasses.replace(bound, structured_outputs=form)
+        assert re.fullmatch(r"[^C]*BC[0-9]{3}", llm.generate(PROMPTS[0], formed)[0].text)
+        for wrong in ({"reasoning": None}, {"allowed_token_ids": (1, 2)}):
+            with pytest.raises(RequestRejected, match="thinking_token_budget"):
+                llm.generate(PROMPTS[0], dataclasses.replace(bound, **wrong))
+
+
+def test_python_finds_the_markers_of_reasoning_in_the_chat_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(llm.tokenizer), "chat_template", "<think> </think>")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, thinking_token_budget=2)
+    answer = llm.chat(messages, params, continue_final_message=True)
+    end = llm.tokenizer.encode("</think>", add_special_tokens=False)
+    assert answer.token_ids[2 : 2 + len(end)] == tuple(end)
+    assert llm.chat(messages[:1], params).token_ids[2 : 2 + len(end)] != tuple(end)
 
 
 def stop_within(llm: LLM, prompt: str, *, max_tokens: int) -> tuple[SamplingParams, int]:

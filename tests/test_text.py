@@ -500,4 +500,5 @@ def test_a_shown_special_token_has_its_name_as_text(make: Any) -> None:
     assert special is not None
     ids = [special, *tokenizer.encode("an", add_special_tokens=False), special]
     assert tokenizer.detokenizer(shown=["<s>", "no token"]).decode(ids).replace(" ", "") == "<s>an<s>"
+    assert tokenizer.detokenizer(shown=None).decode(ids).replace(" ", "") == "<s>an<s>"
     assert tokenizer.detokenizer().decode(ids) == "an"

@@ -300,5 +300,5 @@ EXEMPT = (
     Exempt("RemoteClient._on_lost", ("done",), _CALLS),
     Exempt("_submit", ("keys_version",), "see request-keeps-the-version-of-its-keys"),
     Exempt("_submit", ("replace",), "the engine does not use stop strings"),
-    Exempt("with_token_ids", ("replace",), "a copy of parameters"),
+    Exempt("with_token_ids", ("replace", "replace"), "a copy of parameters"),
 )

@@ -275,6 +275,16 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="preempted-request-drops-log-probabilities-of-its-prompt",
+            hazard="H12",
+            consequence="a client gets log-probabilities of a prompt's first tokens twice",
+        ),
+        "workloads ask for no log-probabilities of prompts",
+        noticed_by="test_prompt_logprobs.py::test_a_preempted_prompt_gives_each_log_probability_once",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
             name="masks-of-drafts-wait-for-their-pass",
             hazard="H17",
             consequence="the masks of a step are made for the drafts of an earlier one",

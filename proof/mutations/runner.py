@@ -439,6 +439,26 @@ EQUIVALENT = (
         "the engine waits for the pass",
         noticed_by="engine/test_structured.py::test_masks_and_drafts_are_refused_while_a_step_uses_them",
     ),
+    Equivalent(
+        Mutation(
+            name="log-probabilities-are-read-after-their-step",
+            hazard="H17",
+            change=Never(),
+            consequence="the host reads log-probabilities of an earlier step's prompt",
+        ),
+        "the engine waits for the step",
+        noticed_by="runner/test_mailbox.py::test_log_probabilities_of_prompts_are_read_after_the_fence",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="slot-forgets-the-last-owners-prompt",
+            hazard="H18",
+            consequence="a request gets log-probabilities of its slot's last owner's prompt",
+        ),
+        "workloads ask for no log-probabilities of prompts",
+        noticed_by="test_prompt_logprobs.py::test_samples_and_streams_have_log_probabilities_of_the_prompt",
+    ),
 )
 
 _WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_interpreter.py runs it"
@@ -451,9 +471,11 @@ _UNPLACED = (
 
 EXEMPT = (
     Exempt("Executor.sample", ("replace",), "it copies a value"),
+    Exempt("Executor._prepare", ("replace",), "it copies a value"),
     Exempt("Executor.capture", ("gates=",), "a stream"),
     Exempt("Executor.warm_up", ("after=", "gates=", "wait_host", "drop", "failure"), _WARM_UP),
     Exempt("Executor.launch", ("begin",), "see slot-begins-on-the-host and step-samples-in-the-mode-of-its-rows"),
+    Exempt("Executor.launch", ("begin",), "see slot-forgets-the-last-owners-prompt"),
     Exempt("StepWork.running", ("forget",), _UNPLACED),
     Exempt("BlockTableMirror.changes", ("extend", "extend"), "a list"),
     Exempt("Graphs.delete", ("clear", "clear"), "a dict"),

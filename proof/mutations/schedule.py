@@ -318,6 +318,15 @@ _SAVES_TIME = "saves work only: "
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="prompt-with-log-probabilities-is-computed",
+            hazard="H12",
+            consequence="a prompt's cached tokens have no log-probabilities",
+        ),
+        "workloads ask for no log-probabilities of prompts",
+        noticed_by="test_prompt_logprobs.py::test_a_prompt_with_log_probabilities_is_computed_and_its_blocks_are_kept",
+    ),
+    Equivalent(
+        Mutation(
             name="partial-block-is-not-stored",
             hazard="H15",
             change=Value("{key: block for key in keys if (block := self._blocks.get(key)) is not None}"),

@@ -42,11 +42,13 @@ from sidestream_kv.config import OffloadConfig
 
 if TYPE_CHECKING:
     from sidestream.async_llm import AsyncLLM
+    from sidestream.client.beam_search import BeamSequence
     from sidestream.llm import LLM, Completion, RequestOutput
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSequence",
     "CachedTokens",
     "CallTimeout",
     "Completion",
@@ -87,7 +89,13 @@ __version__ = VERSION
 logging.getLogger("sidestream_kv").parent = logging.getLogger("sidestream")
 sys.meta_path.insert(0, moved.MovedModules())  # before the finder of files, which would load a module twice
 
-_LAZY = {"AsyncLLM": "async_llm", "Completion": "llm", "LLM": "llm", "RequestOutput": "llm"}
+_LAZY = {
+    "AsyncLLM": "async_llm",
+    "BeamSequence": "client.beam_search",
+    "Completion": "llm",
+    "LLM": "llm",
+    "RequestOutput": "llm",
+}
 
 
 def __getattr__(name: str) -> object:

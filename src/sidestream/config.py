@@ -9,7 +9,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -353,6 +353,18 @@ class EngineConfig:
         return self.block_tokens or default_block_tokens("cpu", recurrent=False)
 
 
+_PROMPT_LOGITS = 256
+
+
+def most_prompt_logits(block_tokens: int) -> int:
+    """Maximum number of positions of prompts, in whole blocks, whose logits one step computes for `prompt_logprobs`:
+    they take 4 bytes for each token of the vocabulary.
+    """
+    return max(1, _PROMPT_LOGITS // block_tokens) * block_tokens
+
+
+MOST_PROMPT_LOGPROBS = 1 << 18
+"""Maximum number of log-probabilities of one prompt: its tokens, times 1 more than the alternatives for each."""
 MOST_SALT_CHARS = 1024
 """Maximum number of characters of a request's cache salt."""
 MOST_STOP_CHARS = 1024
@@ -495,6 +507,15 @@ class StructuredOutputs:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Token ids of the markers of reasoning. `inside`: the answer begins behind the first one."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    inside: bool = False
+
+
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MOST_GRAMMAR_CHARS = 1 << 20
 MOST_CHOICES = 10_000
@@ -514,15 +535,24 @@ class SamplingParams:
     top_k               0: off
     top_p               1: off
     min_p               drops tokens less likely than min_p times the likeliest; 0: off
+    typical_p           locally typical sampling: keeps the tokens, of total probability typical_p, whose surprise is
+                        nearest to the entropy; 1: off
     repetition_penalty  for tokens in the prompt or the output: divides positive logits and multiplies negative ones;
                         1: off
     presence_penalty    subtracted once from the logits of tokens in the output
     frequency_penalty   subtracted from the logits of tokens in the output, for each occurrence
     seed                the same seed gives the same tokens, whatever else runs; None: a random seed
+    stop                a text that ends the answer, or up to 16 of them
+    skip_special_tokens  leave special tokens, such as `<|im_start|>`, out of the text
     logprobs            k: log-probabilities of the sampled token and of the k likeliest tokens; None: no logprobs
     max_tokens          None: as many tokens as the model and the block pool allow
     max_drafts          maximum number of tokens to draft in a step; 0: no drafts; None: the engine's `max_drafts`
     structured_outputs  the form that the answer must have; None: any
+    prompt_logprobs     as `logprobs`, for the tokens of the prompt. None of its KV is taken from a cache then
+    truncate_prompt_tokens  keep only so many tokens at the end of the prompt; -1: as many as leave room for
+                        `max_tokens` (None: for one token) in the model's context; None: all
+    thinking_token_budget  maximum number of tokens of reasoning; then the marker of its end is forced. None: no bound
+    reasoning           the markers; `LLM`, `AsyncLLM` and the server add them
     allowed_token_ids   the only tokens that the answer may have; empty: all
     bad_words           texts that the answer may not contain, as the tokenizer writes them, also behind a space
     bad_word_ids        the same as token ids; `LLM`, `AsyncLLM` and the server add those of `bad_words`
@@ -541,6 +571,12 @@ class SamplingParams:
     min_p: Annotated[
         float | None, SamplingOption(0.0, 0.0, 1.0, "Drop tokens less likely than P times the likeliest.", "P")
     ] = None
+    typical_p: Annotated[
+        float,
+        SamplingOption(
+            1.0, 0.0, 1.0, "Draw among the most typical tokens with total probability P.", "P", low_excluded=True
+        ),
+    ] = 1.0
     repetition_penalty: Annotated[
         float | None,
         SamplingOption(
@@ -565,9 +601,10 @@ class SamplingParams:
     ] = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
+    skip_special_tokens: bool = True
     max_tokens: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -575,6 +612,10 @@ class SamplingParams:
     n: int = 1
     max_drafts: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    reasoning: ReasoningMarks | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -592,14 +633,21 @@ class SamplingParams:
                     f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})",
                     param="min_tokens",
                 )
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, 20)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, 20)
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 1 << 31)
+        if self.thinking_token_budget is not None:
+            _whole("thinking_token_budget", self.thinking_token_budget, 0, 1 << 31)
         if self.max_drafts is not None:
             _whole("max_drafts", self.max_drafts, 0, MOST_DRAFTS)
         if self.seed is not None:
             _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        if isinstance(self.stop, str) or not all(isinstance(s, str) for s in self.stop):
-            raise RequestRejected(f"stop is {self.stop!r}: give a tuple of strings", param="stop")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if not all(isinstance(s, str) for s in self.stop):
+            raise RequestRejected(f"stop is {self.stop!r}: give a string or a tuple of strings", param="stop")
         if len(self.stop) > 16:
             raise RequestRejected(f"stop has {len(self.stop)} strings: at most 16", param="stop")
         if any(not s for s in self.stop):
@@ -628,10 +676,18 @@ class SamplingParams:
             _whole("logit_bias", token_id, 0, 1 << 31)
             _finite("logit_bias", bias, -100.0, 100.0)
 
+    def kept(self, prompt: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """The end of the prompt that `truncate_prompt_tokens` keeps."""
+        limit = self.truncate_prompt_tokens
+        if limit == -1:
+            limit = max(1, max_model_len - (self.max_tokens or 1))
+        return prompt if limit is None else prompt[-limit:]
+
     @property
     def masked(self) -> bool:
         """Whether the answer's own tokens decide which tokens may follow."""
-        return self.structured_outputs is not None or bool(self.allowed_token_ids or self.bad_word_ids)
+        ruled = self.allowed_token_ids or self.bad_word_ids or self.thinking_token_budget is not None
+        return self.structured_outputs is not None or bool(ruled)
 
     def spec(self, *, seed: int, eos_ids: tuple[int, ...], defaults: SamplingDefaults = NEUTRAL) -> SamplingSpec:
         """The part of these parameters that the device needs, for one sample. `defaults` gives the values of options
@@ -648,6 +704,7 @@ class SamplingParams:
             min_tokens=self.min_tokens,
             forbidden_until_min=tuple(sorted(set(ending_ids))),
             top_logprobs=-1 if self.logprobs is None else self.logprobs,
+            prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
             masked=self.masked,
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
+from sidestream.client.beam_search import BeamSearch, BeamSequence
 from sidestream.client.front_end import (
     OutputProcessor,
     Prompt,
@@ -51,12 +52,14 @@ class RequestOutput:
 
     cached   number of prompt tokens whose KV came from a cache, by tier (device, host memory, disk)
     ttft_s   seconds from submission to the first token
+    prompt_logprobs  with `SamplingParams.prompt_logprobs`, an entry for each token of the prompt; the first has none
     """
 
     prompt_tokens: int
     completions: tuple[Completion, ...]
     cached: CachedTokens
     ttft_s: float
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -174,9 +177,10 @@ class LLM:
         """
         self._check_open()
         many = as_list(prompts)
-        each = [with_token_ids(one, self.tokenizer) for one in params_of_each(params, len(many))]
+        each = params_of_each(params, len(many))
         encoded = [ids_of(prompt, self.tokenizer, f"prompts[{index}]") for index, prompt in enumerate(many)]
-        requests = list(zip(encoded, each, strict=True))
+        kept = [list(one.kept(ids, self.max_model_len)) for ids, one in zip(encoded, each, strict=True)]
+        requests = [(ids, with_token_ids(one, self.tokenizer, ids)) for ids, one in zip(kept, each, strict=True)]
         for ids, chosen in requests:
             self.engine.check(ids, chosen, cache_salt=cache_salt)
         batch = _Batch(self.engine, self.tokenizer, cache_salt, continues)
@@ -193,12 +197,58 @@ class LLM:
             raise
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        **layout: Any,
     ) -> RequestOutput:
-        """Answer a conversation. Each message has a `role` and a `content`; the model's chat template formats them."""
+        """Answer a conversation. Each message has a `role` and a `content`; the model's chat template formats them.
+
+        layout   `add_generation_prompt` (True: the prompt ends with the start of an answer), `continue_final_message`
+                 (False; True: the model writes on the last message), `tools`, and variables of the template, such as
+                 `enable_thinking`
+        """
         self._check_open()
-        prompt = self.tokenizer.chat(messages)
-        return self.generate([prompt], checked_params(params), cache_salt=cache_salt, continues=False)[0]
+        prompt, continues = self.tokenizer.chat(messages, **layout), bool(layout.get("continue_final_message"))
+        return self.generate([prompt], checked_params(params), cache_salt=cache_salt, continues=continues)[0]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        cache_salt: str = "",
+    ) -> list[list[BeamSequence]]:
+        """The `beam_width` likeliest answers to each prompt, the best first, by the rules of `BeamSearch`. Every token
+        takes a request for each beam, which find their beginning in the prefix cache.
+
+        beam_width       1 to 10, less if the model has several end-of-sequence ids
+        length_penalty   an answer's score is its log-probability, divided by its length to the power of this
+
+        Raises RequestError for the first invalid prompt, before any prompt is started.
+        """
+        self._check_open()
+        params, searches = SamplingParams(max_tokens=max_tokens), list[BeamSearch]()
+        for index, prompt in enumerate(as_list(prompts)):
+            ids = ids_of(prompt, self.tokenizer, f"prompts[{index}]")
+            self.engine.check(ids, params, cache_salt=cache_salt)
+            room = min(max_tokens, self.max_model_len - len(ids))
+            end_ids = () if ignore_eos else self.tokenizer.eos_ids
+            searches.append(
+                BeamSearch(ids, width=beam_width, max_tokens=room, length_penalty=length_penalty, end_ids=end_ids)
+            )
+        while running := [(search, search.prompts) for search in searches if search.prompts]:
+            asked = [(prompt, search.params) for search, beams in running for prompt in beams]
+            prompts, each = [prompt for prompt, _ in asked], [params for _, params in asked]
+            outputs = iter(self.generate(prompts, each, cache_salt=cache_salt))
+            for search, beams in running:
+                search.advance([next(outputs).completions[0].logprobs[0] for _ in beams])
+        return [search.answers(self.tokenizer, after=search.prompt) for search in searches]
 
     def stream(
         self,
@@ -212,8 +262,9 @@ class LLM:
         and errors are those of `generate`.
         """
         self._check_open()
-        chosen = with_token_ids(checked_params(params), self.tokenizer)
-        ids = ids_of(prompt, self.tokenizer)
+        chosen = checked_params(params)
+        ids = list(chosen.kept(ids_of(prompt, self.tokenizer), self.max_model_len))
+        chosen = with_token_ids(chosen, self.tokenizer, ids)
         processor = OutputProcessor(self.tokenizer, chosen, after=ids if continues else ())
         request = _StreamedRequest(self.engine, processor, ids, chosen, cache_salt)
         try:
@@ -363,7 +414,7 @@ class _CollectedRequest:
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._include_stop = params.include_stop
+        self._params = params
         self._after = after
         self._processor = OutputProcessor(tokenizer, params, after) if params.stop else None
         self._outputs = outputs
@@ -433,13 +484,15 @@ class _CollectedRequest:
             )
             for index, sample in enumerate(self._samples)
         )
-        return RequestOutput(first.prompt_tokens, completions, first.cached, self._ttft_s or 0.0)
+        prompt_logprobs = () if self._params.prompt_logprobs is None else (None, *first.prompt_logprobs)
+        return RequestOutput(first.prompt_tokens, completions, first.cached, self._ttft_s or 0.0, prompt_logprobs)
 
     def _text(self, sample: _Sample) -> str:
         ending = "stop" if sample.has_stop_token else None
-        token_ids = tokens_with_text(tuple(sample.token_ids), ending, include_stop=self._include_stop)
+        token_ids = tokens_with_text(tuple(sample.token_ids), ending, include_stop=self._params.include_stop)
+        shown = () if self._params.skip_special_tokens else None
         try:
-            return self._tokenizer.detokenizer(self._after).decode(token_ids)
+            return self._tokenizer.detokenizer(self._after, shown).decode(token_ids)
         except Exception as error:  # a tokenizer is third-party code
             raise RequestError(f"the tokenizer failed: {error}") from error
 

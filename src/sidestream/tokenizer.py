@@ -108,16 +108,17 @@ class Tokenizer:
         """The content of the tokenizer's tokenizer.json."""
         return str(self._backend.backend_tokenizer.to_str())
 
-    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] | None = ()) -> Detokenizer:
         """A new incremental detokenizer, for one sample.
 
         after   token ids of the text that the sample continues; empty: the sample begins a text
-        shown   special tokens that have a text, their own name; other special tokens have none
+        shown   special tokens that have a text, their own name; other special tokens have none. None: all have one
         """
         within, first = self._bytes.__getitem__, self._bytes.first
-        if shown:
+        if shown is None or shown:
             added = self._backend.get_added_vocab()
-            names = {added[name]: name.encode() for name in shown if added.get(name) in self.special_ids}
+            chosen = added if shown is None else shown
+            names = {added[name]: name.encode() for name in chosen if added.get(name) in self.special_ids}
             if names:
                 return Detokenizer(
                     lambda token_id: names.get(token_id) or within(token_id),

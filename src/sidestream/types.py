@@ -35,8 +35,15 @@ class SamplingSpec:
     """Stop token ids and end-of-sequence ids. They are not sampled before the request has `min_tokens` outputs."""
     top_logprobs: int
     """Number of likeliest tokens whose logprobs are returned, besides the sampled token; -1: no logprobs at all."""
+    prompt_logprobs: int = -1
+    """As `top_logprobs`, for the tokens of the prompt."""
     masked: bool = False
     """Whether a grammar decides which tokens may be sampled."""
+
+    @property
+    def is_typical(self) -> bool:
+        """Whether `typical_p` may drop tokens."""
+        return self.options["typical_p"] < 1 and not self.greedy
 
     @property
     def greedy(self) -> bool:
@@ -225,11 +232,15 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one emitted token, and of the most likely alternatives at its position."""
+    """Log-probability of one emitted token, or of a token of a prompt, and of the most likely tokens at its position.
+
+    rank   number of likelier tokens, plus one; 0 for emitted tokens, whose rank is not computed
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 @dataclass(slots=True)
@@ -298,6 +309,8 @@ class Delta:
     index           number of the sample among the request's `n` samples, from 0
     text            empty in the engine, which knows only tokens; an `OutputProcessor` adds the text. The text may lag
                     behind the tokens while a stop string or a UTF-8 sequence is incomplete
+    prompt_logprobs log-probabilities of the prompt's tokens from the second on; only in the first delta, if the request
+                    wants them
     """
 
     index: int
@@ -308,6 +321,7 @@ class Delta:
     prompt_tokens: int
     cached: CachedTokens
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 
 from sidestream import errors
 from sidestream.client import messages
-from sidestream.config import SamplingDefaults, SamplingParams, StructuredOutputs
+from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams, StructuredOutputs
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
 from sidestream.processes import frames
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
@@ -23,6 +23,7 @@ PARAMS = SamplingParams(
     top_k=3,
     top_p=0.9,
     min_p=0.1,
+    typical_p=0.7,
     repetition_penalty=1.1,
     presence_penalty=0.2,
     frequency_penalty=-0.3,
@@ -31,6 +32,11 @@ PARAMS = SamplingParams(
     stop=("end", "\u00e9\U0001f40b"),
     stop_token_ids=(7, 9),
     include_stop=True,
+    skip_special_tokens=False,
+    truncate_prompt_tokens=9,
+    prompt_logprobs=2,
+    thinking_token_budget=5,
+    reasoning=ReasoningMarks((3,), (4, 5), True),
     max_tokens=11,
     min_tokens=2,
     ignore_eos=True,
@@ -47,7 +53,13 @@ SIZES = (2048, 4096, 16, 32000, 64)
 FACTS = messages.EngineInfo("1.2.3", "/models/whale", "whale", *SIZES, b"\0" * 16, 1, DEFAULTS, 120.0, 4321)
 SNAPSHOT = messages.Snapshot({"requests_total": [(("stop",), 2.0)]}, {"ttft_seconds": [((), ([0, 1], 0.25, 1))]})
 DETAIL = messages.OutputDetail(
-    (3, 4), ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())), "length", 12, {"device": 4, "host": 8}, None
+    (3, 4),
+    ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())),
+    "length",
+    12,
+    {"device": 4, "host": 8},
+    None,
+    ((5, -2.0, ((6, -1.0),), 2),),
 )
 CONFIG = {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None}
 TO_ENGINE: list[Any] = [

@@ -228,7 +228,7 @@ class BrittleTokenizer(ToyTokenizer):
     def __init__(self, bad: int) -> None:
         self.bad = bad
 
-    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] | None = ()) -> Detokenizer:
         bad = self.bad
 
         class Brittle(Detokenizer):

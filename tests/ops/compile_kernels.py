@@ -60,7 +60,12 @@ for logits, unused in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
             step_kernels.sum_weights, logits, *inputs, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, ALL_FILTERS=which,
             UNUSED_BITS=unused,
         )  # fmt: skip
-    compiled(step_kernels.sample_token, logits, LONG, LONG, *inputs[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
+    compiled(step_kernels.keep_typical, logits, LONG, "*u8", "*fp64", LONG, FLOAT, LONG, FLOAT, *["i32"] * 4, warps=8)
+    for which in (True, False):
+        compiled(
+            step_kernels.sample_token, logits, LONG, LONG, *inputs[1:], LONG, FLOAT, FLOAT, *["i32"] * 4, warps=8,
+            IS_TYPICAL=which,
+        )  # fmt: skip
     compiled(step_kernels.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
     compiled(step_kernels.mask, logits, LONG, INT, *["i32"] * 3, warps=4)
 compiled(step_kernels.previous_hidden, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sidestream.ops import TorchOps
-from sidestream.ops.torch_ops import LARGEST, SMALLEST, UNIT, _filter
+from sidestream.ops.torch_ops import LARGEST, SMALLEST, UNIT, _filter, keep_typical
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
 
@@ -52,6 +52,8 @@ ASKED: list[dict[str, object]] = [
     {"temperature": 1e30, "top_k": 2},
     {"temperature": 1.5, "top_p": 1e-9},
     {"temperature": 1.0, "top_k": 1 << 40, "top_p": 0.999},
+    {"temperature": 1.2, "typical_p": 0.4},
+    {"temperature": 2.0, "top_k": 200, "top_p": 0.9, "typical_p": 0.8},
 ]
 PENALTIES: list[dict[str, object]] = [
     {},
@@ -85,13 +87,13 @@ def states(asked: list[dict[str, object]], width: int, seed: int) -> tuple[Decod
 def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list[int]) -> float:
     """Which share of what a row keeps lies between two tokens; 1 if it does not keep both."""
     rules = state.rules
-    powers = (
-        (logits[place].float() - logits[place].float().amax())
-        .div(rules["temperature"][row].clamp(SMALLEST, LARGEST).float())
-        .exp()[None]
-    )
+    logs = (logits[place].float() - logits[place].float().amax()).div(
+        rules["temperature"][row].clamp(SMALLEST, LARGEST).float()
+    )[None]
+    powers = logs.exp()
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, *(rules[name][[row]] for name in ("top_k", "top_p", "min_p")))
+    keep_typical(weights, powers, logs, rules["typical_p"][[row]])
     first, last = sorted(ends)
     if not (weights[0, first] and weights[0, last]):
         return 1.0
@@ -113,9 +115,11 @@ def test_rows_sample_the_tokens_that_their_options_allow(
         rows = torch.tensor([*range(count), *reversed(range(count)), *[here.padding_slot] * 4])
         indices = torch.randint(0, 1000, (len(rows),), generator=generator)
 
-        wanted, wanted_finite = TorchOps().draw(logits, rows, indices, here.rules.numbers)
+        wanted, wanted_finite = TorchOps().draw(logits, rows, indices, here.rules.numbers, typical=True)
         moved = logits.to(HERE)
-        tokens, finite = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
+        tokens, finite = triton_ops.TritonOps().draw(
+            moved, rows.to(HERE), indices.to(HERE), there.rules.numbers, typical=True
+        )
 
         assert finite.tolist() == wanted_finite.tolist() and not finite[0] and not finite[1]
         drawn, different = tokens.tolist(), 0
@@ -141,6 +145,7 @@ def test_rows_sample_the_tokens_that_their_options_allow(
         ({"top_k": 4, "top_p": 0.26}, 2, torch.bfloat16),
         ({"min_p": 0.975}, 3, torch.bfloat16),  # exp(-0.02) is a little more
         ({"top_k": 3, "min_p": 0.985}, 2, torch.float32),
+        ({"top_k": 3, "typical_p": 0.3}, 1, torch.float32),
     ],
     ids=str,
 )
@@ -150,12 +155,16 @@ def test_filters_keep_so_many_and_no_other(asked: dict[str, object], kept: int, 
     here, there = states([{"temperature": 100.0, **asked}], 12, 1)
     rows, indices = torch.zeros(draws, dtype=torch.int64), torch.arange(draws)
 
-    moved = logits.to(HERE)
-    tokens, _ = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
+    moved, typical = logits.to(HERE), "typical_p" in asked
+    tokens, _ = triton_ops.TritonOps().draw(
+        moved, rows.to(HERE), indices.to(HERE), there.rules.numbers, typical=typical
+    )
 
     likeliest_first = order.sort(descending=True).indices.tolist()
+    if typical:
+        likeliest_first = likeliest_first[1:]  # of three, the second has the logarithm that is nearest to the mean
     assert set(tokens.tolist()) == set(likeliest_first[:kept])
-    assert tokens.tolist() == TorchOps().draw(logits, rows, indices, here.rules.numbers)[0].tolist()
+    assert tokens.tolist() == TorchOps().draw(logits, rows, indices, here.rules.numbers, typical=typical)[0].tolist()
 
 
 def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:

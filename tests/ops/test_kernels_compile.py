@@ -21,7 +21,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
         "update_block_tables", "draft_rows", "resolve_inputs", "resolve_inputs", "draft_slots", *["advance"] * 6,
-        *[*["search_threshold", "sum_weights"] * 2, "sample_token", "penalise", "mask"] * 3,
+        *[*["search_threshold", "sum_weights"] * 2, "keep_typical", *["sample_token"] * 2, "penalise", "mask"] * 3,
         "previous_hidden", "keep_hidden",
         "argmax_of_parts", "argmax_of_maxima", "match_ngram", "write", "attend", "attend", "attend", "combine",
         "gather_contiguous", "gather_contiguous",

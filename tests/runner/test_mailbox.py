@@ -9,6 +9,7 @@ from proof.faults import Hold
 from sidestream.errors import InvariantError
 from sidestream.runner.executor import LaunchedStep
 from sidestream.runner.mailbox import Mailbox, MailboxEntry
+from sidestream.runner.prompt_logprobs import PromptPart, prompt_logprobs
 from sidestream.runner.sampler import SamplerOutput
 from sidestream.types import BatchPlan, RowPlan
 from sidestream_kv.device.cpu import CpuDevice
@@ -78,5 +79,31 @@ def test_reading_results_before_their_step_is_done_raises() -> None:
             fence = compute.submit(lambda: None)
             with pytest.raises(InvariantError, match="the mailbox was read before"):
                 box.read(box.take_entry(), [0], (), fence)
+    finally:
+        device.close()
+
+
+def test_log_probabilities_of_prompts_are_read_after_the_fence() -> None:
+    device = CpuDevice()
+    try:
+        box, stream = Mailbox(1, ROWS, 50, device, prompt_logits=4), device.stream("compute")
+        entry, parts = box.take_entry(), [PromptPart(7, 0, (3, 5), 1), PromptPart(8, 2, (9,), 2)]
+        logits = torch.zeros(3, 50)
+        logits[0, 3], logits[1, 6], logits[1, 5], logits[2, 9], logits[2, 0] = 9, 8, 7, 6, 5
+        hold = Hold(stream)
+        values = prompt_logprobs(logits, torch.tensor([3, 5, 9]))
+        fence = stream.submit(lambda: box.write_prompt(entry.start, values, stream))
+        with pytest.raises(InvariantError, match="log-probabilities of a prompt were read before"):
+            list(box.read_prompt(entry, parts, fence))
+        hold.release()
+        device.wait_host(fence, reason="test")
+        (first, ours), (second, theirs) = box.read_prompt(entry, parts, fence)
+        assert (first, second) == (parts[0], parts[1])
+        assert [(one.token_id, one.rank, [token for token, _ in one.top]) for one in (*ours, *theirs)] == [
+            (3, 1, [3]),
+            (5, 2, [6]),
+            (9, 1, [9, 0]),
+        ]
+        assert ours[0].logprob == ours[0].top[0][1] == pytest.approx(float(logits[0].log_softmax(-1)[3]))
     finally:
         device.close()

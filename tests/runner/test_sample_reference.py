@@ -21,6 +21,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from sidestream.config import SamplingParams
@@ -74,7 +75,20 @@ def kept(probs: Sequence[float], spec: SamplingSpec) -> set[int]:
                 sum(probs[j] for j in ids if clearly_less(probs[i], probs[j])), spec.options["top_p"] * mass
             )
         }
-    return {i for i in ids if not clearly_less(probs[i], spec.options["min_p"] * max(probs))}
+    ids = {i for i in ids if not clearly_less(probs[i], spec.options["min_p"] * max(probs))}
+    return ids if spec.options["typical_p"] == 1 else typical(probs, ids, spec.options["typical_p"])
+
+
+def typical(probs: Sequence[float], ids: set[int], typical_p: float) -> set[int]:
+    mass = sum(probs[i] for i in ids)
+    surprise = {i: -math.log(probs[i] / mass) for i in ids if probs[i] > 1e-12}
+    entropy = sum(probs[i] / mass * surprise[i] for i in surprise)
+    distance = {i: 1 + abs(surprise[i] - entropy) for i in surprise}  # 1: what is close is not relative to 0
+    return {
+        i
+        for i in surprise
+        if clearly_less(sum(probs[j] for j in surprise if clearly_less(distance[j], distance[i])), typical_p * mass)
+    }
 
 
 def reference(logits: Sequence[float], start: RowStart, output_index: int) -> int:
@@ -105,6 +119,7 @@ PARAMS = st.builds(
     top_k=st.sampled_from([0, 0, 1, 2, 5, VOCAB - 1, VOCAB, 1000]),
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.1, 1e-6]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.2, 0.9]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.2]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.2, 3.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, 0.0, 0.6, -1.1, 2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.3, -0.7, 2.0]),
@@ -164,6 +179,9 @@ def test_rows_of_3000_logits_sample_the_references_tokens(params):
         {"top_k": 3},
         {"top_p": 0.7},
         {"min_p": 0.2},
+        {"typical_p": 0.3},
+        {"typical_p": 0.6, "temperature": 2.0},
+        {"temperature": 1.5, "top_k": 7, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.5},
         {"temperature": 1.5, "top_k": 6, "top_p": 0.8, "min_p": 0.3},
         {"repetition_penalty": 1.8, "top_k": 4},
         {"temperature": 0.5, "top_p": 0.95, "repetition_penalty": 0.7},
@@ -186,6 +204,8 @@ def test_filters_keep_the_tokens_that_transformers_keeps(params):
         theirs.append(TopPLogitsWarper(p.options["top_p"]))
     if p.options["min_p"]:
         theirs.append(MinPLogitsWarper(p.options["min_p"]))
+    if p.options["typical_p"] < 1:
+        theirs.append(TypicalLogitsWarper(p.options["typical_p"]))
     want = theirs(torch.tensor([prompt]), logits.clone()).isfinite()[0].nonzero().flatten().tolist()
     state = DecodeState(2000, 10)
     for seed in range(2000):

@@ -243,6 +243,27 @@ def test_with_echo_and_max_tokens_0_the_answer_is_the_prompt(shared: Served, str
     assert (parts[-1]["usage"]["prompt_tokens"], parts[-1]["usage"]["completion_tokens"]) == (3, 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_echo_a_chat_begins_with_the_message_that_it_continues(shared: Served, stream: bool) -> None:
+    begun = [*HI, {"role": "assistant", "content": "Well, "}]
+    for messages, text in ((begun, "Well, Hello, world"), (HI, "Hello, world")):
+        reply = shared.chat(messages=messages, echo=True, stream=stream)
+        if stream:
+            events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+            assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+        else:
+            assert reply.json()["choices"][0]["message"]["content"] == text
+
+
+def test_text_options_of_both_apis_reach_the_engine() -> None:
+    with serving() as served:
+        for ask in (served.chat, served.text):
+            assert ask(skip_special_tokens=False, stop="end", ignore_eos=True, min_tokens=2).status_code == 200
+            params = served.backend.params[-1]
+            assert (params.skip_special_tokens, params.stop, params.ignore_eos) == (False, ("end",), True)
+            assert params.min_tokens == 2
+
+
 def test_echo_leaves_token_ids_that_the_tokenizer_lacks_to_the_engine() -> None:
     body = b'{"model": "fake", "prompt": [97, 256, 2147483647], "echo": true}'
     call = fields.parse_text(body, tokenizer=FakeTokenizer(), served=fields.Served("fake", 1, 64))
@@ -280,3 +301,74 @@ def test_models_are_listed_and_found_by_name() -> None:
 def test_an_uncached_prompt_has_0_cached_tokens_in_its_usage() -> None:
     with serving(FakeBackend(Script(cached=CachedTokens()))) as served:
         assert served.text().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_prompt_logprobs_are_in_each_choice_of_a_text_and_once_in_a_chat(shared: Served) -> None:
+    def entry(byte: int, rank: int) -> dict[str, Any]:
+        return {"logprob": 0.5 - rank, "rank": rank, "decoded_token": chr(byte)}
+
+    expected = [None, {"98": entry(98, 1), "99": entry(99, 2)}]
+    for choice in shared.text(prompt="ab", n=2, prompt_logprobs=2).json()["choices"]:
+        assert (choice["prompt_logprobs"], choice["logprobs"]) == (expected, None)
+    chat = shared.chat(prompt_logprobs=0).json()
+    text = "user: hi\nassistant: "
+    assert chat["prompt_logprobs"] == [None, *({str(ord(letter)): entry(ord(letter), 1)} for letter in text[1:])]
+    assert "prompt_logprobs" not in chat["choices"][0]
+    assert "prompt_logprobs" not in shared.text(prompt="ab").json()["choices"][0]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_echo_logprobs_begin_with_the_prompt(shared: Served, stream: bool, max_tokens: int) -> None:
+    reply = shared.text(prompt=["one", "o"], echo=True, logprobs=2, max_tokens=max_tokens, stream=stream, n=2)
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for part in (events if stream else [reply.json()]) for choice in part["choices"]]
+    for index, prompt in enumerate(("one", "one", "o", "o")):
+        texts, lists = "", dict[str, list[Any]]()
+        for choice in choices:
+            if choice["index"] == index:
+                texts += choice["text"]
+                for name, values in (choice["logprobs"] or {}).items():
+                    lists.setdefault(name, []).extend(values)
+        whole = prompt + "Hello"[:max_tokens]
+        assert texts == whole
+        assert lists["tokens"] == list(whole)
+        assert lists["token_logprobs"] == [None, *[-0.5] * (len(whole) - 1)]
+        assert lists["top_logprobs"][0] is None
+        assert lists["top_logprobs"][1:] == [{one: -0.5, chr(ord(one) + 1): -1.5} for one in whole[1:]]
+        assert lists["text_offset"] == list(range(len(whole)))
+
+
+def test_a_beam_search_gives_the_n_best_answers_of_both_apis() -> None:
+    """The fake's likeliest token is H, at any place, and the letter behind it has a third of its probability."""
+    with serving() as served:
+        ask = {"use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 4, "temperature": 0.0}
+        for reply in (served.text(echo=True, **ask), served.chat(**ask)):
+            assert reply.status_code == 200, reply.text
+            body = reply.json()
+            texts = [choice.get("text") or "hi" + choice["message"]["content"] for choice in body["choices"]]
+            assert (texts[0], sorted(texts[1])) == ("hiHHHH", sorted("hiHHHI"))
+            assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length"]
+            assert body["usage"]["completion_tokens"] == 8
+        assert {params.logprobs for params in served.backend.params} == {6}
+        assert len(served.backend.params) == 2 * (1 + 3 * 3)
+    with serving(FakeBackend(lambda prompt: Script(fail_after=0))) as served:
+        assert served.text(use_beam_search=True, max_tokens=4).status_code == 500
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(3, 3), (-1, 64 - 16), (100, 70)])
+def test_truncated_prompts_keep_their_last_tokens(limit: int, kept: int) -> None:
+    """Prompts may be longer than the model's context, which has 64 tokens."""
+    sent = "0123456789" * 7
+    with serving(FakeBackend(max_model_len=64)) as served:
+        given = {"truncate_prompt_tokens": limit, "max_tokens": 16}
+        for reply in (
+            served.text(prompt=[list(sent.encode())] * 2, echo=True, **given),
+            served.chat(messages=[{"role": "user", "content": sent}], **given),
+        ):
+            assert reply.status_code == 200, reply.text
+        chat = f"user: {sent}\nassistant: "
+        assert served.backend.prompts == [sent[-kept:], sent[-kept:], chat[-kept if limit != 100 else 0 :]]
+        texts = [choice["text"] for choice in served.text(prompt=sent, echo=True, **given).json()["choices"]]
+        assert texts == [sent[-kept:] + "Hello, world"]
+        assert served.text(prompt=sent).json()["error"]["code"] == "context_length_exceeded"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
+from sidestream.config import ReasoningMarks
 from sidestream.errors import QueueFull
 from sidestream.types import CachedTokens
 
@@ -155,6 +156,27 @@ def test_thinking_is_left_out_unless_it_is_enabled_and_shown() -> None:
             assert _message(served, thinking=thinking)["content"] == [{"type": "text", "text": "Yes"}]
         _message(served, thinking={"type": "adaptive"}, output_config={"effort": "low"})
         assert served.backend.tokenizer.chats[-1][1] == {"enable_thinking": True, "reasoning_effort": "low"}
+
+
+def test_a_budget_of_thinking_reaches_the_engine_with_the_markers() -> None:
+    budget = {"type": "enabled", "budget_tokens": 7}
+    marks = ReasoningMarks(tuple(b"<think>"), tuple(b"</think>"))
+    with _answering() as served:
+        _message(served, thinking=budget)
+        chat = served.chat(thinking_token_budget=0)
+        assert chat.json()["choices"][0]["message"]["reasoning"] == "hm"
+        ours, theirs = served.backend.params
+        assert (ours.thinking_token_budget, ours.reasoning) == (7, marks)
+        assert (theirs.thinking_token_budget, theirs.reasoning) == (0, marks)
+        assert served.chat(thinking_token_budget=-1).json()["error"]["param"] == "thinking_token_budget"
+        refused = _post(served, thinking={"type": "enabled", "budget_tokens": -1}).json()["error"]["message"]
+        assert refused.startswith("thinking.budget_tokens is -1: it must be a whole number")
+    with serving(FakeBackend()) as served:  # the format of its reasoning is unknown
+        _message(served, thinking=budget)
+        assert served.backend.params[0].thinking_token_budget is None
+        error = served.chat(thinking_token_budget=5).json()["error"]
+        assert error["param"] == "thinking_token_budget"
+        assert "the format of this model's reasoning is unknown or switched off" in error["message"]
 
 
 def test_an_assistants_last_message_is_continued() -> None:

@@ -13,8 +13,10 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from sidestream.client.base import EngineClient
-from sidestream.config import SamplingDefaults, SamplingParams
+from sidestream.client.beam_search import BeamSearch, BeamSequence, run_search
+from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
+from sidestream.formats import REASONING_FORMATS, is_inside, reasoning_format_of
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
 from sidestream.types import Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot, Recent
@@ -71,10 +73,14 @@ def checked_params(params: SamplingParams | None, where: str = "params") -> Samp
     raise RequestRejected(reason, param=where)
 
 
-def with_token_ids(params: SamplingParams, tokenizer: TokenizerLike) -> SamplingParams:
+def with_token_ids(params: SamplingParams, tokenizer: TokenizerLike, prompt: Sequence[int]) -> SamplingParams:
     """`params` with what the engine must know as token ids: a stop token for each stop string that is a special token,
-    such as `<|im_end|>`, which has no text, so that no search in the text finds it; and the ids of bad words.
+    such as `<|im_end|>`, which has no text, so that no search in the text finds it; the ids of bad words; and those of
+    the markers of reasoning, if its tokens have a bound. Raises RequestRejected.
     """
+    if params.thinking_token_budget is not None and params.reasoning is None:
+        marks = reasoning_marks(reasoning_format_of(tokenizer.chat_template), tokenizer, prompt)
+        params = dataclasses.replace(params, reasoning=marks)
     stops = tuple(token_id for stop in params.stop if (token_id := tokenizer.special_id(stop)) is not None)
     words = [(word.lstrip(), " " + word.lstrip()) for word in params.bad_words]
     bad = {tuple(tokenizer.encode(text, add_special_tokens=False)) for pair in words for text in pair} - {()}
@@ -85,6 +91,29 @@ def with_token_ids(params: SamplingParams, tokenizer: TokenizerLike) -> Sampling
         stop_token_ids=(*params.stop_token_ids, *stops),
         bad_word_ids=(*params.bad_word_ids, *sorted(bad)),
     )
+
+
+def reasoning_marks(
+    reasoning: str | None, tokenizer: TokenizerLike, prompt: Sequence[int], *, inside: bool | None = None
+) -> ReasoningMarks:
+    """Token ids of the markers of reasoning, for a budget of it.
+
+    reasoning   name of the format; None: unknown
+    inside      whether an answer behind the prompt begins inside the reasoning; None: as the prompt's text says
+
+    Raises RequestRejected if the format is unknown.
+    """
+    if reasoning is None:
+        raise RequestRejected(
+            "thinking_token_budget: the format of this model's reasoning is unknown or switched off: start the server "
+            "with --reasoning-parser, or leave it out",
+            param="thinking_token_budget",
+        )
+    form = REASONING_FORMATS[reasoning]
+    start, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (form.start, form.end))
+    if inside is None:
+        inside = is_inside(reasoning, tokenizer.decode([*prompt[-64:]], skip_special_tokens=False))
+    return ReasoningMarks(start, end, inside)
 
 
 def _items(value: object, where: str, expected: str) -> list[Any]:
@@ -179,20 +208,43 @@ class FrontEnd:
         priority: int = 0,
         request_name: str = "",
         cache_salt: str = "",
+        **layout: Any,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output of a conversation's samples, like `generate`.
 
         messages   each has a `role` and a `content`; a worker thread formats them with the model's chat template
+        layout     see `LLM.chat`
         """
         return self._answer(
-            lambda: self.tokenizer.chat(messages),
+            lambda: self.tokenizer.chat(messages, **layout),
             params,
             priority,
             cache_salt,
             request_name,
-            continues=False,
+            continues=bool(layout.get("continue_final_message")),
             in_thread=True,
         )
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        priority: int = 0,
+        request_name: str = "",
+        cache_salt: str = "",
+    ) -> list[BeamSequence]:
+        """The `beam_width` likeliest answers to a prompt, the best first; see `LLM.beam_search`."""
+        ids = ids_of(prompt, self.tokenizer)
+        room = min(SamplingParams(max_tokens=max_tokens).max_tokens or 1, max(1, self.max_model_len - len(ids)))
+        end_ids = () if ignore_eos else self.tokenizer.eos_ids
+        search = BeamSearch(ids, width=beam_width, max_tokens=room, length_penalty=length_penalty, end_ids=end_ids)
+        options: dict[str, Any] = {"priority": priority, "request_name": request_name, "cache_salt": cache_salt}
+        await run_search(search, lambda prompt, params: self.generate(prompt, params, **options))
+        return search.answers(self.tokenizer, after=ids)
 
     async def flush(self, *, timeout_s: float = 60.0) -> Flushed:
         """Wait until the tiers (host memory, disk) hold all complete blocks. After `timeout_s`, the result is false and
@@ -251,8 +303,10 @@ class FrontEnd:
         in_thread   run `encode` on a worker thread, because tokenizing a long text takes milliseconds
         """
         self._check_open()
-        chosen = with_token_ids(checked_params(params), self.tokenizer)
+        chosen = checked_params(params)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
+        ids = list(chosen.kept(ids, self.max_model_len))
+        chosen = with_token_ids(chosen, self.tokenizer, ids)
         processor = OutputProcessor(self.tokenizer, chosen, ids if continues else (), shown_tokens)
         outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt, name=name)
         left = chosen.n
@@ -301,7 +355,8 @@ class OutputProcessor:
 
         Raises the tokenizer's errors, so construct the object before the request is submitted.
         """
-        self._samples = [_SampleOutput(tokenizer.detokenizer(after, shown), params) for _ in range(params.n)]
+        names = shown if params.skip_special_tokens else None
+        self._samples = [_SampleOutput(tokenizer.detokenizer(after, names), params) for _ in range(params.n)]
 
     def read(self, delta: Delta) -> Delta | None:
         """The delta with its text; None if its sample has ended already.
@@ -377,4 +432,5 @@ def _with_text(delta: Delta, text: str, count: int, finish_reason: str | None, e
         prompt_tokens=delta.prompt_tokens,
         cached=delta.cached,
         error=error,
+        prompt_logprobs=delta.prompt_logprobs,
     )

@@ -175,6 +175,7 @@ class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
 
     logprobs   for each token: its id, its log-probability, and the likeliest alternatives
     cached     number of prompt tokens whose KV came from a cache, by tier
+    prompt_logprobs  as `logprobs`, each with its rank
     """
 
     token_ids: tuple[int, ...]
@@ -183,6 +184,7 @@ class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     cached: dict[str, int]
     error: str | None
+    prompt_logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...], int], ...] = ()
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):

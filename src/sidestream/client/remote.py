@@ -433,6 +433,7 @@ def _delta_of(stream: _Stream, detail: OutputDetail) -> Delta:
         stream.prompt_tokens,
         stream.cached,
         detail.error,
+        tuple(TokenLogprob(*one) for one in detail.prompt_logprobs),
     )
 
 

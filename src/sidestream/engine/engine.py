@@ -25,7 +25,7 @@ from sidestream.engine.operations import Operations
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
 from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped, RequestRejected
-from sidestream.grammar import RuledAnswer, TokenGrammar
+from sidestream.grammar import BudgetedAnswer, RuledAnswer, TokenGrammar
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
 from sidestream.types import Flushed, Health
@@ -151,9 +151,17 @@ class Engine:
             reason = "this engine has no tokenizer, so it cannot enforce the form of an answer; leave it out"
             raise RequestRejected(f"structured_outputs is set: {reason}", param="structured_outputs")
         grammar = None if wanted is None or grammars is None else grammars.compile(wanted)
-        if not params.allowed_token_ids and not params.bad_word_ids:
+        if params.allowed_token_ids or params.bad_word_ids:
+            grammar = RuledAnswer(grammar, params.allowed_token_ids, params.bad_word_ids)
+        budget, marks = params.thinking_token_budget, params.reasoning
+        if budget is None:
             return grammar
-        return RuledAnswer(grammar, params.allowed_token_ids, params.bad_word_ids)
+        if marks is None or (params.allowed_token_ids and not {*marks.end} <= {*params.allowed_token_ids}):
+            reason = (
+                "the marker of the reasoning's end is unknown" if marks is None else "its end marker is not allowed"
+            )
+            raise RequestRejected(f"thinking_token_budget is {budget}: {reason}", param="thinking_token_budget")
+        return BudgetedAnswer(grammar, marks, budget, 0 if marks.inside else -1)
 
     def _sample(self, index: int, checked: CheckedRequest, grammar: TokenGrammar | None) -> Request:
         """One sample of a request."""

@@ -207,6 +207,8 @@ class StepLoop:
             self._failures.end_step(step)
             return
         times.count(step)
+        for part, logprobs in step.prompt_logprobs():
+            self._streams.add_prompt_logprobs(part.request_id, part.start, logprobs)
         results = step.results()
         committed = parts.scheduler.commit(step.batch, results.rows, step.last_use)
         if step.batch.speculates:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sidestream.engine.inbox import ServingState
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import RowOutput, Scheduler
-from sidestream.types import CANCELLED, BatchPlan, CachedTokens, Delta, RowResult
+from sidestream.types import CANCELLED, BatchPlan, CachedTokens, Delta, RowResult, TokenLogprob
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.types import RequestId
 
@@ -55,6 +55,7 @@ class OutputStream:
         self.last_s = arrival_s
         self._index = index
         self._prompt_tokens = len(request.prompt)
+        self._prompt_logprobs: list[TokenLogprob] = []  # until the first delta
         self._sink = sink
 
     def delta_of(self, result: RowResult, count: int, finish_reason: str | None) -> Delta:
@@ -63,7 +64,18 @@ class OutputStream:
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
         cached = self.request.cached or _NOT_CACHED
-        return Delta(self._index, "", token_ids, logprobs, finish_reason, self._prompt_tokens, cached)
+        delta = Delta(self._index, "", token_ids, logprobs, finish_reason, self._prompt_tokens, cached)
+        if self._prompt_logprobs:
+            delta.prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return delta
+
+    def add_prompt_logprobs(self, start: int, logprobs: Iterable[TokenLogprob]) -> None:
+        """Add those of one chunk of the prompt, which begins at position `start`. A request that was preempted computes
+        its prompt again from position 0.
+        """
+        if not start:  # rule: preempted-request-drops-log-probabilities-of-its-prompt
+            self._prompt_logprobs = []
+        self._prompt_logprobs += logprobs
 
     def send(self, delta: Delta) -> bool:
         """Give the delta to the client. False if its sink raised."""
@@ -148,6 +160,11 @@ class OutputStreams:
                 self._metrics.observe("queue_seconds", now_s - stream.arrival_s)
 
     # ------------------------------------------------------------------ tokens of a commit
+
+    def add_prompt_logprobs(self, request_id: RequestId, start: int, logprobs: Iterable[TokenLogprob]) -> None:
+        """See `OutputStream.add_prompt_logprobs`. Does nothing for a sample that has ended."""
+        if (stream := self._by_id.get(request_id)) is not None:
+            stream.add_prompt_logprobs(start, logprobs)
 
     def send(self, outputs: Sequence[RowOutput]) -> list[Ending]:
         """Send tokens to the clients of samples that continue. Returns the samples that end, for `finish`."""

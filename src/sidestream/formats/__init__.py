@@ -2,7 +2,7 @@
 text: knows no tokens, no requests and no server.
 """
 
-from sidestream.formats.answer import AnswerFormat, AnswerParser, Message, message_of
+from sidestream.formats.answer import AnswerFormat, AnswerParser, Message, is_inside, message_of
 from sidestream.formats.events import Arguments, CallBegun, CallEnded, Content, Event, Reasoning
 from sidestream.formats.table import REASONING_FORMATS, TOOL_FORMATS, reasoning_format_of, tool_format_of
 
@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "Message",
     "Reasoning",
+    "is_inside",
     "message_of",
     "reasoning_format_of",
     "tool_format_of",

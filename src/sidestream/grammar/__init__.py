@@ -5,6 +5,6 @@ Knows token ids, never requests, steps or tensors. llguidance does the work, and
 
 from sidestream.grammar.compiler import GrammarCompiler, check, expression_of
 from sidestream.grammar.token_grammar import Grammars, TokenGrammar
-from sidestream.grammar.token_rules import RuledAnswer
+from sidestream.grammar.token_rules import BudgetedAnswer, RuledAnswer
 
-__all__ = ["GrammarCompiler", "Grammars", "RuledAnswer", "TokenGrammar", "check", "expression_of"]
+__all__ = ["BudgetedAnswer", "GrammarCompiler", "Grammars", "RuledAnswer", "TokenGrammar", "check", "expression_of"]

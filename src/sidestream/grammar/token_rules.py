@@ -1,4 +1,6 @@
-"""Rules about single tokens and sequences of tokens, which need no grammar: `allowed_token_ids`, `bad_words`."""
+"""Rules about single tokens and sequences of tokens, which need no grammar: `allowed_token_ids`, `bad_words`,
+`thinking_token_budget`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sidestream.config import ReasoningMarks
 from sidestream.grammar.token_grammar import Masks, TokenGrammar
 
 _WORD_BITS = 32
@@ -61,6 +64,75 @@ class RuledAnswer:
         complete = self._inner.advance(token_ids)
         self.failure = self._inner.failure
         return complete
+
+
+class BudgetedAnswer:
+    """A TokenGrammar that bounds the reasoning of an answer: after `budget` tokens of it, only its end marker is
+    allowed. Then the answer goes on as `inner` says (None: freely).
+
+    used   tokens of reasoning so far; negative: it has not begun; None: it has ended, or there is none any more
+    tail   last tokens, among which a marker may begin
+    """
+
+    def __init__(
+        self,
+        inner: TokenGrammar | None,
+        marks: ReasoningMarks,
+        budget: int,
+        used: int | None = -1,
+        tail: tuple[int, ...] = (),
+    ) -> None:
+        self.failure = None if inner is None else inner.failure
+        self._inner = inner
+        self._marks = marks
+        self._budget = budget
+        self._used = used
+        self._tail = tail
+
+    def copy(self) -> BudgetedAnswer:
+        """See `TokenGrammar`."""
+        inner = None if self._inner is None else self._inner.copy()
+        return BudgetedAnswer(inner, self._marks, self._budget, self._used, self._tail)
+
+    def fill(self, masks: Masks, drafts: Sequence[int]) -> None:
+        """See `TokenGrammar`."""
+        if self._inner is None:
+            masks[:] = -1
+        else:
+            self._inner.fill(masks, drafts)
+            self.failure = self._inner.failure
+        used, tail = self._used, self._tail
+        for number in range(len(masks)):
+            if used is not None and used >= self._budget:
+                forced = masks[number] & _mask_of([self._next_of_end(tail)], masks.shape[1])
+                if forced.any():  # else the grammar wants more first, such as the rest of a character
+                    masks[number] = forced
+            if number < len(drafts):
+                used, tail = self._followed(used, tail, drafts[number])
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """See `TokenGrammar`."""
+        for token in token_ids:
+            self._used, self._tail = self._followed(self._used, self._tail, token)
+        if self._inner is None:
+            return False
+        complete = self._inner.advance(token_ids)
+        self.failure = self._inner.failure
+        return complete
+
+    def _followed(self, used: int | None, tail: tuple[int, ...], token: int) -> tuple[int | None, tuple[int, ...]]:
+        """`used` and `tail` behind one more token."""
+        if used is None:
+            return None, ()
+        marker, tail = self._marks.start if used < 0 else self._marks.end, (*tail, token)
+        if tail[-len(marker) :] == marker:
+            return (0 if used < 0 else None), ()
+        return used + (used >= 0), tail[1 - len(marker) :] if len(marker) > 1 else ()
+
+    def _next_of_end(self, tail: tuple[int, ...]) -> int:
+        """The token that continues the end marker, of which the last tokens may be the beginning."""
+        end = self._marks.end
+        return end[max(size for size in range(len(end)) if tail[len(tail) - size :] == end[:size])]
 
 
 def _mask_of(token_ids: Sequence[int], words: int) -> Masks:

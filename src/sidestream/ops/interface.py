@@ -199,12 +199,15 @@ class Ops(Protocol):
         """
         ...
 
-    def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor, *, typical: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Sample one token for each row of logits. Returns the tokens, `[N]`, and whether the logits of each row are
         finite, bool `[N]`; if not, the token is 0.
 
         slots            `[N]`
         output_indices   `[N]`: number of the request's outputs before this token
+        typical          some row has `typical_p` below 1; False: the option is not read
 
         In `TorchOps`, the host reads device values.
         """

@@ -52,6 +52,7 @@ _TEMPERATURE = tl.constexpr(COLUMNS["temperature"])
 _TOP_K = tl.constexpr(COLUMNS["top_k"])
 _TOP_P = tl.constexpr(COLUMNS["top_p"])
 _MIN_P = tl.constexpr(COLUMNS["min_p"])
+_TYPICAL_P = tl.constexpr(COLUMNS["typical_p"])
 _REPETITION = tl.constexpr(COLUMNS["repetition_penalty"])
 _PRESENCE = tl.constexpr(COLUMNS["presence_penalty"])
 _FREQUENCY = tl.constexpr(COLUMNS["frequency_penalty"])
@@ -390,14 +391,85 @@ def sum_weights(
 
 
 @triton.jit
+def _is_typical(logit, max_logit, inv_temperature, mean, max_distance):
+    """Whether the logarithm of the probability ratio is near enough to its mean."""
+    return tl.abs((logit - max_logit) * inv_temperature - mean) <= max_distance
+
+
+@triton.jit(do_not_specialize=["num_logit_rows"], do_not_specialize_on_alignment=_STEP_INPUTS)
+def keep_typical(
+    logits, slots, finite, params_f64, tokens, min_ratios, weight_sums, mean_and_distance, width, stride, part_size,
+    num_logit_rows,
+):  # fmt: skip
+    """For one row of logits, find the tokens that typical-p keeps of those that all other filters keep, and sum their
+    weights in each part again. Grid (rows of logits,). One program reads all logits of its row 18 times: few requests
+    ask for it. See `keep_typical` in `ops/torch_ops.py`.
+
+    mean_and_distance   float32 `[2, rows of logits]`, written: the mean logarithm of the probability ratio, and the
+                        largest distance from it that is kept. Infinity: every token is kept
+    """
+    logit_row = tl.program_id(0).to(tl.int64)
+    is_random, params_offset, max_logit, inv_temperature = _load_sampling_params(
+        logit_row, slots, finite, params_f64, logits, tokens, stride
+    )
+    typical_p = tl.load(params_f64 + params_offset + _TYPICAL_P)
+    mean, max_distance = inv_temperature * 0, inv_temperature * 0 + float("inf")
+    if is_random & (typical_p < 1):
+        min_ratio = tl.load(min_ratios + logit_row)
+        weights, log_sums = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
+        for begin in range(0, width, TILE):
+            logit = _load_logits(logits, logit_row, begin + tl.arange(0, TILE), stride, width)
+            prob_ratio = _prob_ratio(logit, max_logit, inv_temperature)
+            weight = tl.where(prob_ratio >= min_ratio, _weight(prob_ratio), 0)
+            log = tl.where(weight > 0, (logit - max_logit) * inv_temperature, 0.0)
+            weights += weight
+            log_sums += (prob_ratio * log * _UNIT).to(tl.int64)
+        total = tl.sum(weights, 0)
+        limit = total.to(tl.float64) * typical_p
+        mean = (tl.sum(log_sums, 0).to(tl.float64) / total.to(tl.float64)).to(tl.float32)
+        # Bits of the largest distance: the fewest that hold the limit, digit by digit as in `search_threshold`, from
+        # the complements, which are in the opposite order.
+        threshold = total * 0
+        for digit in range(32 // DIGIT_BITS):
+            digit_unit = (total * 0 + 1) << (32 - DIGIT_BITS * (digit + 1))
+            zeros = tl.zeros([TILE], tl.int64)
+            above_first, above_second, above_third = zeros, zeros, zeros
+            for begin in range(0, width, TILE):
+                logit = _load_logits(logits, logit_row, begin + tl.arange(0, TILE), stride, width)
+                prob_ratio = _prob_ratio(logit, max_logit, inv_temperature)
+                weight = tl.where(prob_ratio >= min_ratio, _weight(prob_ratio), 0)
+                distance = tl.abs((logit - max_logit) * inv_temperature - mean)
+                key = 0xFFFFFFFF - distance.to(tl.uint32, bitcast=True).to(tl.int64)
+                above_first += tl.where(key >= threshold + digit_unit, weight, 0)
+                above_second += tl.where(key >= threshold + 2 * digit_unit, weight, 0)
+                above_third += tl.where(key >= threshold + 3 * digit_unit, weight, 0)
+            number = (tl.sum(above_first, 0).to(tl.float64) >= limit).to(tl.int64)
+            number += (tl.sum(above_second, 0).to(tl.float64) >= limit).to(tl.int64)
+            number += (tl.sum(above_third, 0).to(tl.float64) >= limit).to(tl.int64)
+            threshold += number * digit_unit
+        max_distance = (0xFFFFFFFF - threshold).to(tl.uint32).to(tl.float32, bitcast=True)
+        for part in range(0, PARTS):
+            weights = tl.zeros([TILE], tl.int64)
+            for begin in range(part * part_size, tl.minimum((part + 1) * part_size, width), TILE):
+                logit = _load_logits(logits, logit_row, begin + tl.arange(0, TILE), stride, width)
+                prob_ratio = _prob_ratio(logit, max_logit, inv_temperature)
+                is_kept = (prob_ratio >= min_ratio) & _is_typical(logit, max_logit, inv_temperature, mean, max_distance)
+                weights += tl.where(is_kept, _weight(prob_ratio), 0)
+            tl.store(weight_sums + logit_row * PARTS + part, tl.sum(weights, 0))
+    tl.store(mean_and_distance + logit_row, mean)
+    tl.store(mean_and_distance + num_logit_rows + logit_row, max_distance)
+
+
+@triton.jit
 def _shifted_right(value, bits: tl.constexpr):
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=_STEP_INPUTS)
+@triton.jit(do_not_specialize=["num_logit_rows"], do_not_specialize_on_alignment=_STEP_INPUTS)
 def sample_token(
-    logits, slots, indices, finite, params_i64, params_f64, tokens, weight_sums, min_ratios, width, stride, part_size
-):
+    logits, slots, indices, finite, params_i64, params_f64, tokens, weight_sums, min_ratios, mean_and_distance, width,
+    stride, part_size, num_logit_rows, IS_TYPICAL: tl.constexpr,
+):  # fmt: skip
     """Sample the token for one row of logits: the first id whose cumulative weight exceeds the row's random number
     times the total weight. The kernel finds first the id's part, then its tile, then the id. Grid (rows of logits,).
     """
@@ -418,12 +490,17 @@ def sample_token(
         passed = tl.cumsum(weights, 0) <= target
         target -= tl.sum(tl.where(passed, weights, 0), 0)
         min_ratio = tl.load(min_ratios + logit_row)
+        mean = tl.load(mean_and_distance + logit_row, mask=IS_TYPICAL, other=0.0)
+        max_distance = tl.load(mean_and_distance + num_logit_rows + logit_row, mask=IS_TYPICAL, other=0.0)
         begin, chosen = tl.sum(passed.to(tl.int32), 0) * part_size, total * 0 - 1
         while (chosen < 0) & (begin < width):
             token_ids = begin + tl.arange(0, TILE)
             logit = _load_logits(logits, logit_row, token_ids, stride, width)
             prob_ratio = _prob_ratio(logit, max_logit, inv_temperature)
             weight = tl.where(prob_ratio >= min_ratio, _weight(prob_ratio), 0)
+            if IS_TYPICAL:
+                is_kept = _is_typical(logit, max_logit, inv_temperature, mean, max_distance)
+                weight = tl.where(is_kept, weight, 0)
             here = tl.sum(weight, 0)
             if here > target:
                 chosen = begin + tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int64), 0)

@@ -148,14 +148,20 @@ class TorchOps:
             forbidden = ((words[:, None] >> bits) & 1 == 0).view(-1)[: logits.shape[1]]
             logits[row].masked_fill_(forbidden, -torch.inf)
 
-    def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor, *, typical: bool = False
+    ) -> tuple[Tensor, Tensor]:
         rules = SamplingTensors(sampling)
         tokens, finite = self.argmax(logits)
         random_rows = (finite & (rules["temperature"][slots] > 0)).nonzero().squeeze(1)
         if len(random_rows):
             all_rows = len(random_rows) == len(tokens)
             drawn = _draw_random(
-                logits if all_rows else logits[random_rows], slots[random_rows], output_indices[random_rows], rules
+                logits if all_rows else logits[random_rows],
+                slots[random_rows],
+                output_indices[random_rows],
+                rules,
+                typical=typical,
             )
             tokens = tokens.index_copy(0, random_rows, drawn)
         return tokens, finite
@@ -257,17 +263,20 @@ def filter_threshold(ratios: Tensor, amounts: Tensor, limit: Tensor) -> Tensor:
     return base.view(torch.float32)
 
 
-def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> Tensor:
+def _draw_random(
+    logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors, *, typical: bool
+) -> Tensor:
     """Ids `[R]`, sampled by inverse CDF, for finite rows whose temperature is not 0."""
     # The maximum is subtracted first, so that ratios do not overflow at any temperature.
     ratios = logits.float()
-    ratios = (
-        (ratios - ratios.amax(-1, keepdim=True))
-        .mul_(_column(1 / rules["temperature"][slots].clamp(SMALLEST, LARGEST)))
-        .exp_()
+    logs = (ratios - ratios.amax(-1, keepdim=True)).mul_(
+        _column(1 / rules["temperature"][slots].clamp(SMALLEST, LARGEST))
     )
+    ratios = logs.exp() if typical else logs.exp_()
     weights = (ratios * UNIT).to(torch.int64)
     _filter(weights, ratios, rules["top_k"][slots], rules["top_p"][slots], rules["min_p"][slots])
+    if typical:
+        keep_typical(weights, ratios, logs, rules["typical_p"][slots])
     # The result is the first id whose cumulative weight exceeds `target`. There is such an id, because `target` is
     # below the row's total weight. Its own weight is not 0, so no filter has dropped it.
     cumulative = weights.cumsum(-1)
@@ -293,6 +302,23 @@ def _filter(weights: Tensor, ratios: Tensor, top_k: Tensor, top_p: Tensor, min_p
         _drop_below(filter_threshold(candidates, amounts, limit), weights, ratios)
     if bool((min_p > 0).any()):
         _drop_below(_column(min_p), weights, ratios)
+
+
+def keep_typical(weights: Tensor, ratios: Tensor, logs: Tensor, typical_p: Tensor) -> None:
+    """Set the weights of tokens that `typical_p` drops to 0, in place: those whose surprise, minus the logarithm of
+    their probability, is farthest from its mean, the entropy (Meister et al. 2023). `logs`: logarithms of `ratios`.
+
+    A logarithm of a ratio differs from one of a probability by a constant of the row, so both have the same distance
+    from their mean.
+    """
+    is_kept, total = weights > 0, weights.sum(-1, keepdim=True)
+    logs = torch.where(is_kept, logs, 0)
+    mean = (ratios * logs * UNIT).to(torch.int64).sum(-1, keepdim=True).double() / total.double()
+    # Distances are below 64. The keys are floats in [0, 1] as well, in the opposite order.
+    one = torch.tensor(1.0).view(torch.int32)
+    keys = (one.to(logs.device) - ((logs - mean.float()).abs() / 64).view(torch.int32)).view(torch.float32)
+    threshold = filter_threshold(keys, weights, total * typical_p.unsqueeze(-1))
+    _drop_below(torch.where(typical_p.unsqueeze(-1) < 1, threshold, 0), weights, keys)
 
 
 def _drop_below(threshold: Tensor, weights: Tensor, ratios: Tensor) -> None:

@@ -148,9 +148,11 @@ class TritonOps:
         grid: Any = step_kernels.mask[(count, -(-words // step_kernels.MASK_TILE.value))]
         grid(logits, rows, masks, logits.shape[1], logits.stride(0), words, num_warps=4)
 
-    def draw(self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self, logits: Tensor, slots: Tensor, output_indices: Tensor, sampling: Tensor, *, typical: bool = False
+    ) -> tuple[Tensor, Tensor]:
         tokens, finite = self.argmax(logits)
-        _draw(logits, slots, output_indices, finite, sampling, tokens)
+        _draw(logits, slots, output_indices, finite, sampling, tokens, typical=typical)
         return tokens, finite
 
     def advance(
@@ -211,7 +213,14 @@ class TritonOps:
 
 
 def _draw(
-    logits: Tensor, slots: Tensor, output_indices: Tensor, finite: Tensor, sampling: Tensor, tokens: Tensor
+    logits: Tensor,
+    slots: Tensor,
+    output_indices: Tensor,
+    finite: Tensor,
+    sampling: Tensor,
+    tokens: Tensor,
+    *,
+    typical: bool,
 ) -> None:
     """Replace the argmax in `tokens` by a random sample, in rows of logits whose request samples at random."""
     (num_logit_rows, width), stride, unused_bits = logits.shape, logits.stride(0), _UNUSED_BITS[logits.dtype]
@@ -244,6 +253,14 @@ def _draw(
             width, stride, part_size, num_logit_rows, num_digits,
             ALL_FILTERS=not is_top_k, UNUSED_BITS=unused_bits, num_warps=8,
         )  # fmt: skip
+    mean_and_distance = torch.empty(2, num_logit_rows, dtype=torch.float32, device=logits.device)
+    if typical:
+        keep_typical: Any = step_kernels.keep_typical[(num_logit_rows,)]
+        keep_typical(
+            logits, slots, *inputs[2:3], *inputs[4:], min_ratios, final_sums, mean_and_distance, width, stride,
+            part_size, num_logit_rows, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
     sample_token(
-        logits, slots, output_indices, *inputs[2:], final_sums, min_ratios, width, stride, part_size, num_warps=8
-    )
+        logits, slots, output_indices, *inputs[2:], final_sums, min_ratios, mean_and_distance, width, stride, part_size,
+        num_logit_rows, IS_TYPICAL=typical, num_warps=8, enable_fp_fusion=not typical,
+    )  # fmt: skip

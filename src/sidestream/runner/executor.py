@@ -18,6 +18,7 @@ import torch
 
 from sidestream.attention.interface import AttentionBackend
 from sidestream.attention.states import DraftInputs, StatePool
+from sidestream.config import most_prompt_logits
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.grammar.token_grammar import Masks
 from sidestream.ops import Ops, TorchOps
@@ -26,6 +27,7 @@ from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
 from sidestream.runner.graphs import CapturedStep, Graphs, Tell
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
 from sidestream.runner.masks import MaskMemory
+from sidestream.runner.prompt_logprobs import PromptLogits, PromptPart, PromptSlots, prompt_logprobs
 from sidestream.runner.sampler import Sampler, SamplingMode, TokenMasks
 from sidestream.runner.second_run import SecondRun
 from sidestream.runner.state import DecodeState, Uploads
@@ -41,7 +43,7 @@ from sidestream.runner.step_inputs import (
     pack,
 )
 from sidestream.speculate import Proposer
-from sidestream.types import BatchPlan, RowPlan
+from sidestream.types import BatchPlan, RowPlan, TokenLogprob
 from sidestream_kv.device.base import Device, Memory, Stream
 from sidestream_kv.device.group import Group
 from sidestream_kv.device.kinds import on_host
@@ -61,6 +63,7 @@ class PreparedStep(NamedTuple):
     numbers    content of the input buffer, in the order of `StepInputs`
     changes    changes of the block tables that do not fit into `numbers`
     captured   the step's graphs; None: the step runs eagerly
+    prompt     positions whose logits give log-probabilities of prompts
     """
 
     sizes: InputSizes
@@ -70,6 +73,7 @@ class PreparedStep(NamedTuple):
     mode: SamplingMode
     gates: LayerGates
     entry: MailboxEntry
+    prompt: PromptLogits | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +95,7 @@ class LaunchedStep:
 
     unsampled      the step's rows need token masks, so only its forward pass was launched, and the fence covers no more
     masked         whether rows needed token masks
+    prompt         positions whose logits give log-probabilities of prompts
     gated          whether the step waits for loads
     top_logprobs   requested numbers of log-probabilities, see `Sampler.top_logprobs_of`
     launched_s     time of the launch, by the device's clock
@@ -106,6 +111,7 @@ class LaunchedStep:
     mailbox: Mailbox
     unsampled: UnsampledPass | None = None
     masked: bool = False
+    prompt: PromptLogits | None = None
     on_all_ranks: Fence | None = None
 
     @property
@@ -123,6 +129,10 @@ class LaunchedStep:
         another rank.
         """
         self.entry.lease.release(after=(self.fence,))  # rule: mailbox-entry-of-a-failed-step-is-released
+
+    def prompt_logprobs(self) -> list[tuple[PromptPart, list[TokenLogprob]]]:
+        """Log-probabilities of parts of prompts. Call it after the step's fence and before `results`."""
+        return [] if self.prompt is None else [*self.mailbox.read_prompt(self.entry, self.prompt.parts, self.fence)]
 
     def results(self) -> Delivered:
         """The results of the sampling rows, in row order. Call it once, after the step's fence."""
@@ -250,6 +260,10 @@ class StepWork:
                 self._state.begin(begins)  # rule: slot-begins-on-the-device
             # rule: second-run-is-part-of-its-step
             inputs, output = self._run_twice(batch, step) if batch.self_check else self._run_once(batch, step)
+            if step.prompt is not None:
+                targets = self._state.index(step.prompt.targets)
+                logprobs = prompt_logprobs(output.logits[-len(targets) :], targets)
+                self._mailbox.write_prompt(step.entry.start, logprobs, self._stream)
             if unsampled is None:
                 self.sample(batch, step, inputs, output)
                 return
@@ -433,7 +447,9 @@ class Executor:
         )
         self._tables = BlockTableMirror(num_slots, self._table_width)
         self._sampler = Sampler(self._state, ops, group)
-        self._mailbox = Mailbox(MAX_STEPS, num_slots, model.vocab_size, device, max_drafts=max_drafts)
+        self._prompts = PromptSlots()
+        shape, logits = (MAX_STEPS, num_slots, model.vocab_size), most_prompt_logits(layout.block_tokens)
+        self._mailbox = Mailbox(*shape, device, max_drafts=max_drafts, prompt_logits=logits)
         self._forward = Forward(
             model,
             self._kv,
@@ -466,6 +482,7 @@ class Executor:
         gated, columns = bool(gates.by_layer), batch.columns
         for slot, begin in batch.begins:
             self._sampler.begin(slot, begin.sampling)
+            self._prompts.begin(slot, begin)
         step = self._prepare(batch, gates)
         self._uploads.open(step.entry.lease.ids[0])
         numbers, inputs = self._uploads.hold(step.numbers)
@@ -480,7 +497,8 @@ class Executor:
             label=_label_of(batch),
         )
         top_logprobs = self._sampler.top_logprobs_of(columns)
-        return LaunchedStep(batch, fence, step.entry, gated, top_logprobs, launched_s, self._mailbox, unsampled, masked)
+        parts = gated, top_logprobs, launched_s, self._mailbox, unsampled, masked, step.prompt
+        return LaunchedStep(batch, fence, step.entry, *parts)
 
     def drafts_of(self, launched: LaunchedStep) -> list[list[int]]:
         """The drafts of the decode rows of an unsampled step, after its fence."""
@@ -517,10 +535,13 @@ class Executor:
         events for which its graph waits.
         """
         captured, gated = None, bool(gates.by_layer)
-        if self._graphs is not None:
+        prompt = self._prompts.wanted(batch)
+        if self._graphs is not None and prompt is None:
             captured = self._graphs.find(batch, demand_of(batch), gated=gated)
         entry = self._mailbox.take_entry()
         sizes = InputSizes.of(batch) if captured is None else captured.key.sizes
+        if prompt is not None:
+            sizes = replace(sizes, logits=sizes.logits + len(prompt.indices))
         changes, left_over = self._tables.changes(batch.columns), NO_CHANGES
         if len(changes.indices) > sizes.rows:
             changes, left_over = NO_CHANGES, changes
@@ -531,10 +552,12 @@ class Executor:
             block_tokens=self._model.layout.block_tokens,
             mailbox_offset=entry.start,
             changes=changes,
+            further_logits=None if prompt is None else prompt.indices,
         )
         if captured is not None and gated and self._graphs is not None:
             self._graphs.close_gates(gates)
-        return PreparedStep(sizes, numbers, left_over, captured, self._sampler.mode_of(batch.columns), gates, entry)
+        mode = self._sampler.mode_of(batch.columns)
+        return PreparedStep(sizes, numbers, left_over, captured, mode, gates, entry, prompt)
 
     def warm_up(self, steps: Iterable[BatchPlan]) -> None:
         """Run steps without requests, one after the other, and wait for each. Their results are dropped. Raises the

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sidestream.errors import InvariantError
+from sidestream.runner.prompt_logprobs import PromptPart
 from sidestream.runner.sampler import TOP_LOGPROBS, SamplerOutput
 from sidestream.runner.second_run import Differences
 from sidestream.types import RowResult, TokenLogprob
@@ -89,9 +90,18 @@ class Mailbox:
     """Owner of the mailbox's entries, in host memory that the device writes."""
 
     def __init__(
-        self, num_entries: int, num_slots: int, vocab_size: int, device: Device, *, max_drafts: int = 0
+        self,
+        num_entries: int,
+        num_slots: int,
+        vocab_size: int,
+        device: Device,
+        *,
+        max_drafts: int = 0,
+        prompt_logits: int = 0,
     ) -> None:
-        """Allocates entries for steps of up to `num_slots` rows with up to `max_drafts` drafts each."""
+        """Allocates entries for steps of up to `num_slots` rows with up to `max_drafts` drafts each, and with
+        log-probabilities of up to `prompt_logits` tokens of prompts.
+        """
         self._tracer: Tracer | None = device.tracer
         self._pool = FencedPool("mailbox", num_entries, tracer=device.tracer)
         width = min(TOP_LOGPROBS, vocab_size)
@@ -103,6 +113,10 @@ class Mailbox:
             "tokens": (np.int64, 1, num_places),
             "drafts": (np.int64, max_drafts, num_slots if max_drafts else 0),
             "top_ids": (np.int64, width, num_places),
+            "prompt_ranks": (np.int64, 1, prompt_logits),
+            "prompt_ids": (np.int64, width, prompt_logits),
+            "prompt_drawn": (np.float32, 1, prompt_logits),
+            "prompt_top": (np.float32, width, prompt_logits),
             "drawn": (np.float32, 1, num_places),
             "top": (np.float32, width, num_places),
             "finite": (np.bool_, 1, num_places),
@@ -163,6 +177,32 @@ class Mailbox:
             self._tracer.host_touched(lambda: [entry.access(write=False)], "read drafts")
         drafts: list[list[int]] = self._values(entry, "drafts", num_rows).tolist()
         return drafts
+
+    def write_prompt(self, start: int, logprobs: Mapping[str, Tensor], stream: Stream) -> None:
+        """Deliver log-probabilities of prompts, see `prompt_logprobs`. Called inside work of `stream`, the compute
+        stream.
+        """
+        self._write_fields(start, logprobs, stream)
+
+    def read_prompt(
+        self, entry: MailboxEntry, parts: Sequence[PromptPart], fence: Fence
+    ) -> Iterator[tuple[PromptPart, list[TokenLogprob]]]:
+        """Read log-probabilities of the targets of each part. Engine thread only, after the fence and before `read`."""
+        if not fence.poll():  # rule: log-probabilities-are-read-after-their-step
+            raise InvariantError(f"log-probabilities of a prompt were read before {fence!r}")
+        if self._tracer is not None:
+            self._tracer.host_touched(lambda: [entry.access(write=False)], "read log-probabilities of a prompt")
+        names = "prompt_drawn", "prompt_ids", "prompt_top", "prompt_ranks"
+        count = sum(len(part.targets) for part in parts)
+        values = zip(*(self._values(entry, name, count).tolist() for name in names), strict=True)
+        for part in parts:
+            yield (
+                part,
+                [
+                    TokenLogprob(token, drawn, tuple(zip(ids[: part.top], top[: part.top], strict=True)), rank)
+                    for token, ((drawn,), ids, top, (rank,)) in zip(part.targets, values, strict=False)
+                ],
+            )
 
     def write_differences(self, start: int, differences: Differences, stream: Stream) -> None:
         """Deliver the comparison of a step's two runs. Called inside work of `stream`, the compute stream."""

@@ -8,8 +8,9 @@ One row is sampled in this order:
    presence penalty (once). Before `min_tokens` outputs, forbid the ids that end the answer. Forbid the ids that the
    request's grammar does not allow. Penalties are defined as in transformers and vLLM.
 2. Temperature 0 or `top_k` 1: argmax, the lowest id among equals.
-3. Else temperature, softmax, then top-k, top-p and min-p, each applied to the tokens that the previous filter kept (the
-   order of transformers). A filter keeps or drops equally likely tokens together, so it may keep more than k.
+3. Else temperature, softmax, then top-k, top-p, min-p and typical-p, each applied to the tokens that the previous
+   filter kept (the order of transformers). A filter keeps or drops equally likely tokens together, so it may keep more
+   than k.
 4. A uniform number, made by a hash of (seed, output index), picks one of the remaining tokens, in the order of ids.
 
 Log-probabilities are those of the raw logits, before step 1 (vLLM's `raw_logprobs`).
@@ -53,7 +54,8 @@ class SamplingMode(IntEnum):
     RANDOM      temperature and filters
     PENALISED   also penalties
     HOST        also options that only the host knows: logit bias, token ids that are forbidden before `min_tokens`
-                outputs, token masks, log-probabilities. Never captured
+                outputs, token masks, log-probabilities; and typical-p, whose kernel reads all logits many times. Never
+                captured
     """
 
     ARGMAX = 0
@@ -65,7 +67,7 @@ class SamplingMode(IntEnum):
     def of(cls, spec: SamplingSpec, *, outputs: int) -> SamplingMode:
         """The mode of a row with the options `spec` after `outputs` output tokens."""
         banned = outputs < spec.min_tokens and spec.forbidden_until_min  # rule: ban-is-needed
-        if spec.logit_bias or banned or spec.masked or spec.top_logprobs >= 0:
+        if spec.logit_bias or banned or spec.masked or spec.top_logprobs >= 0 or spec.is_typical:
             return cls.HOST
         if spec.penalised:
             return cls.PENALISED
@@ -233,6 +235,14 @@ class Sampler:
             self._modes.pop(slot, None)
 
 
+def likeliest(raw: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Ids and values of each row's `width` largest numbers, the largest first, the lowest id first among equals."""
+    values, ids = raw.topk(width)
+    ids, order = ids.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, order), values
+
+
 def draw_tokens(
     logits: Tensor,
     slots: Tensor,
@@ -271,7 +281,8 @@ def draw_tokens(
         logits = _forbid(logits.float(), options, output_indices, state)
     if masks is not None:
         ops.mask(logits, *masks)  # rule: masked-tokens-are-not-sampled
-    tokens, finite = ops.draw(logits, slots, output_indices, state.rules.numbers)
+    typical = any(option.spec.is_typical for option in options)
+    tokens, finite = ops.draw(logits, slots, output_indices, state.rules.numbers, typical=typical)
     if raw is None:
         return SamplerOutput(tokens, finite, None)
     width = max(TOP_LOGPROBS, *(option.spec.top_logprobs for option in options))
@@ -305,12 +316,10 @@ def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray
 
 def _logprobs(raw: Tensor, where: Tensor, tokens: Tensor, width: int) -> Logprobs:
     count = len(tokens)
-    values, ids = raw.topk(width)
-    ids, order = ids.sort(-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    ids, values = likeliest(raw, width)
     drawn = raw.gather(-1, tokens[where].unsqueeze(-1)).squeeze(-1)
     return Logprobs(
         drawn=raw.new_zeros(count).index_copy_(0, where, drawn),
-        top_ids=ids.new_zeros(count, width).index_copy_(0, where, ids.gather(-1, order)),
+        top_ids=ids.new_zeros(count, width).index_copy_(0, where, ids),
         top=raw.new_zeros(count, width).index_copy_(0, where, values),
     )

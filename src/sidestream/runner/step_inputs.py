@@ -347,10 +347,12 @@ def pack(
     block_tokens: int,
     mailbox_offset: int = 0,
     changes: TableChanges | None = None,
+    further_logits: Numbers | None = None,
 ) -> Numbers:
     """Compute the content of a step's input buffer. The batch must fit into `sizes`, and its decode rows come first.
 
     changes   changed entries of the device's block tables, at most one for each row of `sizes`
+    further_logits   packed positions whose logits come behind those that are sampled at
     """
     columns, decodes = batch.columns, batch.num_decodes
     plain = not batch.speculates
@@ -368,6 +370,8 @@ def pack(
     else:
         count = _pack_drafting(columns, decodes, decode_slots, starts, parts)
     _pack_chunks(batch, sizes, count, block_tokens, parts)
+    if further_logits is not None:
+        parts.logits_indices[-len(further_logits) :] = further_logits
     if sizes.has_states and batch.num_rows:
         rows = np.array([*range(decodes), *range(sizes.decodes, sizes.decodes + batch.num_rows - decodes)])
         # rule: states-of-a-row-are-its-owners

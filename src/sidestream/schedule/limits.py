@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.config import MOST_SALT_CHARS, SamplingParams
+from sidestream.config import MOST_PROMPT_LOGPROBS, MOST_SALT_CHARS, SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream_kv.kv.layout import blocks_before_window
 from sidestream_kv.types import Key
@@ -205,6 +205,13 @@ class RequestChecker:
                 f"n is {params.n}: the engine takes {bounds.max_unfinished} samples at a time; ask for fewer", param="n"
             )
         self._check_length(len(prompt))
+        count = 0 if params.prompt_logprobs is None else len(prompt) * (1 + params.prompt_logprobs)
+        if count > MOST_PROMPT_LOGPROBS:
+            raise RequestRejected(
+                f"prompt_logprobs is {params.prompt_logprobs} for a prompt of {len(prompt)} tokens: {count} "
+                f"log-probabilities, at most {MOST_PROMPT_LOGPROBS}; shorten the prompt, or lower it",
+                param="prompt_logprobs",
+            )
         room = bounds.longest - len(prompt)
         if params.min_tokens > room:
             raise RequestRejected(

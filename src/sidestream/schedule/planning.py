@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sidestream.config import most_prompt_logits
 from sidestream.schedule.allocation import Allocator, Reuse, ReuseFinder
 from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
 from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
@@ -30,6 +31,7 @@ class StepBuilder:
     prefill_budget  number of prompt tokens that may still be added
     lead_s, step_s  see `Scheduler.plan`
     speculates      some row has drafts, or begins at a position that depends on drafts of a step in flight
+    has_prompt_logits  a chunk of a request that needs logits of its prompt; a step has one such chunk at most
     plain           decode rows without drafts
     drafting        decode rows with drafts
     prefills        rows that compute a chunk of a prompt
@@ -43,6 +45,7 @@ class StepBuilder:
     step_s: float
     loads_only: bool = False
     speculates: bool = False
+    has_prompt_logits: bool = False
     plain: list[RowPlan] = field(default_factory=list)
     drafting: list[RowPlan] = field(default_factory=list)
     prefills: list[RowPlan] = field(default_factory=list)
@@ -101,10 +104,15 @@ class PrefillPlanner:
 
     def _add_chunk(self, request: Request, step: StepBuilder) -> None:
         start, known, limits = request.launched_len, request.prefill_end, self._limits
+        wants_logits, chunk_tokens = request.needs_prompt_logits, limits.chunk_tokens
+        if wants_logits:
+            if step.has_prompt_logits:
+                return
+            chunk_tokens = min(chunk_tokens, most_prompt_logits(limits.block_tokens))
         stop = chunk_stop(
             start,
             known,
-            chunk_tokens=limits.chunk_tokens,
+            chunk_tokens=chunk_tokens,
             block_tokens=limits.block_tokens,
             tail_apart=limits.tail_apart or request.states is not None,
         )
@@ -115,6 +123,7 @@ class PrefillPlanner:
             if limits.tail_apart or request.states is not None or stop <= start:
                 return
         step.prefill_budget -= stop - start
+        step.has_prompt_logits |= wants_logits
         states, after = self._allocator.plan_states(
             request, start, stop, checkpoint=self._wants_checkpoint(request, stop)
         )

@@ -85,6 +85,8 @@ class PrefixCache:
         """Keys of the blocks that the request may reuse instead of computing them."""
         if not self._limits.prefix_cache:
             return []
+        if request.needs_prompt_logits:  # rule: prompt-with-log-probabilities-is-computed
+            return []
         self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
         size = self._limits.block_tokens
         return request.keys[: reusable_tokens(len(request.tokens), size) // size]

@@ -200,6 +200,11 @@ class Request:
         return self.cached is not None or self.epoch > 0
 
     @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether logits of all positions of its prompt are wanted, and may not have been computed yet."""
+        return self.sampling.prompt_logprobs >= 0 and not self.num_outputs
+
+    @property
     def in_prefill(self) -> bool:
         """Whether some known tokens are neither computed nor in flight."""
         return self.launched_len < self.prefill_end

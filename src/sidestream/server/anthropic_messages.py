@@ -33,6 +33,7 @@ _IDLE_OF_BLOCK = {"type": None, "cache_control": None, "citations": None, "calle
 _IDLE_OF_TOOL = {"type": ("custom",), "cache_control": None, "eager_input_streaming": None}
 _Objects = Annotated[list[dict[str, Any]], FailFast()]
 _SWITCHES = ("enable_thinking", "thinking")  # of reasoning, in chat templates
+_NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -42,7 +43,7 @@ class _Strict(BaseModel):
 
 class _Thinking(_Strict):
     type: Literal["enabled", "adaptive", "disabled"] = "disabled"
-    budget_tokens: int = 0
+    budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] = "summarized"
 
 
@@ -170,10 +171,12 @@ def _call(asked: _Request, tokenizer: TokenizerLike, served: Served) -> Call:
         "include_stop_str_in_output": bool(asked.stop_sequences),  # tells which one was found
         "include_reasoning": thinks and asked.thinking.display != "omitted",
         "reasoning_effort": asked.output_config.effort,
+        # A model without a known format of reasoning has none that the budget could bound.
+        "thinking_token_budget": asked.thinking.budget_tokens if thinks and served.reasoning_format else None,
         "chat_template_kwargs": {name: thinks for name in _SWITCHES if tokenizer.template_knows(name)},
         "continue_final_message": continues,
     }
-    return chat_call(fields, tokenizer=tokenizer, served=served, renamed={"stop": "stop_sequences"})
+    return chat_call(fields, tokenizer=tokenizer, served=served, renamed=_NAMES)
 
 
 def _tool_choice(choice: _ToolChoice) -> Any:

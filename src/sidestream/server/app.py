@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -22,6 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sidestream.client.beam_search import BeamSearch, run_search
+from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped, InvariantError
 from sidestream.formats import (
     AnswerParser,
@@ -62,10 +64,19 @@ from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
 from sidestream.server.page_routes import page_routes
 from sidestream.server.response_store import ResponseStore
-from sidestream.server.responses import CHAT_FORMAT, RESPONSE_FORMATS, Json, SpelledToken, TokenSpeller, answer_events
+from sidestream.server.responses import (
+    CHAT_FORMAT,
+    RESPONSE_FORMATS,
+    Json,
+    SpelledToken,
+    TokenSpeller,
+    answer_events,
+    prompt_logprobs_json,
+    spelled_prompt,
+)
 from sidestream.server.text_work import Handle, TextWork
 from sidestream.text import TokenizerLike
-from sidestream.types import CANCELLED, Delta
+from sidestream.types import CANCELLED, Delta, TokenLogprob
 from sidestream.version import VERSION
 
 _INLINE_BODY_BYTES = 8 << 10
@@ -372,6 +383,9 @@ class _Reply:
         form = call.answer
         self._parsers = [] if form is None else [AnswerParser(form) for _ in range(call.num_choices)]
         self._calling: set[int] = set()  # samples with tool calls
+        self._begun: set[int] = set()
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}  # by choice
+        self._echoed: dict[int, list[SpelledToken]] = {}  # tokens of echoed prompts that no chunk has yet, by choice
         self._counted: set[int] = set()
         self._head = {
             "id": self._format.id_prefix + record.request_id.removeprefix("req-"),
@@ -384,6 +398,7 @@ class _Reply:
         samples = [_Sample(self._echo(index)) for index in range(self._call.num_choices)]
 
         async def emit(index: int, delta: Delta) -> None:
+            await self._begin(index, delta)
             delta = self._count(index, delta)
             samples[index].add(delta, self._spelled(index, delta))
             if self._parsers:
@@ -392,7 +407,11 @@ class _Reply:
         await generate_all(self._backend, self._call, self._record.request_id, emit)
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         usage = self._record.usage.json()
-        return {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
+        reply = {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
+        if self._call.prompt_logprobs is not None:
+            for index, owner in enumerate([reply] if self._call.api == "chat" else choices):
+                owner["prompt_logprobs"] = await asyncio.to_thread(self._prompt_logprobs_json, index)
+        return reply
 
     async def stream(self, send: Send) -> None:
         """Send each delta as an event. After a failure before the first event, the reply is a plain HTTP error."""
@@ -400,6 +419,7 @@ class _Reply:
         started: set[int] = set()
 
         async def emit(index: int, delta: Delta) -> None:
+            await self._begin(index, delta)
             delta = self._count(index, delta)
             chunks = []
             if index not in started:
@@ -417,10 +437,27 @@ class _Reply:
         """The text with which the choice begins, before the model's text."""
         return self._call.echo[index // self._call.params.n] if self._call.echo else ""
 
+    async def _begin(self, index: int, delta: Delta) -> None:
+        """Keep what a choice's first delta says of its prompt. A thread spells the tokens, which may be very many."""
+        if index in self._begun:
+            return
+        self._begun.add(index)
+        self._prompt_logprobs[index] = delta.prompt_logprobs
+        if self._spellers and self._call.echo and self._call.api == "text":
+            prompt, top = self._call.prompts[index // self._call.params.n], self._call.params.logprobs or 0
+            detokenizer = self._backend.tokenizer.detokenizer((), self._shown)
+            parts = prompt, delta.prompt_logprobs, top, self._echo(index), detokenizer
+            self._echoed[index] = await asyncio.to_thread(spelled_prompt, *parts)
+
+    def _prompt_logprobs_json(self, index: int) -> list[Any]:
+        decode = partial(self._backend.tokenizer.decode, skip_special_tokens=False)
+        return prompt_logprobs_json(self._prompt_logprobs[index], self._call.prompt_logprobs or 0, decode)
+
     def _count(self, index: int, delta: Delta) -> Delta:
         """Count a sample's delta. Returns the part of it that the client gets."""
         if self._call.only_echo:
-            delta = dataclasses.replace(delta, text="", token_ids=(), finish_reason=delta.finish_reason and "length")
+            reason = delta.finish_reason and "length"
+            delta = dataclasses.replace(delta, text="", token_ids=(), logprobs=(), finish_reason=reason)
         prompt = index // self._call.params.n
         if prompt not in self._counted:
             self._counted.add(prompt)
@@ -444,6 +481,7 @@ class _Reply:
         if not self._parsers:
             return self._format.choice(index, "".join(sample.texts), logprobs, sample.finish_reason)
         message, reason = message_of(sample.events), sample.finish_reason
+        message.content = self._echo(index) + message.content
         return CHAT_FORMAT.parsed_choice(
             index, message, logprobs, "tool_calls" if message.calls and reason == "stop" else reason
         )
@@ -479,13 +517,19 @@ class _Reply:
     def _speller(self, index: int) -> TokenSpeller:
         prompt = self._call.prompts[index // self._call.params.n]
         after = prompt if self._call.continues else ()
-        return TokenSpeller(self._backend.tokenizer.detokenizer(after, self._call.shown_tokens))
+        start = len(self._echo(index)) if self._call.api == "text" else 0
+        return TokenSpeller(self._backend.tokenizer.detokenizer(after, self._shown), start=start)
+
+    @property
+    def _shown(self) -> Sequence[str] | None:
+        return self._call.shown_tokens if self._call.params.skip_special_tokens else None
 
     def _spelled(self, index: int, delta: Delta) -> list[SpelledToken]:
         """The tokens whose log-probabilities the choice gets with this delta."""
         if not self._spellers:
             return []
-        return self._spellers[index].add(delta.logprobs, delta.text, ended=delta.finish_reason is not None)
+        tokens = self._spellers[index].add(delta.logprobs, delta.text, ended=delta.finish_reason is not None)
+        return self._echoed.pop(index, []) + tokens
 
     def _logprobs(self, tokens: list[SpelledToken]) -> Json | None:
         return self._format.logprobs(tokens, as_ids=self._call.tokens_as_ids) if self._spellers else None
@@ -551,15 +595,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
 
     async def run(number: int, prompt: tuple[int, ...], request_name: str) -> None:
         running = set(range(call.params.n))
-        running_deltas = backend.generate(
-            prompt,
-            call.params,
-            priority=call.priority,
-            request_name=request_name,
-            cache_salt=call.cache_salt,
-            continues=call.continues,
-            shown_tokens=call.shown_tokens,
-        )
+        running_deltas = _deltas_of(backend, call, prompt, request_name)
         async with aclosing(running_deltas) as deltas:
             async for delta in deltas:
                 _raise_if_failed(delta)
@@ -578,6 +614,50 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
                 group.create_task(run(number, prompt, f"{name} {number}"))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+def _deltas_of(backend: Backend, call: Call, prompt: tuple[int, ...], request_name: str) -> AsyncGenerator[Delta, None]:
+    """The deltas of the samples of one prompt; with a beam search, of its answers, which are complete."""
+
+    def generate(ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
+        return backend.generate(
+            ids,
+            params,
+            priority=call.priority,
+            request_name=request_name,
+            cache_salt=call.cache_salt,
+            continues=call.continues,
+            shown_tokens=call.shown_tokens,
+        )
+
+    if call.beams is None:
+        return generate(prompt, call.params)
+    params, tokenizer = call.params, backend.tokenizer
+    room = max(1, backend.max_model_len - len(prompt))
+    search = BeamSearch(
+        prompt,
+        width=call.beams.width,
+        max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        length_penalty=call.beams.length_penalty,
+        end_ids={*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids)},
+        param="best_of" if call.beams.width > params.n else "n",
+    )
+
+    async def watched(ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Delta, None]:
+        async with aclosing(generate(ids, params)) as deltas:
+            async for delta in deltas:
+                _raise_if_failed(delta)
+                yield delta
+
+    async def answers() -> AsyncGenerator[Delta, None]:
+        cached = await run_search(search, watched)
+        shown = call.shown_tokens if params.skip_special_tokens else None
+        after = prompt if call.continues else ()
+        found = search.answers(tokenizer, after=after, shown=shown, include_stop=params.include_stop)
+        for index, one in enumerate(found[: params.n]):
+            yield Delta(index, one.text, one.token_ids, (), one.finish_reason, len(prompt), cached)
+
+    return answers()
 
 
 def _raise_if_failed(delta: Delta) -> None:

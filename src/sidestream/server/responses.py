@@ -69,13 +69,14 @@ class ResponseFormat(Protocol):
 class SpelledToken:
     """A token of a choice, or an alternative to it, with the text and the bytes that it adds to the choice's text.
 
+    logprob  None for the first token of a prompt
     text     empty for a token that ends inside a character; the token that completes the character has it
     start    the token's position in the choice's text, in characters
     pending  number of bytes at the end that belong to an incomplete character
     """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     text: str
     data: bytes
     start: int
@@ -94,10 +95,11 @@ class SpelledToken:
 class TokenSpeller:
     """Spells the tokens of one choice, so that their texts, joined, are the choice's text, and their bytes, too."""
 
-    def __init__(self, detokenizer: Detokenizer) -> None:
+    def __init__(self, detokenizer: Detokenizer, *, start: int = 0) -> None:
+        """`start`: number of characters of the choice's text before the first token."""
         self._detokenizer = detokenizer
-        self._length = 0  # characters of the tokens' text
-        self._shown = 0  # characters of the choice's text
+        self._length = start  # characters of the tokens' text
+        self._shown = start  # characters of the choice's text
         self._waiting = deque[tuple[int, SpelledToken]]()  # with the length of text at which the choice has the token
 
     def add(self, tokens: Sequence[TokenLogprob], text: str, *, ended: bool) -> list[SpelledToken]:
@@ -208,7 +210,7 @@ class CompletionFormat:
         return {
             "tokens": [_name(token, as_ids) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [_by_name(token, as_ids) for token in tokens],
+            "top_logprobs": [None if token.logprob is None else _by_name(token, as_ids) for token in tokens],
             "text_offset": [token.start for token in tokens],
         }
 
@@ -258,9 +260,37 @@ def _name(token: SpelledToken, as_ids: bool) -> str:
     return f"token_id:{token.token_id}" if as_ids else token.text
 
 
-def _by_name(token: SpelledToken, as_ids: bool) -> dict[str, float]:
+def prompt_logprobs_json(logprobs: Sequence[TokenLogprob], top: int, decode: Callable[[list[int]], str]) -> list[Any]:
+    """vLLM's list for a prompt: for each token, the token and its `top` likeliest alternatives by id; the first token
+    has none. `decode`: the text of token ids.
+    """
+    names: dict[int, str] = {}
+
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
+        if token_id not in names:
+            names[token_id] = decode([token_id])
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": names[token_id]}
+
+    found: list[Any] = [None]
+    for one in logprobs:
+        likeliest = {str(other): entry(other, value, rank) for rank, (other, value) in enumerate(one.top[:top], 1)}
+        found.append({str(one.token_id): entry(one.token_id, one.logprob, one.rank)} | likeliest)
+    return found
+
+
+def spelled_prompt(
+    prompt: Sequence[int], logprobs: Sequence[TokenLogprob], top: int, text: str, detokenizer: Detokenizer
+) -> list[SpelledToken]:
+    """The tokens of an echoed prompt with this text; `top`: number of alternatives. The first token has no logprob."""
+    cut = [TokenLogprob(one.token_id, one.logprob, one.top[:top]) for one in logprobs]
+    spelled = TokenSpeller(detokenizer).add([TokenLogprob(prompt[0], 0.0, ()), *cut], text, ended=True)
+    spelled[0].logprob = None
+    return spelled
+
+
+def _by_name(token: SpelledToken, as_ids: bool) -> dict[str, float | None]:
     sampled = _name(token, as_ids)
-    logprobs: dict[str, float] = {}
+    logprobs: dict[str, float | None] = {}
     for other in token.alternatives:
         name = _name(other, as_ids or other.text == sampled or other.text in logprobs)
         logprobs[sampled if other.token_id == token.token_id else name] = other.logprob

@@ -25,6 +25,11 @@ class TokenizerLike(Protocol):
         """One more than the largest token id."""
         ...
 
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Token ids that end an answer."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of a text. Raises ContextTooLong if its length shows that it has more than `most_tokens`."""
         ...
@@ -75,11 +80,11 @@ class TokenizerLike(Protocol):
         """The text of the chat template that tools are for; empty if the model has none."""
         ...
 
-    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] = ()) -> Detokenizer:
+    def detokenizer(self, after: Sequence[int] = (), shown: Collection[str] | None = ()) -> Detokenizer:
         """A new incremental detokenizer, for one sample.
 
         after   token ids of the text that the sample continues; empty: the sample begins a text
-        shown   special tokens that have a text, their own name; other special tokens have none
+        shown   special tokens that have a text, their own name; other special tokens have none. None: all have one
         """
         ...
 
