@@ -15,7 +15,7 @@ RAY := .venv-ray
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
 
-.PHONY: demo dev quick test test-all slow test-lowest test-newest test-ray test-vllm test-sglang test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
+.PHONY: demo dev quick test test-all slow browser test-lowest test-newest test-ray test-vllm test-sglang test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
@@ -65,12 +65,18 @@ unit: $(VENV)/.dev
 slow: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m slow
 
+# The browser for tests of the server's page, which are skipped without one. Installed only for root, as in a container.
+browser:
+	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && \
+		timeout 300 sh -c 'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq chromium' > /dev/null; } || \
+		echo "no Chromium: the tests of the page will be skipped; install it, for example by apt-get install chromium"
+
 # The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows. Left out is what takes long and
 # meets no package in a way that the rest does not: half of these rooms' time.
 WITH_LOWEST := cli server models engine ops attention grammar formats
 NOT_WITH_LOWEST := cli/test_chat.py cli/test_train.py \
 	models/test_head_layouts.py server/test_processes.py cli/test_serve.py attention/test_engine_in_interpreter.py
-SHORT := not learns_to_draft and (not test_compiled or qwen3) and (not test_triton or mixed_batch) and (not test_draw or filters) and (not test_hybrid or lfm2)
+SHORT := not learns_to_draft and (not test_compiled or qwen3) and (not test_triton or mixed_batch) and (not test_draw or filters) and (not test_hybrid or lfm2) and (not test_page_in_browser or key)
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -k "$(SHORT)" \
 		$(WITH_LOWEST:%=tests/%) $(NOT_WITH_LOWEST:%=--ignore=tests/%)

@@ -18,7 +18,7 @@ from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.text import Detokenizer
 from sidestream.types import CachedTokens, CacheExplanation, Delta, Flushed, Health, TokenLogprob
-from sidestream_kv.metrics import Metrics, MetricsSnapshot
+from sidestream_kv.metrics import Metrics, MetricsSnapshot, Recent, Timeline
 
 _NOTHING_CACHED = CachedTokens()
 
@@ -138,6 +138,7 @@ class FakeBackend:
         self.room = 1024
         self.tokenizer = FakeTokenizer()
         self.metrics = Metrics()
+        self.spans = Timeline(on_demand=True)
         self.status = Health("ok", "")
         self.left: dict[str, int] = {}
         self.prompts: list[str] = []
@@ -159,6 +160,10 @@ class FakeBackend:
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of `metrics`."""
         return self.metrics.snapshot()
+
+    async def recent_spans(self, since: int) -> Recent:
+        """The spans of `spans`, a real timeline."""
+        return self.spans.read(since)
 
     def count(self, name: str, value: float, *labels: str) -> None:
         """Add to a counter of `metrics`."""

@@ -147,6 +147,28 @@ def test_a_wrong_prompt_is_refused_by_name(model: AsyncLLM, ask: Callable[[Async
     asyncio.run(use())
 
 
+def test_work_of_streams_and_engine_thread_can_be_read_while_it_is_done(model: AsyncLLM) -> None:
+    async def use() -> None:
+        before = await model.recent_spans(0)
+        await news_of(model, list(range(1, 70)), GREEDY)
+        spans = (await model.recent_spans(before.number)).spans
+        assert {name for track, name, _, _ in spans if track == "engine"} == {
+            "plan and launch",
+            "wait for the step",
+            "commit",
+        }
+        computed = [(start, stop) for track, name, start, stop in spans if track == "compute" and "decode" in name]
+        waits = [(start, stop) for _, name, start, stop in spans if name == "wait for the step"]
+        # The engine thread stops waiting for a step when the step has ended.
+        assert any(start <= stop_of_step <= stop for start, stop in waits for _, stop_of_step in computed)
+        values = (await model.metrics_snapshot()).values
+        assert values["kv_token_bytes"][()] > 0
+        assert values["prefill_measured_tokens_total"][()] >= 64
+        assert values["prefill_measured_seconds_total"][()] > 0
+
+    asyncio.run(use())
+
+
 def test_flush_and_reset_reach_the_engine(model: AsyncLLM) -> None:
     prompt = list(range(1, 70))
 

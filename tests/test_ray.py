@@ -38,6 +38,7 @@ real = pytest.mark.filterwarnings("ignore")
         ({"model": "m", "engine": {"offload": {"hst": 1}}}, "no offload option hst"),
         ({"model": "m", "server": {"drain_s": -1}}, "drain_s is -1"),
         ({"model": "m", "server": {"port": 8000}}, "server has port: leave it out"),
+        ({"model": "m", "server": {"page": True}}, "replicas have no page"),
         ({"model": "m", "server": ["drain_s"]}, r"server is \['drain_s'\]: give a mapping"),
         ({"model": "m", "queue_timeout_s": 0}, r"queue_timeout_s is 0: give a number of seconds in \(0, 3600\]"),
     ],
@@ -51,6 +52,10 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'sidestream\[ray\]'"):
         build_app({"model": "m"})
+
+
+def test_replicas_serve_no_page() -> None:
+    assert RayOptions("m").server_options("r1").page is False
 
 
 def test_replicas_of_one_node_have_disk_directories_of_their_own() -> None:

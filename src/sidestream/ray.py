@@ -68,9 +68,10 @@ _OF_THE_PROXY = (
     "ssl_keyfile_password",
     "ssl_ca_certs",
     "replica",
+    "page",
 )
 """Server options that users cannot give. Ray's HTTP proxy has its own options for them; `replica` is set for each
-replica.
+replica, and there is no page, which shows one engine.
 """
 _STORE_S = 30.0
 """Maximum time for an engine to store its KV in the tiers when its replica stops."""
@@ -98,8 +99,8 @@ class RayOptions:
     model            directory, hub id or name of the model, as for `LLM`
     engine           fields of EngineConfig, with `offload` and `speculative` as mappings. In the directory of a disk
                      tier, each replica of a node gets its own subdirectory, because engines cannot share a directory
-    server           fields of ServerOptions except for address, TLS and `replica`: Ray's HTTP proxy has the address,
-                     and replicas get their names from Ray
+    server           fields of ServerOptions except for address, TLS, `replica` and `page`: Ray's HTTP proxy has the
+                     address, and replicas get their names from Ray
     router           `session`, `prefix`, `load` (Ray's default), or the import path of a request router
     session_header   with the router `session`, requests with the same value of this header go to the same replica
     queue_timeout_s  a request that no replica takes within this time gets a 503
@@ -127,7 +128,10 @@ class RayOptions:
                 raise ConfigError(f"{name} is {given!r}: give a mapping of options to values")
         for name in _OF_THE_PROXY:
             if name in self.server:
-                raise ConfigError(f"server has {name}: leave it out; address and TLS are options of Ray's HTTP proxy")
+                raise ConfigError(
+                    f"server has {name}: leave it out; address and TLS are options of Ray's HTTP proxy, and replicas "
+                    "have no page"
+                )
         self.engine_config()
         self.server_options("")
 
@@ -165,7 +169,7 @@ class RayOptions:
 
     def server_options(self, replica: str) -> ServerOptions:
         """The options of the HTTP API. `replica`: name of the replica. Raises ConfigError."""
-        return _made(ServerOptions, "server option", {**self.server, "replica": replica})
+        return _made(ServerOptions, "server option", {**self.server, "replica": replica, "page": False})
 
 
 def build_app(args: Mapping[str, Any]) -> Application:

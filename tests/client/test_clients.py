@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from sidestream.client.front_end import FrontEnd
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError, RequestRejected
 from sidestream.types import CachedTokens, Delta
+from sidestream_kv.metrics import Timeline
 
 PROMPT = prompts(51, 1, longest=12)[0]
 OTHER = [5, 6, 7]
@@ -471,6 +474,23 @@ def test_a_client_gets_the_explanation_of_a_request(at: Make) -> None:
             assert found.relative is not None
             assert (found.relative.shared_tokens, found.relative.other[9]) == (9, 10)
             assert await client.explain_cache("other") is None
+
+        run(use())
+
+
+def test_recent_spans_are_those_of_the_engines_timeline_after_a_position(at: Make) -> None:
+    with at() as made:
+        client, timeline, engine = made.connect(), Timeline(on_demand=True), made.rig.engine
+        engine.parts = dataclasses.replace(engine.parts, timeline=timeline)
+
+        async def use() -> None:
+            assert (await client.recent_spans(0)).spans == ()
+            now = time.perf_counter_ns()
+            for name in ("decode 1", "decode 2"):
+                timeline.record("compute", name, now - 5, now)
+            recent = await client.recent_spans(1)
+            assert (recent.number, recent.spans) == (2, (("compute", "decode 2", now - 5, now),))
+            assert recent.now_ns >= now
 
         run(use())
 

@@ -38,7 +38,7 @@ def test_errors_keys_and_log_lines_are_the_same_with_a_prefix(prefix: str, caplo
         assert served.http.get(f"{prefix}/v1/models", headers=nobody).status_code == 401
         assert served.http.get(f"{prefix}/health", headers=nobody).status_code == 200
         assert served.http.get(f"{prefix}/ping", headers=nobody).status_code == 200
-        for path in ("/llm", "/llmx/health", "/llm/llm/health"):
+        for path in ("/llmx/health", "/llm/llm/health"):
             assert served.http.get(path).json()["error"]["code"] == "unknown_url"
     lines = request_lines(caplog)
     assert f" {prefix}/nowhere status=404" in lines[0]  # the path as it came

@@ -18,6 +18,7 @@ from sidestream.cli.generate import generate
 from sidestream.cli.models import app as models_app
 from sidestream.cli.options import Debug
 from sidestream.cli.serve import serve
+from sidestream.cli.top import top
 from sidestream.cli.verify import verify
 from sidestream.errors import ConfigError
 
@@ -51,6 +52,7 @@ def _global_options(
 
 
 app.command(cls=Command)(serve)
+app.command(cls=Command)(top)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(batch)

@@ -27,6 +27,7 @@ RARE = frozenset(
         "--log-format",
         "--admin-key",
         "--root-path",
+        "--page",
         "--ssl-ca-certs",
         "--max-buffered",
         "--head-timeout",

@@ -94,6 +94,7 @@ _ROWS = (
         "Allow browser pages of this origin (CORS); * for all; may be given several times.",
         False,
     ),
+    _Row("page", "", "Serve a page with chat and live figures at /, and the figures for sidestream top.", False),
     _Row("chat_template", "FILE", "Jinja template to use in place of the model's own.", "the model's own"),
     _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
     _Row("reasoning_parser", "NAME", "Format of the model's reasoning, by vLLM's name; none: off.", "by the template"),
@@ -127,7 +128,9 @@ def _parameters() -> list[inspect.Parameter]:
     for row in _ROWS:
         name, kind = row.name or row.field, types[row.field]
         parse = whole if kind in (int, int | None) else number if kind is float else None
-        declared = option(f"--{name.replace('_', '-')}", row.metavar, row.help, row.absent, parse, envvar=row.envvar)
+        spelled = name.replace("_", "-")
+        spelled = f"--{spelled}/--no-{spelled}" if kind is bool else f"--{spelled}"
+        declared = option(spelled, row.metavar, row.help, row.absent, parse, envvar=row.envvar)
         parameters.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=defaults[row.field], annotation=Annotated[kind, declared]

@@ -14,7 +14,7 @@ from typing import Protocol
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, RequestError, SidestreamError
 from sidestream.types import CacheExplanation, Delta, Health
-from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 MAX_UNREAD = 8192
 """Maximum number of unread deltas (new tokens of a sample) of one request. With more, the request is aborted."""
@@ -78,6 +78,10 @@ class EngineClient(Protocol):
 
     async def explain_cache(self, name: str) -> CacheExplanation | None:
         """See `Engine.explain_cache`. Raises EngineStopped and CallTimeout."""
+        ...
+
+    async def recent_spans(self, since: int) -> Recent:
+        """The newest spans of the streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
         ...
 
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:

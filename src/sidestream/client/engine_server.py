@@ -431,6 +431,8 @@ class EngineServer:
                 front_end.abort(message)
             case Call(number, "metrics"):
                 front_end.send(Reply(number, snapshot=_snapshot(self._engine.parts.metrics.snapshot())))
+            case Call(number, "timeline"):
+                front_end.send(Reply(number, timeline=self._engine.recent_spans(message.since)))
             case Call(method="flush" | "reset_prefix_cache"):
                 self._long_calls.submit(self._answer, front_end, message)
             case Call():

@@ -19,7 +19,7 @@ from sidestream.errors import RequestRejected
 from sidestream.formats import REASONING_FORMATS, is_inside, reasoning_format_of
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
 from sidestream.types import CacheExplanation, Delta, Flushed, Health
-from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from sidestream.tokenizer import Tokenizer
@@ -161,6 +161,10 @@ class FrontEnd:
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of all metrics. Raises EngineStopped."""
         return await self.client.metrics_snapshot()
+
+    async def recent_spans(self, since: int) -> Recent:
+        """The newest spans of the streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
+        return await self.client.recent_spans(since)
 
     def generate(
         self,

@@ -14,7 +14,7 @@ from sidestream.client.base import OutputQueue, other_loop_error, stopped_error,
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.types import CacheExplanation, Delta, Health
-from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 
 class _LoopQueue:
@@ -152,6 +152,10 @@ class InProcessClient:
 
     async def explain_cache(self, name: str) -> CacheExplanation | None:
         return await asyncio.to_thread(self._engine.explain_cache, name)
+
+    async def recent_spans(self, since: int) -> Recent:
+        """The newest spans."""
+        return self._engine.recent_spans(since)
 
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
         return await asyncio.to_thread(self._engine.operations.run, operation, timeout_s=timeout_s, name=name)

@@ -15,6 +15,7 @@ from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestError, SidestreamError
 from sidestream.processes.frames import FrameDecoder
 from sidestream.types import CacheExplanation
+from sidestream_kv.metrics import Recent
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -102,12 +103,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for the metrics, an explanation, or an operation (see `Operations.run`). The `Reply` has the same number."""
+    """Ask for the metrics, for the timeline's spans after position `since`, for an explanation, or for an operation
+    (see `Operations.run`). The `Reply` has the same number.
+    """
 
     number: int
     method: str
     timeout_s: float = 0.0
     name: str | None = None
+    since: int = 0
 
 
 class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -233,6 +237,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     snapshot: Snapshot | None = None
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     explanation: CacheExplanation | None = None
+    timeline: Recent | None = None
 
 
 ToEngine = Start | Submit | Abort | Call | Count | Ping | Attach | Close

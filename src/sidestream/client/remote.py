@@ -45,7 +45,7 @@ from sidestream.schedule.limits import Bounds, CheckedRequest, RequestChecker
 from sidestream.types import CachedTokens, CacheExplanation, Delta, Health, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import BlockKeys
-from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 from sidestream_kv.metrics.counters import HistogramValue
 from sidestream_kv.types import Key
 
@@ -202,15 +202,12 @@ class RemoteClient:
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """A copy of all values or, if none come within `_METRICS_S`, the last known ones. Raises EngineStopped."""
-        try:
-            async with asyncio.timeout(_METRICS_S):
-                reply = await self._call("metrics")
-        except (TimeoutError, EngineStopped):
-            if self._closed:
-                raise
-            return _last_known(self._known_metrics)
-        assert reply.snapshot is not None
-        return _metrics(reply.snapshot)
+        reply = await _in_time(self, "metrics")
+        return _last_known(self._known_metrics) if reply.snapshot is None else _metrics(reply.snapshot)
+
+    async def recent_spans(self, since: int) -> Recent:
+        """The newest spans or, if none come within `_METRICS_S`, none. Raises EngineStopped."""
+        return (await _in_time(self, "timeline", since)).timeline or Recent(since, 0)
 
     def request_metrics(self) -> None:
         """Ask for metrics without a wait, so that some are known if the engine hangs later."""
@@ -226,7 +223,7 @@ class RemoteClient:
         """Close the connection. The engine then aborts this front end's unfinished requests. Idempotent."""
         self._on_lost("this front end has closed the connection")
 
-    async def _call(self, method: str, timeout_s: float = 0.0, name: str | None = None) -> Reply:
+    async def _call(self, method: str, timeout_s: float = 0.0, name: str | None = None, *, since: int = 0) -> Reply:
         self.listen()
         if self._closed:
             raise stopped_error(self._health)
@@ -235,7 +232,7 @@ class RemoteClient:
         self._calls[number] = future
         until_s = time.monotonic() + timeout_s + _CALL_GRACE_S
         try:
-            self._send(Call(number, method, timeout_s, name))
+            self._send(Call(number, method, timeout_s, name, since))
             while not (await asyncio.wait([future], timeout=PULSE_S))[0]:
                 if (health := self.health()).status == "stalled":
                     raise stopped_error(health)
@@ -377,6 +374,17 @@ class RemoteClient:
 def _queues(streams: Iterable[_Stream]) -> list[OutputQueue]:
     """The queues of the streams' requests."""
     return list({stream.outputs.number: stream.outputs for stream in streams}.values())
+
+
+async def _in_time(client: RemoteClient, method: str, since: int = 0) -> Reply:
+    """The reply or, if it does not come within `_METRICS_S`, an empty one. Raises EngineStopped."""
+    try:
+        async with asyncio.timeout(_METRICS_S):
+            return await client._call(method, since=since)
+    except (TimeoutError, EngineStopped):
+        if client._closed:
+            raise
+        return Reply(0)
 
 
 def _submit(first: int, checked: CheckedRequest, name: str) -> Submit:

@@ -166,6 +166,7 @@ def _build_parts(
     """
     for part, num_bytes in plan.bytes_by_part().items():
         metrics.set("kv_memory_bytes", num_bytes, part)
+    metrics.set("kv_token_bytes", plan.model.layout.block_bytes / plan.model.layout.block_tokens)
     inbox, costs = Inbox(), CostModel(plan.model.layout, clock=device.now)
     transfers = _build_transfers(plan, rank, device, costs, metrics, inbox)
     key_log = None if events is None else _log_keys(events, rank)

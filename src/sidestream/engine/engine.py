@@ -31,6 +31,7 @@ from sidestream.grammar import TokenGrammar, grammar_of
 from sidestream.schedule.limits import CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
 from sidestream.types import CacheExplanation, Flushed, Health
+from sidestream_kv.metrics import Recent
 from sidestream_kv.types import Key
 
 _PAUSED = "paused: new requests wait until resume"
@@ -186,6 +187,10 @@ class Engine:
             return health
         paused, faults = self.serving.paused, [] if transfers is None else transfers.tier_faults
         return Health("ok", "; ".join([*faults, *([_PAUSED] if paused else [])]), paused)
+
+    def recent_spans(self, since: int) -> Recent:
+        """The newest spans of the timeline; see `Timeline.read`. Any thread may call it."""
+        return Recent(0, 0) if self.parts.timeline is None else self.parts.timeline.read(since)
 
     @property
     def unfinished(self) -> int:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LIVE_SPANS = 2_000
+"""Spans that a timeline without a file keeps for `Timeline.read`."""
+
 OnStage = Callable[[str, int, int], None]
 """`on_stage(stage, done, total)` is called in each stage of the start; `total` is 0 if the progress is unknown."""
 
@@ -100,7 +103,7 @@ class LoadedEngine:
         self.config = config
         self.sampling_defaults = self._sampling_defaults()
         on_stage("reading the tokenizer", 0, 0)
-        self._timeline = Timeline() if timeline is not None else None
+        self._timeline = Timeline(_LIVE_SPANS, on_demand=True) if timeline is None else Timeline()
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(self.path)
         draft_path = self._draft_path(progress)
@@ -184,7 +187,7 @@ class LoadedEngine:
         if self._processes is not None:
             self._processes.close()
         self._unfreeze_gc_heap()
-        if self._timeline is not None and self._timeline_path is not None:
+        if self._timeline_path is not None:
             self._timeline.write(self._timeline_path)
         checker, self._checker = self._checker, None
         if checker is not None:

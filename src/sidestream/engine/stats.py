@@ -78,6 +78,7 @@ class StepTimes:
         self._prepared_s = self._done_s = self._interval_s = 0.0
         self._waits = 0
         self._was_awaited = self._awaited = False  # whether the host waited for the previous and for this step
+        self._wait_began_s: float | None = None  # None: the timeline was not recording
 
     def lead_s(self) -> float:
         """Seconds until the step in flight is expected to end, if it takes as long as the previous step."""
@@ -86,16 +87,20 @@ class StepTimes:
     def launched(self, begin_s: float) -> None:
         """Record the launch of a step whose planning began at `begin_s`."""
         self._prepare_s.append(self._device.now() - begin_s)
+        self._record("plan and launch", begin_s)
 
     def begin_commit(self) -> None:
         """Record that the host begins to wait for the oldest step in flight."""
         self._prepared_s = self._prepare_s.popleft()
         self._waits = self._device.host_waits().get("step", 0)
+        self._wait_began_s = self._device.now() if self._recording() else None
 
     def end_wait(self) -> None:
         """Record that the host has observed the end of the step."""
         self._done_s, self._was_awaited = self._device.now(), self._awaited
         self._awaited = self._device.host_waits().get("step", 0) > self._waits
+        if self._wait_began_s is not None:
+            self._record("wait for the step", self._wait_began_s)
 
     def count(self, step: LaunchedStep) -> None:
         """Record the duration of a step that succeeded. The step began at its launch or at the end of the previous
@@ -111,30 +116,39 @@ class StepTimes:
         # A short last chunk, or a step that ran twice or waited for a load, tells little about the time of a long
         # prompt.
         if (
-            self._costs is not None
-            and prefill >= _MEASURED_PREFILL
+            prefill >= _MEASURED_PREFILL
             and not step.gated
             and not step.batch.self_check
             and prefill >= 0.5 * step.batch.num_tokens
         ):
-            self._costs.saw_prefill(prefill, seconds)
+            self._metrics.inc("prefill_measured_tokens_total", prefill)
+            self._metrics.inc("prefill_measured_seconds_total", seconds)
+            if self._costs is not None:
+                self._costs.saw_prefill(prefill, seconds)
         if prefill >= _LONG_PREFILL and seconds > 0 and not step.gated and not step.batch.self_check:
             rate = prefill / seconds
             self.prefill_rate = (
                 rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
             )
-        if self._timeline is not None:
-            stop_ns = time.perf_counter_ns()
-            self._timeline.record("engine", "commit", stop_ns, stop_ns, tokens=step.batch.num_tokens)
 
     def end_commit(self, step: LaunchedStep) -> float | None:
         """Record the end of the commit. Returns the expected time of another step with the same rows; None if it is
         unknown, or if the step had prefill, waited for loads, or ran twice.
         """
+        self._record("commit", self._done_s, tokens=step.batch.num_tokens)
         if step.gated or step.batch.self_check or step.batch.num_prefill_tokens:
             return None
         host_s = self._prepared_s + self._device.now() - self._done_s
         return step_seconds(self._interval_s, host_s, before=self._was_awaited, awaited=self._awaited)
+
+    def _recording(self) -> bool:
+        return self._timeline is not None and time.perf_counter_ns() < self._timeline.until_ns
+
+    def _record(self, name: str, begin_s: float, **args: int) -> None:
+        """Record a part of the engine thread's turn that began at `begin_s` and ends now."""
+        if self._timeline is not None and (stop_ns := time.perf_counter_ns()) < self._timeline.until_ns:
+            elapsed_s = self._device.now() - begin_s
+            self._timeline.record("engine", name, stop_ns - int(elapsed_s * 1e9), stop_ns, **args)
 
 
 class Gauges:

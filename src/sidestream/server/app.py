@@ -44,6 +44,7 @@ from sidestream.server.cache_explanation import FORGOTTEN, as_json
 from sidestream.server.early_breaks import LEAST_PROMPT, EarlyBreaks
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
+from sidestream.server.live import LiveStream
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.middleware import (
     HEALTH_PATHS,
@@ -66,6 +67,7 @@ from sidestream.server.openai_responses import (
 from sidestream.server.openapi import document_routes
 from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
+from sidestream.server.page_routes import page_routes
 from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import (
     CHAT_FORMAT,
@@ -133,12 +135,13 @@ def health_reply(backend: Backend, path: str = "/health") -> tuple[int, Json]:
 def create_app(
     backend: Backend, *, options: ServerOptions, text: TextWork | None = None, store: ResponseStore | None = None
 ) -> Starlette:
-    """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply.
+    """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply. Setting
+    `app.state.draining` ends the streams of live figures.
 
     text   works on request bodies; None: threads of this process
     store  keeps responses; None: one for this application
     """
-    stopping = CallbackEvent()
+    stopping, draining = CallbackEvent(), CallbackEvent()
     served = served_constants(backend, options)
     model = _model(served)
     handle = text_handle(backend.tokenizer, served)
@@ -182,6 +185,7 @@ def create_app(
             Route("/tokenize", converting("tokenize"), methods=["POST"]),
             Route("/detokenize", converting("detokenize"), methods=["POST"]),
             *_state_routes(backend, options, served),
+            *_page(backend, options, served, draining),
             *operation_routes(backend),
             *document_routes(served.model_name, known_paths),
         ],
@@ -193,8 +197,16 @@ def create_app(
         exception_handlers={HTTPException: _reraise},
     )
     app.router.redirect_slashes = False
-    app.state.stopping = stopping
+    app.state.stopping, app.state.draining = stopping, draining
     return app
+
+
+def _page(backend: Backend, options: ServerOptions, served: Served, draining: CallbackEvent) -> list[Route]:
+    """Routes of the page and its live figures, unless they are off."""
+    if not options.page:
+        return []
+    live = LiveStream(backend, draining, model_name=served.model_name, replica=options.replica)
+    return [*page_routes(options.root_path), Route("/metrics/stream", live, methods=["GET"])]
 
 
 def _state_routes(backend: Backend, options: ServerOptions, served: Served) -> list[Route]:

@@ -8,7 +8,7 @@ from typing import Protocol
 from sidestream.config import SamplingParams
 from sidestream.text import TokenizerLike
 from sidestream.types import CacheExplanation, Delta, Flushed, Health
-from sidestream_kv.metrics import MetricsSnapshot
+from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 
 class Backend(Protocol):
@@ -38,6 +38,10 @@ class Backend(Protocol):
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
         """The metrics of the engine and of all front ends. Raises EngineStopped."""
+        ...
+
+    async def recent_spans(self, since: int) -> Recent:
+        """The newest spans of the streams after position `since`; see `Timeline.read`. Raises EngineStopped."""
         ...
 
     def count(self, name: str, value: float, *labels: str) -> None:

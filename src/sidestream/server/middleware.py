@@ -24,11 +24,12 @@ from sidestream.server.responses import Usage
 
 log = logging.getLogger("sidestream.server")
 
-# Paths without an API key: health checks of load balancers have none, nor has the page /docs, which asks for it.
+# Paths without an API key: health checks of load balancers have none, nor have the pages, which ask for it.
 # /version needs the key, because strangers could look up known flaws of the version.
 HEALTH_PATHS = ("/health", "/healthz", "/livez", "/readyz", "/ping")
 DOCS_PATH = "/docs"
-_QUIET_PATHS = (*HEALTH_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
+PAGE_PATHS = ("/", "/page.js", "/page.css")
+_QUIET_PATHS = (*HEALTH_PATHS, *PAGE_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
 _ANTHROPIC_PATH = "/v1/messages"  # errors of this path and below have Anthropic's format
 _ADMIN = "sidestream.admin"  # in the scope: whether the request has the admin key; None: the server has none
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
@@ -79,7 +80,8 @@ class RootPathMiddleware:
         """Call the application with the full path."""
         if self._prefix and scope["type"] == "http":
             path = scope["path"]
-            full = path if path == self._prefix or path.startswith(self._prefix + "/") else self._prefix + path
+            path = "/" if path == self._prefix else path
+            full = path if path.startswith(self._prefix + "/") else self._prefix + path
             scope = {**scope, "path": full, "root_path": self._prefix}
         await self._app(scope, receive, send)
 
@@ -97,6 +99,7 @@ class RequestMiddleware:
         self._app = app
         self._options = options
         self._api_key, self._admin_key = _credential(options.api_key), _credential(options.admin_key)
+        self._open_paths = (*HEALTH_PATHS, DOCS_PATH, *(PAGE_PATHS if options.page else ()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises only CancelledError."""
@@ -138,12 +141,7 @@ class RequestMiddleware:
         given = [headers.get("x-api-key", ""), credential if scheme.lower() == "bearer" else ""]
         admin = None if self._admin_key is None else _is_among(self._admin_key, given)
         scope[_ADMIN] = admin
-        if (
-            admin
-            or self._api_key is None
-            or _route(scope) in (*HEALTH_PATHS, DOCS_PATH)
-            or _is_among(self._api_key, given)
-        ):
+        if admin or self._api_key is None or _route(scope) in self._open_paths or _is_among(self._api_key, given):
             return
         raise _wrong_key("API key")
 

@@ -20,7 +20,7 @@ from sidestream.config import SAMPLING_OPTIONS
 from sidestream.server import anthropic_messages, fields, openai_responses
 from sidestream.server.body import JsonResponse
 from sidestream.server.fields import Body
-from sidestream.server.middleware import DOCS_PATH, HEALTH_PATHS
+from sidestream.server.middleware import DOCS_PATH, HEALTH_PATHS, PAGE_PATHS
 from sidestream.server.operations import MAX_TIMEOUT_S
 from sidestream.server.responses import Json
 from sidestream.version import VERSION
@@ -100,7 +100,7 @@ def openapi(model: str, known_paths: list[tuple[str, str]]) -> Json:
 
 def _endpoint(path: str, model: str) -> Json:
     found: Json = {"responses": {"200": {"description": "success"}, "default": {"description": "an error, as JSON"}}}
-    if path not in (*HEALTH_PATHS, DOCS_PATH):
+    if path not in (*HEALTH_PATHS, DOCS_PATH, *PAGE_PATHS):
         found["security"] = [{"key": []}]
     parameters: list[Json] = [{"name": name, "in": "query", "schema": _QUERY[name]} for name in _QUERY_OF.get(path, ())]
     parameters += [

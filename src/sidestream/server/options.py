@@ -55,6 +55,7 @@ class ServerOptions:
                                  All clients behind a reverse proxy have the proxy's address
     allowed_origins    origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
                        all origins
+    page               serve the page at `/`, and the live figures that it and `sidestream top` show
     chat_template      path of a Jinja template to use in place of the model's own; None: the model's
     tool_call_parser   name of the format of the model's tool calls (`TOOL_FORMATS`); none: tools are refused; None: the
                        format of its chat template
@@ -93,6 +94,7 @@ class ServerOptions:
     max_connections: int | None = None
     max_connections_per_address: int | None = None
     allowed_origins: tuple[str, ...] = ()
+    page: bool = True
     chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import uvicorn
+from starlette.datastructures import State
 
 from sidestream.processes.signals import on_stop_signal
 from sidestream.server.app import create_app, health_reply, served_constants, text_handle
@@ -95,7 +96,7 @@ def serve(
             backlog=_BACKLOG,
             timeout_graceful_shutdown=math.ceil(options.drain_s) + _ABORT_S,
         )
-        server = _Server(config, app.state.stopping, options, on_ready)
+        server = _Server(config, app.state, options, on_ready)
         server.run(sockets=[bound])
         return not app.state.stopping.is_set()
 
@@ -135,12 +136,13 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        stopping: CallbackEvent,
+        state: State,
         options: ServerOptions,
         on_ready: Callable[[RunningServer], None] | None,
     ) -> None:
         super().__init__(config)
-        self._stopping = stopping
+        self._stopping: CallbackEvent = state.stopping
+        self._draining: CallbackEvent = state.draining
         self._options = options
         self._drain_s = options.drain_s
         self._on_ready = on_ready
@@ -156,6 +158,7 @@ class _Server(uvicorn.Server):
             self._on_ready(running)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._draining.set()
         log.info(
             "draining %d requests for up to %g s; interrupt again to quit at once",
             len(self.server_state.tasks),

@@ -244,8 +244,8 @@ class HostStream:
                 item.run()
             except BaseException as error:
                 item.fence.fail(error)
-            if self._timeline is not None:
-                self._timeline.record(self.name, item.label or "work", start_ns, time.perf_counter_ns())
+            if self._timeline is not None and (stop_ns := time.perf_counter_ns()) < self._timeline.until_ns:
+                self._timeline.record(self.name, item.label or "work", start_ns, stop_ns)
             if self._tracer is not None:
                 self._tracer.finished(item.fence)
             tick = item.fence.tick
@@ -263,8 +263,9 @@ class HostStream:
         stop_ns = time.perf_counter_ns()
         if self._tracer is not None:
             self._tracer.waited(self.name, fence)
-        if self._timeline is not None and stop_ns - start_ns > _VISIBLE_WAIT_NS:
-            self._timeline.record(self.name, f"wait for {fence.stream}", start_ns, stop_ns)
+        timeline = self._timeline
+        if timeline is not None and stop_ns < timeline.until_ns and stop_ns - start_ns > _VISIBLE_WAIT_NS:
+            timeline.record(self.name, f"wait for {fence.stream}", start_ns, stop_ns)
 
 
 class TurnTaker:

@@ -3,6 +3,6 @@ package of Sidestream.
 """
 
 from sidestream_kv.metrics.counters import METRICS, Metrics, MetricsSnapshot
-from sidestream_kv.metrics.timeline import Timeline
+from sidestream_kv.metrics.timeline import Recent, Timeline
 
-__all__ = ["METRICS", "Metrics", "MetricsSnapshot", "Timeline"]
+__all__ = ["METRICS", "Metrics", "MetricsSnapshot", "Recent", "Timeline"]

@@ -33,6 +33,12 @@ METRICS: Mapping[str, Declared] = {
     "cached_tokens_total": Declared(
         "counter", "prompt tokens not computed again, by the tier that held their KV", ("tier",)
     ),
+    "prefill_measured_tokens_total": Declared(
+        "counter", "tokens of steps that were mostly prefill and waited for no load"
+    ),
+    "prefill_measured_seconds_total": Declared(
+        "counter", "seconds of these steps: with their tokens, the prefill rate"
+    ),
     "preemptions_total": Declared("counter", "running requests preempted for lack of blocks, rows or priority"),
     "steps_total": Declared("counter", "steps launched"),
     "step_seconds": Declared("histogram", "time of a step on the device", (), _SECONDS),
@@ -91,6 +97,7 @@ METRICS: Mapping[str, Declared] = {
     "blocks_used": Declared("gauge", "device blocks in use"),
     "states": Declared("gauge", "recurrent states on the device: free, cached or used", ("status",)),
     "kv_memory_bytes": Declared("gauge", "bytes of the device that KV and recurrent states take, by part", ("part",)),
+    "kv_token_bytes": Declared("gauge", "bytes of KV for one token of context"),
     "tier_bytes": Declared("gauge", "bytes held by a tier", ("tier",)),
     "tier_ready_bytes": Declared(
         "gauge", "bytes of a tier's memory that are ready; the rest is still being pinned", ("tier",)

@@ -1,14 +1,17 @@
-"""Records the work on each stream over time, and writes it as a Chrome/Perfetto trace with one track per stream. Any
-thread may record.
+"""Records the work on each stream over time, to write it as a Chrome/Perfetto trace with one track per stream, or to
+read it while the engine works. Any thread may record.
 
 Open the file at ui.perfetto.dev or chrome://tracing.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,17 +28,64 @@ class Span:
     args: dict[str, int | float | str] = field(default_factory=dict)
 
 
-class Timeline:
-    """A record of at most `capacity` spans; the oldest spans are dropped."""
+_READ_FOR_NS = 2_000_000_000
+"""After a read, a timeline that records on demand goes on for this time."""
+_SLICE_NS = 250_000_000
+_MAX_IN_SLICE = 500
+"""Recording on demand stops for the rest of a slice after this number of spans, which bounds its cost."""
 
-    def __init__(self, capacity: int = 200_000) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The newest spans of a timeline: track, name, start and stop of each.
+
+    number   of spans recorded so far; the position for the next read
+    now_ns   time of the read, by the clock of the spans
+    """
+
+    number: int
+    now_ns: int
+    spans: tuple[tuple[str, str, int, int], ...] = ()
+
+
+class Timeline:
+    """A record of at most `capacity` spans; the oldest spans are dropped.
+
+    on_demand   record only for two seconds after each `read`, and at most 2,000 spans a second
+    until_ns    spans that end then or later are not recorded: whoever records need not call `record` for them
+    """
+
+    def __init__(self, capacity: int = 200_000, *, on_demand: bool = False) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._lock = threading.Lock()
+        self._number = 0
+        self.until_ns = 0 if on_demand else math.inf
+        self._max_in_slice = _MAX_IN_SLICE if on_demand else math.inf
+        self._slice_ends_ns = self._in_slice = 0
 
     def record(self, track: str, name: str, start_ns: int, stop_ns: int, **args: int | float | str) -> None:
-        """Add one span."""
+        """Add one span, unless it ends too late."""
+        if stop_ns >= self.until_ns:
+            return
         with self._lock:
-            self._spans.append(Span(track, name, start_ns, stop_ns, args))
+            if stop_ns >= self._slice_ends_ns:
+                self._slice_ends_ns, self._in_slice = stop_ns + _SLICE_NS, 0
+            self._in_slice += 1
+            if self._in_slice <= self._max_in_slice:
+                self._spans.append(Span(track, name, start_ns, stop_ns, args))
+                self._number += 1
+
+    def read(self, since: int) -> Recent:
+        """The spans after position `since`, at most the newest 500. Keeps a timeline on demand recording."""
+        now_ns = time.perf_counter_ns()
+        with self._lock:
+            if self.until_ns != math.inf:
+                self.until_ns = now_ns + _READ_FOR_NS
+            count = min(max(self._number - since, 0), len(self._spans), _MAX_IN_SLICE)
+            newest = list(itertools.islice(reversed(self._spans), count))
+            number = self._number
+        spans = tuple((span.track, span.name, span.start_ns, span.stop_ns) for span in reversed(newest))
+        return Recent(number, now_ns, spans)
 
     def spans(self) -> list[Span]:
         """A copy of all spans, in the order of recording."""

@@ -188,8 +188,8 @@ class FenceQueue:
                 first = pending.popleft()
                 if device.history is not None:
                     device.history.report_until(first.fence)
-                if device.timeline is not None:
-                    device.timeline.record(self.name, first.label or "work", first.enqueued_ns, time.perf_counter_ns())
+                if device.timeline is not None and (now_ns := time.perf_counter_ns()) < device.timeline.until_ns:
+                    device.timeline.record(self.name, first.label or "work", first.enqueued_ns, now_ns)
                 for table in first.tables:
                     device.give_table(table)
                 if not first.num_waiters:
