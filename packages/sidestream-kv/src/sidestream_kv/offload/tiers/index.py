@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 from sidestream_kv.errors import InvariantError, TierFull
 from sidestream_kv.kv.key_log import TierKeyLog
+from sidestream_kv.kv.pins import Pins
 from sidestream_kv.types import Access, Key, Tracer
 
 
@@ -131,6 +132,10 @@ class TierIndex:
         self.name = name
         self.key_log: TierKeyLog | None = None
         """Log of every key that becomes findable or is removed; None: no log."""
+        self.prefix_pins: Pins | None = None
+        """The keys whose entries are evicted last; None: there are none. Unlike `pin`, they never keep an entry that is
+        needed for a write.
+        """
         self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
         """Called with the keys of evicted entries, on the offload worker's thread."""
         self._tracer = tracer
@@ -300,6 +305,8 @@ class TierIndex:
         Later writes delete the entries from the medium; `close` of the tier deletes those that remain. After kill -9,
         the next open finds them again. This is harmless, because their content still matches their keys.
         """
+        if self.prefix_pins is not None:
+            self.prefix_pins.clear()
         self.drop([*self._slots, *self._writing])
 
     def drop(self, keys: Iterable[Key]) -> None:
@@ -347,6 +354,8 @@ class TierIndex:
                 f"bytes) are being read or written: raise its capacity"
             )
         self._evictions += 1
+        if self.prefix_pins:
+            self._pass_pinned(self.prefix_pins)
         key, slot = self._idle.popitem(last=False)  # rule: least-recently-used-entry-is-evicted-first
         del self._slots[key]
         if self._tracer is not None:
@@ -356,6 +365,18 @@ class TierIndex:
         for on_evict in self.on_evict:
             on_evict((key,))
         return slot.entry
+
+    def _pass_pinned(self, pins: Pins) -> None:
+        """Make an entry that no pin holds the next victim: pinned ones before it count as just used, in their order. If
+        pins hold all entries that can be evicted, pins end.
+        """
+        pins.end_late()
+        passed = 0
+        while pins.holds(key := next(iter(self._idle))):
+            self._idle.move_to_end(key)
+            passed += 1
+            if passed % len(self._idle) == 0:
+                pins.end_first()
 
     def _end(self, grant: WriteGrant) -> None:
         if self._writing.get(grant.entry.key) is not grant:
