@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, RequestError, SidestreamError
-from sidestream.types import CacheExplanation, Delta, Health
+from sidestream.types import CachedPrefix, CacheExplanation, Delta, Health, PrefixQuery
 from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 MAX_UNREAD = 8192
@@ -88,6 +88,12 @@ class EngineClient(Protocol):
         """Carry out an operation, and wait for its end; see `Operations.run`. Raises EngineStopped, CallTimeout, and
         the errors of the operation.
         """
+        ...
+
+    async def operate_on_prefix(
+        self, operation: str, prefix: PrefixQuery, *, timeout_s: float = 60.0
+    ) -> Sequence[CachedPrefix]:
+        """As `operate`, for an operation of `Prefixes.run`."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""Pins: prefixes whose blocks a tier evicts last, until a time. Knows keys (block hashes), not blocks: a pinned key may be
-absent, and its block is held as soon as it is stored.
+"""Pins: prefixes whose blocks a tier evicts last, until a time. Knows keys (block hashes), not blocks: a pinned key may
+be absent, and its block is held as soon as it is stored.
 
 A pin never stops an allocation. If all blocks that could be evicted are pinned, because requests and transfers use all
 others, the pin that ends first ends at once. Pins are in memory only: a new process has none.

@@ -171,6 +171,11 @@ class TierIndex:
         return (slot.entry for slot in self._slots.values())
 
     @property
+    def max_entries(self) -> int:
+        """Maximum number of entries on the medium."""
+        return self._max_entries
+
+    @property
     def next_serial(self) -> int:
         """The serial number of the next write."""
         return self._next_serial
