@@ -33,6 +33,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
+        ...
+
+    @property
     def room(self) -> int:
         """Number of samples that the engine may still take from this front end, if other front ends send none."""
         ...

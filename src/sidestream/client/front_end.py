@@ -141,6 +141,11 @@ class FrontEnd:
         return self.client.max_model_len
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self.client.block_tokens
+
+    @property
     def room(self) -> int:
         """Number of samples that the engine may still take from this front end."""
         return self.client.room

@@ -66,6 +66,11 @@ class InProcessClient:
         return self._engine.checker.bounds.longest
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self._engine.checker.bounds.block_tokens
+
+    @property
     def room(self) -> int:
         unfinished = sum(len(request.unfinished) for request in self._requests.values())
         return self._engine.checker.bounds.max_unfinished - unfinished

@@ -133,6 +133,11 @@ class RemoteClient:
         return self._checker.bounds.longest
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self.info.block_tokens
+
+    @property
     def room(self) -> int:
         return self.info.max_unfinished - len(self._streams)
 
