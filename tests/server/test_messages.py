@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import anthropic
 import pytest
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
@@ -249,7 +250,6 @@ def test_the_servers_key_may_come_as_x_api_key() -> None:
 
 
 def test_anthropics_client_reads_messages_and_streams() -> None:
-    anthropic = pytest.importorskip("anthropic")
     ask: dict[str, Any] = {"model": "fake", "max_tokens": 1000, "messages": HI, "tools": [TOOL], "thinking": THINK}
     with _answering() as served, anthropic.Anthropic(base_url=served.running.url, api_key="none") as client:
         whole = client.messages.create(**ask)
@@ -257,6 +257,7 @@ def test_anthropics_client_reads_messages_and_streams() -> None:
             streamed = stream.get_final_message()
     assert [block.type for block in streamed.content] == [block.type for block in whole.content]
     assert streamed.usage == whole.usage and whole.usage.cache_read_input_tokens == 6
+    assert whole.usage.cache_creation is not None and whole.usage.cache_creation.ephemeral_5m_input_tokens == 0
 
 
 def _marked(text: str, ttl: str = "5m") -> dict[str, Any]:
