@@ -93,7 +93,8 @@ def test_a_reset_ends_pins_in_the_tiers_that_it_drops(tier: str | None, tmp_path
         parts = rig.engine.parts
         assert parts.tiers is not None
         rig.engine.reset_prefix_cache(tier)
-        held = [bool(parts.tiers.host.pool.pins), bool(parts.tiers.persistent["disk"].index.prefix_pins)]
+        owners = (parts.tiers.host.pool.pins, parts.tiers.persistent["disk"].index.prefix_pins)
+        held = [bool(pins and pins.held) for pins in owners]
         assert held == [tier == "disk", tier == "host"]
 
 

@@ -67,7 +67,7 @@ def test_blocks_in_use_end_pins_and_no_allocation_fails(pool: FencedPool) -> Non
     more = pool.take(2)
     assert found(pool, 1, 2, 3) == [1]
     last = pool.take(1)
-    assert not pool.pins and not found(pool, 1)
+    assert not pool.pins.held and not found(pool, 1)
     for lease in (used, more, last):
         lease.release()
     pool.check()
@@ -82,14 +82,14 @@ def test_a_pin_ends_with_its_time(pool: FencedPool, clock: Clock) -> None:
     assert found(pool, 1, 2) == [1, 2]
     clock.now_s = 5.0
     cache(pool, *range(11, 17))
-    assert not found(pool, 1, 2) and not pool.pins
+    assert not found(pool, 1, 2) and not pool.pins.held
 
 
 def test_a_reset_ends_the_pins_with_their_blocks(pool: FencedPool) -> None:
     cache(pool, 1, 2)
     pin(pool, 1, 2)
     pool.forget_all()
-    assert not pool.pins and pool.num_free == 6
+    assert not pool.pins.held and pool.num_free == 6
     cache(pool, 1, 2, 3, 4, 5, 6)
     cache(pool, 7, 8, 9, 10)
     assert found(pool, 1, 2) == [1, 2]  # the two that were used last, as without a pin
@@ -128,4 +128,4 @@ def test_dropped_keys_end_the_pins_that_hold_them(pool: FencedPool) -> None:
     pin(pool, 3)
     assert pool.pins is not None
     pool.pins.forget(keys(1))
-    assert list(pool.pins.all()) == keys(3) and pool.pins.num_held == 1
+    assert list(pool.pins.all()) == keys(3) and len(pool.pins.held) == 1

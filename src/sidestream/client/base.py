@@ -19,6 +19,9 @@ from sidestream_kv.metrics import MetricsSnapshot, Recent
 MAX_UNREAD = 8192
 """Maximum number of unread deltas (new tokens of a sample) of one request. With more, the request is aborted."""
 
+PREFIX_TIMEOUT_S = 60.0
+"""Time for an operation on prefixes."""
+
 
 class EngineClient(Protocol):
     """A front end's view of an engine. Only one event loop's thread uses it at a time; no method blocks.
@@ -95,10 +98,8 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def operate_on_prefix(
-        self, operation: str, prefix: PrefixQuery, *, timeout_s: float = 60.0
-    ) -> Sequence[CachedPrefix]:
-        """As `operate`, for an operation of `Prefixes.run`."""
+    async def operate_on_prefix(self, operation: str, prefix: PrefixQuery) -> Sequence[CachedPrefix]:
+        """As `operate`, for an operation of `Prefixes.run`, within `PREFIX_TIMEOUT_S`."""
         ...
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sidestream.client.base import OutputQueue, other_loop_error, stopped_error, unread_error
+from sidestream.client.base import PREFIX_TIMEOUT_S, OutputQueue, other_loop_error, stopped_error, unread_error
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.types import CachedPrefix, CacheExplanation, Delta, Health, PrefixQuery
@@ -165,7 +165,5 @@ class InProcessClient:
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
         return await asyncio.to_thread(self._engine.operations.run, operation, timeout_s=timeout_s, name=name)
 
-    async def operate_on_prefix(
-        self, operation: str, prefix: PrefixQuery, *, timeout_s: float = 60.0
-    ) -> Sequence[CachedPrefix]:
-        return await asyncio.to_thread(self._engine.prefixes.run, operation, prefix, timeout_s=timeout_s)
+    async def operate_on_prefix(self, operation: str, prefix: PrefixQuery) -> Sequence[CachedPrefix]:
+        return await asyncio.to_thread(self._engine.prefixes.run, operation, prefix, timeout_s=PREFIX_TIMEOUT_S)

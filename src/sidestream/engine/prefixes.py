@@ -110,7 +110,7 @@ class Prefixes:
             raise RequestRejected(message, param="prompt")
         fullest = max(self._pins.values(), key=lambda pins: pins.room)
         raise RequestRejected(
-            f"pins hold {fullest.num_held} of at most {fullest.room} blocks ({PIN_SHARE:.0%} of the tier), and this "
+            f"pins hold {len(fullest.held)} of at most {fullest.room} blocks ({PIN_SHARE:.0%} of the tier), and this "
             f"prefix has {pinned[0].tokens // self._size}: end other pins, or pin a shorter prefix",
             param="prompt",
         )

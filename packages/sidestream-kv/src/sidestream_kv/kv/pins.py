@@ -8,9 +8,10 @@ others, the pin that ends first ends at once. Pins are in memory only: a new pro
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sidestream_kv.types import Key
 
@@ -44,25 +45,14 @@ class Pins:
         self._clock = clock
         self._size = size
         self._pins: dict[Key, Pin] = {}
-        self._uses: Counter[Key] = Counter()  # pins that hold each key
         self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._pins)
+        self.held: Counter[Key] = Counter()
+        """How many pins hold each key. Call `end_late` before you read it: pins do not end by themselves."""
 
     @property
     def room(self) -> int:
         """Number of blocks that pins may hold."""
         return int(self._size() * PIN_SHARE)
-
-    @property
-    def num_held(self) -> int:
-        """Number of keys that pins hold."""
-        return len(self._uses)
-
-    def holds(self, key: Key) -> bool:
-        """Whether a pin holds the key. Call `end_late` first: pins do not end by themselves."""
-        return key in self._uses
 
     def add(self, name: Key, keys: Sequence[Key], *, ttl_s: float, hint: bool = False) -> bool:
         """Pin `keys` for `ttl_s` seconds. A hint never shortens the pin `name`, and leaves an operator's pin one.
@@ -84,8 +74,20 @@ class Pins:
                         self._end(other)
             self._end(name)
             self._pins[name] = Pin(tuple(keys), until_s, hint)
-            self._uses.update(wanted)
+            self.held.update(wanted)
             return True
+
+    def pass_over(self, order: OrderedDict[Key, Any]) -> None:
+        """Make a key that no pin holds the first one: pinned ones before it move to the end, in their order. If pins
+        hold all keys of `order`, which is not empty, pins end.
+        """
+        self.end_late()
+        passed = 0
+        while (key := next(iter(order))) in self.held:
+            order.move_to_end(key)
+            passed += 1
+            if passed % len(order) == 0:
+                self.end_first()
 
     def end(self, name: Key) -> bool:
         """End the pin `name`. Returns whether there was one."""
@@ -114,7 +116,7 @@ class Pins:
         """End all pins."""
         with self._lock:
             self._pins.clear()
-            self._uses.clear()
+            self.held.clear()
 
     def all(self) -> dict[Key, Pin]:
         """The pins whose time is not over."""
@@ -123,7 +125,7 @@ class Pins:
 
     def _exceeds(self, wanted: set[Key]) -> bool:
         """Whether pins would hold too many blocks with these keys in addition."""
-        return len(self._uses) + sum(key not in self._uses for key in wanted) > self.room
+        return len(self.held) + sum(key not in self.held for key in wanted) > self.room
 
     def _end_late(self) -> None:
         now_s = self._clock()
@@ -135,7 +137,7 @@ class Pins:
         if pin is None:
             return False
         for key in {*pin.keys}:
-            self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._uses[key]
+            self.held[key] -= 1
+            if not self.held[key]:
+                del self.held[key]
         return True

@@ -313,7 +313,10 @@ class FencedPool:
         self._postponed.append((until, block_ids, after))
 
     def _evict(self, count: int) -> list[int]:
-        block_ids = self._oldest_unpinned(count, self.pins) if self.pins else self._cached.pop_oldest(count)
+        if (pins := self.pins) is not None and pins.held:
+            block_ids = self._oldest_unpinned(count, pins)
+        else:
+            block_ids = self._cached.pop_oldest(count)
         keys = self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
         for on_evict in self.on_evict:
             on_evict(keys)
@@ -332,7 +335,7 @@ class FencedPool:
                 if len(found) == count:
                     return found
                 (block_id,) = self._cached.pop_oldest(1)
-                if pins.holds(self._index.key_of(block_id)):
+                if self._index.key_of(block_id) in pins.held:
                     self._cached.touch(block_id)
                 else:
                     found.append(block_id)

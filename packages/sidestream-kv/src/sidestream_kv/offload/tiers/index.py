@@ -133,13 +133,11 @@ class TierIndex:
         self.key_log: TierKeyLog | None = None
         """Log of every key that becomes findable or is removed; None: no log."""
         self.prefix_pins: Pins | None = None
-        """The keys whose entries are evicted last; None: there are none. Unlike `pin`, they never keep an entry that is
-        needed for a write.
-        """
+        """The keys whose entries are evicted last; unlike a `pin`, they never prevent a write. None: there are none."""
         self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
         """Called with the keys of evicted entries, on the offload worker's thread."""
         self._tracer = tracer
-        self._max_entries = max_entries
+        self.max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
         self._slots: dict[Key, _Slot] = {entry.key: _Slot(entry) for entry in published}
@@ -169,11 +167,6 @@ class TierIndex:
     def entries(self) -> Iterable[Entry]:
         """Published entries, in no particular order."""
         return (slot.entry for slot in self._slots.values())
-
-    @property
-    def max_entries(self) -> int:
-        """Maximum number of entries on the medium."""
-        return self._max_entries
 
     @property
     def next_serial(self) -> int:
@@ -351,16 +344,16 @@ class TierIndex:
         """The victim of the next grant; None if there is space without deleting an entry."""
         if self._doomed:  # rule: doomed-entries-are-deleted
             return self._doomed.popleft()
-        if len(self._slots) + len(self._writing) + self._leaving < self._max_entries:
+        if len(self._slots) + len(self._writing) + self._leaving < self.max_entries:
             return None
         if not self._idle:
             raise TierFull(
-                f"all {self._max_entries} entries of the {self.name} tier ({self._max_entries * self._entry_bytes} "
+                f"all {self.max_entries} entries of the {self.name} tier ({self.max_entries * self._entry_bytes} "
                 f"bytes) are being read or written: raise its capacity"
             )
         self._evictions += 1
-        if self.prefix_pins:
-            self._pass_pinned(self.prefix_pins)
+        if self.prefix_pins is not None and self.prefix_pins.held:
+            self.prefix_pins.pass_over(self._idle)
         key, slot = self._idle.popitem(last=False)  # rule: least-recently-used-entry-is-evicted-first
         del self._slots[key]
         if self._tracer is not None:
@@ -370,18 +363,6 @@ class TierIndex:
         for on_evict in self.on_evict:
             on_evict((key,))
         return slot.entry
-
-    def _pass_pinned(self, pins: Pins) -> None:
-        """Make an entry that no pin holds the next victim: pinned ones before it count as just used, in their order. If
-        pins hold all entries that can be evicted, pins end.
-        """
-        pins.end_late()
-        passed = 0
-        while pins.holds(key := next(iter(self._idle))):
-            self._idle.move_to_end(key)
-            passed += 1
-            if passed % len(self._idle) == 0:
-                pins.end_first()
 
     def _end(self, grant: WriteGrant) -> None:
         if self._writing.get(grant.entry.key) is not grant:
