@@ -482,6 +482,27 @@ def test_api_processes_share_responses_until_the_supervisor_ends(
         until(lambda: not directory.exists(), within_s=10.0)
 
 
+def test_limits_of_a_key_hold_for_all_api_processes_and_outlive_one(tiny: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "secret"\nrequests_per_minute = 3\n')
+    with serving(tiny, "--api-processes", 2, "--api-keys", keys) as server:
+        assert server.url
+        pids = until(lambda: len(server.apis) == 2 and server.apis)
+        headers = {"content-type": "application/json", "x-api-key": "secret"}
+
+        def ask(pid: int) -> int:
+            connection = server.connect(pid)
+            connection.request("POST", "/tokenize", json.dumps({"prompt": "hi"}), headers)
+            reply = connection.getresponse()
+            reply.read()
+            return reply.status
+
+        assert [ask(pid) for pid in (*pids, *pids)] == [200, 200, 200, 429]
+        os.kill(pids[0], signal.SIGKILL)
+        (new,) = until(lambda: [pid for pid in server.apis if pid not in pids] if len(server.apis) == 2 else [])
+        assert ask(until(lambda: lives(new) and new)) == 429
+
+
 def test_a_signal_during_startup_ends_all_processes(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 2) as server:
         until(lambda: children(server.process.pid, "engine_main"))

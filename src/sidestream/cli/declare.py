@@ -25,6 +25,7 @@ RARE = frozenset(
         "--single-process",
         "--replica",
         "--log-format",
+        "--api-keys",
         "--admin-key",
         "--root-path",
         "--page",

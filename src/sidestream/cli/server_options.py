@@ -55,6 +55,7 @@ _ROWS = (
         False,
         envvar="SIDESTREAM_API_KEY",
     ),
+    _Row("api_keys", "FILE", "TOML file of API keys with names, limits and rights; reread when it changes.", False),
     _Row(
         "admin_key",
         "KEY",

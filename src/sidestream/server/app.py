@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -38,6 +39,7 @@ from sidestream.formats import (
 )
 from sidestream.processes.log_stream import lost_lines
 from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
+from sidestream.server.api_keys import KeyFile
 from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
@@ -68,6 +70,7 @@ from sidestream.server.openapi import document_routes
 from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
 from sidestream.server.page_routes import page_routes
+from sidestream.server.rate_limits import UNITS, RateLimits, limits_file
 from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import (
     CHAT_FORMAT,
@@ -85,6 +88,8 @@ from sidestream.text import TokenizerLike
 from sidestream.types import CANCELLED, Delta, TokenLogprob
 from sidestream.version import VERSION
 
+TIMEOUT_HEADER = "x-request-timeout"
+_MOST_TIMEOUT_S = 1e6
 _EXPLAIN_HEADER = "x-explain-cache"
 _INLINE_BODY_BYTES = 8 << 10
 """Parsing and tokenising a body of this size takes up to 2 ms."""
@@ -133,13 +138,19 @@ def health_reply(backend: Backend, path: str = "/health") -> tuple[int, Json]:
 
 
 def create_app(
-    backend: Backend, *, options: ServerOptions, text: TextWork | None = None, store: ResponseStore | None = None
+    backend: Backend,
+    *,
+    options: ServerOptions,
+    text: TextWork | None = None,
+    store: ResponseStore | None = None,
+    limits: int | None = None,
 ) -> Starlette:
     """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply. Setting
     `app.state.draining` ends the streams of live figures.
 
     text   works on request bodies; None: threads of this process
     store  keeps responses; None: one for this application
+    limits  descriptor of the file of `RateLimits`; None: one for this application
     """
     stopping, draining = CallbackEvent(), CallbackEvent()
     served = served_constants(backend, options)
@@ -192,13 +203,19 @@ def create_app(
         middleware=[
             Middleware(RootPathMiddleware, prefix=options.root_path),
             *_cors(options),
-            Middleware(RequestMiddleware, options=options),
+            Middleware(RequestMiddleware, options=options, limits=_limits(backend, options, limits)),
         ],
         exception_handlers={HTTPException: _reraise},
     )
     app.router.redirect_slashes = False
     app.state.stopping, app.state.draining = stopping, draining
     return app
+
+
+def _limits(backend: Backend, options: ServerOptions, file: int | None) -> RateLimits | None:
+    if options.api_keys is None:
+        return None
+    return RateLimits(KeyFile(options.api_keys), limits_file() if file is None else file, backend.count)
 
 
 def _page(backend: Backend, options: ServerOptions, served: Served, draining: CallbackEvent) -> list[Route]:
@@ -291,7 +308,12 @@ def _cors(options: ServerOptions) -> list[Middleware]:
             allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", "x-sidestream-replica"),
+            expose_headers=(
+                "x-request-id",
+                "retry-after",
+                "x-sidestream-replica",
+                *(f"x-ratelimit-{word}-{unit}" for word in ("limit", "remaining", "reset") for unit in UNITS),
+            ),
         )
     ]
 
@@ -349,10 +371,23 @@ class Completions:
         self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read, validate, generate, reply. RequestMiddleware replies to failures."""
+        """Read, validate, generate, reply, until the request's deadline. RequestMiddleware replies to failures."""
+        record = request_record(scope)
+        seconds = _timeout_s(Headers(scope=scope), record)
+        try:
+            async with asyncio.timeout_at(None if seconds is None else record.started + seconds) as deadline:
+                await self._serve(scope, receive, send, record)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            message = f"the request did not end within {seconds:g} s, its deadline: ask for less, or give it more time"
+            raise ApiError(504, message, kind="server_error", code="timeout") from None
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         async with self._bodies.read(Request(scope, receive)) as body, CancelOnDisconnect(scope, self._stopping):
             call = await self._parse(body)
-        record = request_record(scope)
+        if record.grant is not None:
+            call = record.grant.accept(call)
         record.request_id = call.request_id or record.request_id
         if call.explain_cache or _asks_for_explanation(Headers(scope=scope)):
             record.explains = "text" if has_admin_key(scope) else self._explains
@@ -617,6 +652,21 @@ def _asks_for_explanation(headers: Headers) -> bool:
     if value not in ("0", "false", "1", "true"):
         raise bad_request(f"the header {_EXPLAIN_HEADER} is {value[:64]!r}: send 1, or leave it out", _EXPLAIN_HEADER)
     return value in ("1", "true")
+
+
+def _timeout_s(headers: Headers, record: RequestRecord) -> float | None:
+    """Seconds from the start of the request to its deadline: of its header, at most those of its key."""
+    bound = None if record.grant is None else record.grant.key.deadline_s
+    if (text := headers.get(TIMEOUT_HEADER)) is None:
+        return bound
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MOST_TIMEOUT_S:
+        message = f"the header {TIMEOUT_HEADER} is {text[:64]!r}: give seconds above 0, at most {_MOST_TIMEOUT_S:g}"
+        raise bad_request(message, TIMEOUT_HEADER)
+    return seconds if bound is None else min(seconds, bound)
 
 
 async def generate_all(

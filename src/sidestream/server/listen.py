@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sidestream.errors import ConfigError
+from sidestream.server.api_keys import read_keys
 from sidestream.server.connections import connection_limit
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
@@ -23,11 +24,13 @@ def bind(options: ServerOptions) -> socket.socket:
     """Bind the address; called before the model is loaded, so that an address in use fails early.
 
     Until `serve` listens on the socket, the kernel refuses connections, so load balancers see that the server is not
-    ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low or a
-    TLS certificate cannot be used.
+    ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low, or a
+    TLS certificate or the file of API keys cannot be used.
     """
     connection_limit(options)
     tls_context(options)
+    if options.api_keys is not None:  # later, a wrong file opens nothing, or changes nothing
+        read_keys(options.api_keys)
     if options.uds is not None:
         return _bind_unix(Path(options.uds))
     host, port = options.address

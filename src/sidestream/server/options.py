@@ -36,6 +36,8 @@ class ServerOptions:
                        client certificates
     api_key            clients must send `Authorization: Bearer <api_key>`, except for health checks and
                        /docs; None: no check
+    api_keys           TOML file of further API keys with names, limits and rights (`api_keys.ApiKey`); it is read again
+                       when it changes. None: none
     admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
                        other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
@@ -83,6 +85,7 @@ class ServerOptions:
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    api_keys: str | None = None
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
@@ -157,6 +160,9 @@ class ServerOptions:
                 )
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ConfigError("admin_key is equal to api_key: give another one, so that users cannot send operations")
+        for name in ("api_keys",):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty: give the path of a file, or leave it out")
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
         if self.replica and not _REPLICA.fullmatch(self.replica):
@@ -173,6 +179,11 @@ class ServerOptions:
     def address(self) -> tuple[str, int]:
         """Host and port to listen on, unless `uds` is given."""
         return "127.0.0.1" if self.host is None else self.host, 8000 if self.port is None else self.port
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether clients need a key."""
+        return self.api_key is not None or self.api_keys is not None
 
     def _check_uds(self) -> None:
         if self.uds is None:

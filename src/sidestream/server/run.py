@@ -59,6 +59,7 @@ def serve(
     on_ready: Callable[[RunningServer], None] | None = None,
     text: TextWork | None = None,
     store: ResponseStore | None = None,
+    limits: int | None = None,
 ) -> bool:
     """Serve until SIGINT, SIGTERM, SIGHUP or `RunningServer.stop`; blocks. True if every request has finished.
 
@@ -69,6 +70,7 @@ def serve(
     listener   socket made by `bind(options)`, which is closed at the end; None: bind now
     text       works on request bodies, and is closed at the end; None: threads of this process
     store      keeps responses; None: one for this server
+    limits     descriptor of the file of `RateLimits`; None: one for this server
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -78,7 +80,7 @@ def serve(
         # Accepted connections inherit SO_REUSEADDR. Without it, connections in TIME_WAIT would keep the next server
         # from binding the address.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        app = create_app(backend, options=options, text=text, store=store)
+        app = create_app(backend, options=options, text=text, store=store, limits=limits)
         _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,
@@ -103,13 +105,13 @@ def serve(
 
 def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
     address = "" if listener.family == socket.AF_UNIX else listener.getsockname()[0]
-    if options.api_key is None and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if not options.is_keyed and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         log.warning(
             "listening on %s without an API key: anyone who reaches this machine can use the model; "
             "set --api-key (in Python api_key)",
             address,
         )
-    if options.api_key is None and "*" in options.allowed_origins:
+    if not options.is_keyed and "*" in options.allowed_origins:
         log.warning(
             "any web page in a browser that reaches this server can use the model: "
             "set --api-key (in Python api_key), or name origins instead of *"
