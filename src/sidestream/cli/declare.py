@@ -26,6 +26,7 @@ RARE = frozenset(
         "--replica",
         "--log-format",
         "--api-keys",
+        "--audit-log",
         "--admin-key",
         "--root-path",
         "--page",

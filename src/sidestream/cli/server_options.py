@@ -56,6 +56,7 @@ _ROWS = (
         envvar="SIDESTREAM_API_KEY",
     ),
     _Row("api_keys", "FILE", "TOML file of API keys with names, limits and rights; reread when it changes.", False),
+    _Row("audit_log", "FILE", "Append a line of JSON for each request, without its texts.", "off"),
     _Row(
         "admin_key",
         "KEY",

@@ -40,6 +40,7 @@ from sidestream.formats import (
 from sidestream.processes.log_stream import lost_lines
 from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
 from sidestream.server.api_keys import KeyFile
+from sidestream.server.audit import AuditLog
 from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
@@ -146,7 +147,7 @@ def create_app(
     limits: int | None = None,
 ) -> Starlette:
     """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply. Setting
-    `app.state.draining` ends the streams of live figures.
+    `app.state.draining` ends the streams of live figures. The caller calls the functions `app.state.at_end` at the end.
 
     text   works on request bodies; None: threads of this process
     store  keeps responses; None: one for this application
@@ -160,6 +161,8 @@ def create_app(
     bodies = BodyReader(options, served.max_model_len)
     store = store or ResponseStore(options)
     breaks = EarlyBreaks(count=backend.count, tokenizer=backend.tokenizer, shows_text=options.explain_cache == "text")
+
+    audit = AuditLog(options.audit_log, served.model_name, backend.count) if options.audit_log else None
 
     async def models(request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [model]})
@@ -203,12 +206,18 @@ def create_app(
         middleware=[
             Middleware(RootPathMiddleware, prefix=options.root_path),
             *_cors(options),
-            Middleware(RequestMiddleware, options=options, limits=_limits(backend, options, limits)),
+            Middleware(
+                RequestMiddleware,
+                options=options,
+                limits=_limits(backend, options, limits),
+                on_end=[audit.add] if audit else [],
+            ),
         ],
         exception_handlers={HTTPException: _reraise},
     )
     app.router.redirect_slashes = False
     app.state.stopping, app.state.draining = stopping, draining
+    app.state.at_end = [audit.close] if audit else []
     return app
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sidestream.errors import ConfigError
 from sidestream.server.api_keys import read_keys
+from sidestream.server.audit import open_audit_log
 from sidestream.server.connections import connection_limit
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
@@ -25,12 +26,17 @@ def bind(options: ServerOptions) -> socket.socket:
 
     Until `serve` listens on the socket, the kernel refuses connections, so load balancers see that the server is not
     ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low, or a
-    TLS certificate or the file of API keys cannot be used.
+    TLS certificate, the file of API keys or the audit log cannot be used.
     """
     connection_limit(options)
     tls_context(options)
     if options.api_keys is not None:  # later, a wrong file opens nothing, or changes nothing
         read_keys(options.api_keys)
+    if options.audit_log is not None:
+        try:
+            os.close(open_audit_log(options.audit_log))
+        except OSError as fault:
+            raise ConfigError(f"audit_log is {options.audit_log}: {fault.strerror}; give another path") from fault
     if options.uds is not None:
         return _bind_unix(Path(options.uds))
     host, port = options.address

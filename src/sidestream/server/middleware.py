@@ -30,7 +30,7 @@ log = logging.getLogger("sidestream.server")
 HEALTH_PATHS = ("/health", "/healthz", "/livez", "/readyz", "/ping")
 DOCS_PATH = "/docs"
 PAGE_PATHS = ("/", "/page.js", "/page.css")
-_QUIET_PATHS = (*HEALTH_PATHS, *PAGE_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
+QUIET_PATHS = (*HEALTH_PATHS, *PAGE_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
 _ANTHROPIC_PATH = "/v1/messages"  # errors of this path and below have Anthropic's format
 _ADMIN = "sidestream.admin"  # in the scope: whether the request has the admin key; None: the server has none
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
@@ -242,7 +242,7 @@ def _log_request(record: RequestRecord, scope: Scope) -> None:
         "duration_s": now - record.started,
     }
     log.log(
-        logging.DEBUG if route_of(scope) in _QUIET_PATHS else logging.INFO,
+        logging.DEBUG if route_of(scope) in QUIET_PATHS else logging.INFO,
         "%s %s %s status=%d outcome=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d ttft=%s duration=%.3fs",
         *list(fields.values())[:8],
         "-" if ttft_s is None else f"{ttft_s:.3f}s",

@@ -38,6 +38,7 @@ class ServerOptions:
                        /docs; None: no check
     api_keys           TOML file of further API keys with names, limits and rights (`api_keys.ApiKey`); it is read again
                        when it changes. None: none
+    audit_log          file to which a line of JSON is appended for each request, without its texts; None: none
     admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
                        other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
@@ -86,6 +87,7 @@ class ServerOptions:
     ssl_ca_certs: str | None = None
     api_key: str | None = field(default=None, repr=False)
     api_keys: str | None = None
+    audit_log: str | None = None
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
@@ -160,7 +162,7 @@ class ServerOptions:
                 )
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ConfigError("admin_key is equal to api_key: give another one, so that users cannot send operations")
-        for name in ("api_keys",):
+        for name in ("api_keys", "audit_log"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty: give the path of a file, or leave it out")
         if self.host == "":

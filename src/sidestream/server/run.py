@@ -99,7 +99,11 @@ def serve(
             timeout_graceful_shutdown=math.ceil(options.drain_s) + _ABORT_S,
         )
         server = _Server(config, app.state, options, on_ready)
-        server.run(sockets=[bound])
+        try:
+            server.run(sockets=[bound])
+        finally:
+            for end in app.state.at_end:
+                end()
         return not app.state.stopping.is_set()
 
 
