@@ -27,6 +27,8 @@ RARE = frozenset(
         "--log-format",
         "--api-keys",
         "--audit-log",
+        "--batch-directory",
+        "--max-batch-bytes",
         "--admin-key",
         "--root-path",
         "--page",

@@ -23,11 +23,11 @@ from sidestream.errors import ConfigError
 log = logging.getLogger("sidestream.server")
 
 MOST_CONCURRENT = 1 << 16
-_MOST_PRIORITY = 1_000_000  # as of requests
+MOST_PRIORITY = 1_000_000  # as of requests
 _LOOK_S = 1.0
 """Interval at which a changed file is noticed."""
 _Rate = Annotated[int, Meta(ge=1, le=1 << 40)]
-_Priority = Annotated[int, Meta(ge=-_MOST_PRIORITY, le=_MOST_PRIORITY)]
+_Priority = Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +81,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def priority_of(self, asked: int) -> int:
         """The priority of a request that gives `asked`."""
         least = self.priority if self.most_urgent_priority is None else self.most_urgent_priority
-        return min(_MOST_PRIORITY, max(least, self.priority + asked))
+        return min(MOST_PRIORITY, max(least, self.priority + asked))
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -126,6 +126,11 @@ class KeyFile:
         digests = [_digest(one.strip()) for one in given]
         found = [key for known, key in self._keys.items() for one in digests if hmac.compare_digest(known, one)]
         return found[0] if found else None
+
+    def named(self, name: str) -> ApiKey | None:
+        """The key with this name; None: there is none."""
+        self._look()
+        return next((key for key in self._keys.values() if key.name == name), None)
 
     def _look(self) -> None:
         """Read the file if it has changed. The stat of a local file takes microseconds."""

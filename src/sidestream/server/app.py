@@ -12,7 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -89,6 +89,9 @@ from sidestream.text import TokenizerLike
 from sidestream.types import CANCELLED, Delta, TokenLogprob
 from sidestream.version import VERSION
 
+if TYPE_CHECKING:
+    from sidestream.server.batches import Batches
+
 TIMEOUT_HEADER = "x-request-timeout"
 _MOST_TIMEOUT_S = 1e6
 _EXPLAIN_HEADER = "x-explain-cache"
@@ -147,7 +150,8 @@ def create_app(
     limits: int | None = None,
 ) -> Starlette:
     """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply. Setting
-    `app.state.draining` ends the streams of live figures. The caller calls the functions `app.state.at_end` at the end.
+    `app.state.draining` ends the streams of live figures. The caller calls the functions of
+    `app.state.at_start` on the event loop when it serves, of `at_stop` when it stops, and of `at_end` at the end.
 
     text   works on request bodies; None: threads of this process
     store  keeps responses; None: one for this application
@@ -162,6 +166,8 @@ def create_app(
     store = store or ResponseStore(options)
     breaks = EarlyBreaks(count=backend.count, tokenizer=backend.tokenizer, shows_text=options.explain_cache == "text")
 
+    key_limits = _limits(backend, options, limits)
+    batches = _batches(options)
     audit = AuditLog(options.audit_log, served.model_name, backend.count) if options.audit_log else None
 
     async def models(request: Request) -> Response:
@@ -202,6 +208,7 @@ def create_app(
             *_page(backend, options, served, draining),
             *operation_routes(backend),
             *document_routes(served.model_name, known_paths),
+            *(batches.routes(bodies, options.allowed_origins) if batches else ()),
         ],
         middleware=[
             Middleware(RootPathMiddleware, prefix=options.root_path),
@@ -209,7 +216,7 @@ def create_app(
             Middleware(
                 RequestMiddleware,
                 options=options,
-                limits=_limits(backend, options, limits),
+                limits=key_limits,
                 on_end=[audit.add] if audit else [],
             ),
         ],
@@ -217,6 +224,8 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.stopping, app.state.draining = stopping, draining
+    runner = batches.runner(backend, app, key_limits) if batches else None
+    app.state.at_start, app.state.at_stop = [runner.start] if runner else [], [runner.stop] if runner else []
     app.state.at_end = [audit.close] if audit else []
     return app
 
@@ -225,6 +234,15 @@ def _limits(backend: Backend, options: ServerOptions, file: int | None) -> RateL
     if options.api_keys is None:
         return None
     return RateLimits(KeyFile(options.api_keys), limits_file() if file is None else file, backend.count)
+
+
+def _batches(options: ServerOptions) -> Batches | None:
+    """The batches of the options' directory. Imports their modules only if there is one."""
+    if options.batch_directory is None:
+        return None
+    from sidestream.server.batches import Batches
+
+    return Batches(options.batch_directory, options.max_batch_bytes)
 
 
 def _page(backend: Backend, options: ServerOptions, served: Served, draining: CallbackEvent) -> list[Route]:

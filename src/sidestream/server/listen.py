@@ -14,6 +14,7 @@ from pathlib import Path
 from sidestream.errors import ConfigError
 from sidestream.server.api_keys import read_keys
 from sidestream.server.audit import open_audit_log
+from sidestream.server.batch_store import BatchStore
 from sidestream.server.connections import connection_limit
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
@@ -26,12 +27,14 @@ def bind(options: ServerOptions) -> socket.socket:
 
     Until `serve` listens on the socket, the kernel refuses connections, so load balancers see that the server is not
     ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low, or a
-    TLS certificate, the file of API keys or the audit log cannot be used.
+    TLS certificate, the file of API keys, the audit log or the directory of batches cannot be used.
     """
     connection_limit(options)
     tls_context(options)
     if options.api_keys is not None:  # later, a wrong file opens nothing, or changes nothing
         read_keys(options.api_keys)
+    if options.batch_directory is not None:
+        BatchStore(Path(options.batch_directory), options.max_batch_bytes)
     if options.audit_log is not None:
         try:
             os.close(open_audit_log(options.audit_log))

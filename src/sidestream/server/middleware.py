@@ -33,6 +33,8 @@ PAGE_PATHS = ("/", "/page.js", "/page.css")
 QUIET_PATHS = (*HEALTH_PATHS, *PAGE_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
 _ANTHROPIC_PATH = "/v1/messages"  # errors of this path and below have Anthropic's format
 _ADMIN = "sidestream.admin"  # in the scope: whether the request has the admin key; None: the server has none
+INTERNAL_GRANT = "sidestream.internal_grant"
+"""In the scope of a request that the server sends to itself: its grant. Clients cannot set it."""
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
 
 
@@ -138,7 +140,7 @@ class RequestMiddleware:
         try:
             if "x-request-id" in (headers := Headers(scope=scope)):
                 record.request_id = checked_request_id(headers["x-request-id"], "x-request-id")
-            record.grant = self._authorise(scope)
+            record.grant = self._authorise(scope) if INTERNAL_GRANT not in scope else scope[INTERNAL_GRANT]
             await self._app(scope, receive, send_tracked)
         except ClientGone:
             record.outcome, record.status = "client gone", record.status or _GONE
@@ -212,7 +214,7 @@ def _wrong_key(name: str) -> ApiError:
 
 def has_admin_key(scope: Scope) -> bool:
     """Whether the request has the admin key."""
-    return bool(scope[_ADMIN])
+    return bool(scope.get(_ADMIN))
 
 
 def require_admin(scope: Scope) -> None:

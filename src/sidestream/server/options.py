@@ -39,6 +39,8 @@ class ServerOptions:
     api_keys           TOML file of further API keys with names, limits and rights (`api_keys.ApiKey`); it is read again
                        when it changes. None: none
     audit_log          file to which a line of JSON is appended for each request, without its texts; None: none
+    batch_directory    directory of `/v1/files` and `/v1/batches`; None: the server has none of these
+    max_batch_bytes    bytes of this directory, beyond which nothing is uploaded, and batches fail; None: 10 GiB
     admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
                        other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
@@ -88,6 +90,8 @@ class ServerOptions:
     api_key: str | None = field(default=None, repr=False)
     api_keys: str | None = None
     audit_log: str | None = None
+    batch_directory: str | None = None
+    max_batch_bytes: int | None = None
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
@@ -120,6 +124,7 @@ class ServerOptions:
             ("max_choices", 1, 1 << 20),
             ("max_stored_responses", 0, 1 << 20),
             ("max_stored_bytes", 1, 1 << 40),
+            ("max_batch_bytes", 1, 1 << 50),
             ("retry_after_s", 0, 3600),
         ):
             value = getattr(self, name)
@@ -162,9 +167,9 @@ class ServerOptions:
                 )
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ConfigError("admin_key is equal to api_key: give another one, so that users cannot send operations")
-        for name in ("api_keys", "audit_log"):
+        for name in ("api_keys", "audit_log", "batch_directory"):
             if getattr(self, name) == "":
-                raise ConfigError(f"{name} is empty: give the path of a file, or leave it out")
+                raise ConfigError(f"{name} is empty: give a path, or leave it out")
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
         if self.replica and not _REPLICA.fullmatch(self.replica):

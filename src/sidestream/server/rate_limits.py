@@ -50,7 +50,7 @@ class RateLimits:
     """
 
     def __init__(self, keys: KeyFile, file: int, count: Callable[..., None]) -> None:
-        self._keys, self._file, self._count = keys, file, count
+        self.keys, self._file, self._count = keys, file, count
         self._held: set[int] = set()  # bytes that requests of this process lock
 
     def admit(self, given: Iterable[str], path: str, *, free: bool) -> Grant | None:
@@ -60,7 +60,7 @@ class RateLimits:
 
         Raises ApiError: 403 if the key is not for this path, 429 beyond a limit of the key.
         """
-        if (key := self._keys.find(given)) is None:
+        if (key := self.keys.find(given)) is None:
             return None
         if not key.opens(path):
             message = f"the key {key.name} is for {', '.join(key.endpoints or ())} only: use another key"
@@ -148,24 +148,25 @@ class Grant:
     headers   of the reply, about the limits
     """
 
-    def __init__(self, limits: RateLimits, key: ApiKey, *, free: bool) -> None:
+    def __init__(self, limits: RateLimits | None, key: ApiKey, *, free: bool) -> None:
         """Take a slot and a request. Raises ApiError.
 
-        free   the request is not counted, and never refused
+        limits   None: the request is not counted, and never refused; neither is it if it is `free`
         """
         self.key, self.headers = key, dict[str, str]()
-        self._limits, self._free, self._tokens = limits, free, 0
-        self._slot = None if free else limits.take_slot(key)
+        self._limits, self._slot, self._tokens = None if free else limits, None, 0
+        if self._limits is None:
+            return
+        self._slot = self._limits.take_slot(key)
         try:
-            if not free:
-                self.headers = limits.take(key, requests=1)
+            self.headers = self._limits.take(key, requests=1)
         except ApiError:
             self.end(0)
             raise
 
     def accept(self, call: Call) -> Call:
         """The call with the key's priority and salt. Takes the prompts' tokens. Raises ApiError."""
-        if not self._free:
+        if self._limits is not None:
             tokens = sum(map(len, call.prompts))
             self.headers |= self._limits.take(self.key, tokens=tokens)
             self._tokens = tokens
@@ -174,10 +175,12 @@ class Grant:
 
     def end(self, tokens: int) -> None:
         """Give the slot back, and take the rest of the request's tokens. `tokens`: of its prompts and answers."""
+        if self._limits is None:
+            return
         if self._slot is not None:
             self._limits.give_back(self._slot)
             self._slot = None
-        if not self._free and tokens > self._tokens:
+        if tokens > self._tokens:
             self._limits.take(self.key, tokens=tokens - self._tokens, must=True)
 
 

@@ -147,6 +147,7 @@ class _Server(uvicorn.Server):
         on_ready: Callable[[RunningServer], None] | None,
     ) -> None:
         super().__init__(config)
+        self._state = state
         self._stopping: CallbackEvent = state.stopping
         self._draining: CallbackEvent = state.draining
         self._options = options
@@ -159,11 +160,15 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         assert sockets is not None
         running = running_server(sockets[0], self._options, self.interrupt)
+        for begin in self._state.at_start:
+            begin()
         log.info("serving on %s", running.url if running.uds is None else f"{running.url}, Unix socket {running.uds}")
         if self._on_ready is not None:
             self._on_ready(running)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for stop in self._state.at_stop:
+            stop()
         self._draining.set()
         log.info(
             "draining %d requests for up to %g s; interrupt again to quit at once",
