@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from proof.fake_backend import FakeBackend, Script
+from proof.fake_backend import QUEUE_S, FakeBackend, Script
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions, audit, bind
 from sidestream.types import CachedTokens
@@ -35,6 +35,7 @@ def test_each_request_has_one_line_without_its_texts(tmp_path: Path) -> None:
         served.http.headers["authorization"] = "Bearer wrong"
         assert served.http.get("/v1/models?a=1").status_code == 401
     first, second, third = lines(file)
+    assert first.pop("queue_s") == QUEUE_S
     assert 0 < first.pop("ttft_s") <= first.pop("duration_s") and first.pop("time").endswith("+00:00")
     assert first == {
         "request_id": "r1",

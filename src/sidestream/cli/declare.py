@@ -29,6 +29,7 @@ RARE = frozenset(
         "--audit-log",
         "--batch-directory",
         "--max-batch-bytes",
+        "--otlp-traces-endpoint",
         "--admin-key",
         "--root-path",
         "--page",

@@ -59,6 +59,7 @@ _ROWS = (
     _Row("audit_log", "FILE", "Append a line of JSON for each request, without its texts.", "off"),
     _Row("batch_directory", "DIR", "Offer /v1/files and /v1/batches, and keep their files here.", "off"),
     _Row("max_batch_bytes", "SIZE", "Bytes of files and answers of batches.", "10 GiB"),
+    _Row("otlp_traces_endpoint", "URL", "Send a span of each request to this OpenTelemetry collector.", "off"),
     _Row(
         "admin_key",
         "KEY",

@@ -85,6 +85,7 @@ from sidestream.server.responses import (
     spelled_prompt,
 )
 from sidestream.server.text_work import Handle, TextWork
+from sidestream.server.tracing import Tracing
 from sidestream.text import TokenizerLike
 from sidestream.types import CANCELLED, Delta, TokenLogprob
 from sidestream.version import VERSION
@@ -168,7 +169,7 @@ def create_app(
 
     key_limits = _limits(backend, options, limits)
     batches = _batches(options)
-    audit = AuditLog(options.audit_log, served.model_name, backend.count) if options.audit_log else None
+    watchers = _watchers(backend, options, served)
 
     async def models(request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [model]})
@@ -217,7 +218,7 @@ def create_app(
                 RequestMiddleware,
                 options=options,
                 limits=key_limits,
-                on_end=[audit.add] if audit else [],
+                on_end=[watcher.add for watcher in watchers],
             ),
         ],
         exception_handlers={HTTPException: _reraise},
@@ -226,7 +227,7 @@ def create_app(
     app.state.stopping, app.state.draining = stopping, draining
     runner = batches.runner(backend, app, key_limits) if batches else None
     app.state.at_start, app.state.at_stop = [runner.start] if runner else [], [runner.stop] if runner else []
-    app.state.at_end = [audit.close] if audit else []
+    app.state.at_end = [watcher.close for watcher in watchers]
     return app
 
 
@@ -234,6 +235,16 @@ def _limits(backend: Backend, options: ServerOptions, file: int | None) -> RateL
     if options.api_keys is None:
         return None
     return RateLimits(KeyFile(options.api_keys), limits_file() if file is None else file, backend.count)
+
+
+def _watchers(backend: Backend, options: ServerOptions, served: Served) -> list[AuditLog | Tracing]:
+    """Those that are told of the end of each request."""
+    watchers: list[AuditLog | Tracing] = []
+    if options.audit_log is not None:
+        watchers.append(AuditLog(options.audit_log, served.model_name, backend.count))
+    if options.otlp_traces_endpoint is not None:
+        watchers.append(Tracing(options.otlp_traces_endpoint, served.model_name))
+    return watchers
 
 
 def _batches(options: ServerOptions) -> Batches | None:
@@ -415,7 +426,7 @@ class Completions:
             call = await self._parse(body)
         if record.grant is not None:
             call = record.grant.accept(call)
-        record.request_id = call.request_id or record.request_id
+        record.request_id, record.params = call.request_id or record.request_id, call.params
         if call.explain_cache or _asks_for_explanation(Headers(scope=scope)):
             record.explains = "text" if has_admin_key(scope) else self._explains
             if record.explains == "off":
@@ -720,8 +731,11 @@ async def generate_all(
                     is_compared = True
                     breaks.add(prompt, call.cache_salt, delta.cached.total)
                 await emit(number * call.params.n + delta.index, delta)
+                if delta.queue_s is not None:
+                    record.queue_s = max(delta.queue_s, record.queue_s or 0.0)
                 if delta.finish_reason is not None:
                     running.discard(delta.index)
+                    record.finish_reasons.append(delta.finish_reason)
         if running:
             raise InvariantError(f"{request_name} ended before its samples {sorted(running)} did")
 

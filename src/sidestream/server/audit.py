@@ -78,6 +78,7 @@ class AuditLog:
             "prompt_tokens": usage.prompt_tokens,
             "output_tokens": usage.output_tokens,
             "cached_tokens": usage.cached_by_tier,
+            "queue_s": record.queue_s and round(record.queue_s, 6),
             "ttft_s": None if record.first_token is None else round(record.first_token - record.started, 6),
             "duration_s": round(now - record.started, 6),
         }

@@ -18,6 +18,7 @@ from sidestream.server.batch_store import BatchStore
 from sidestream.server.connections import connection_limit
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
+from sidestream.server.tracing import check_tracing
 
 _SOCKET_MODE = 0o660  # programs of the same group may connect, such as a reverse proxy
 
@@ -27,12 +28,14 @@ def bind(options: ServerOptions) -> socket.socket:
 
     Until `serve` listens on the socket, the kernel refuses connections, so load balancers see that the server is not
     ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low, or a
-    TLS certificate, the file of API keys, the audit log or the directory of batches cannot be used.
+    TLS certificate, the file of API keys, the audit log, the directory of batches or tracing cannot be used.
     """
     connection_limit(options)
     tls_context(options)
     if options.api_keys is not None:  # later, a wrong file opens nothing, or changes nothing
         read_keys(options.api_keys)
+    if options.otlp_traces_endpoint is not None:
+        check_tracing(options.otlp_traces_endpoint)
     if options.batch_directory is not None:
         BatchStore(Path(options.batch_directory), options.max_batch_bytes)
     if options.audit_log is not None:

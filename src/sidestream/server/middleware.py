@@ -16,6 +16,7 @@ from typing import Any, Self
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped
 from sidestream.server.body import JsonResponse, to_json
 from sidestream.server.errors import ApiError, ClientGone, as_api_error, checked_request_id
@@ -46,6 +47,8 @@ class RequestRecord:
     explanations  the field `cache_explanation` of the reply, once it is known; empty: there is none
     error_event   makes the end of a stream that fails; None: as of other streams of OpenAI's and Anthropic's APIs
     grant         of the key's limits; None: the request has no key of the file of keys
+    params        of the call, once it is valid
+    queue_s       longest time of a sample from its arrival in the engine to its first step, once that is known
     """
 
     request_id: str
@@ -58,6 +61,9 @@ class RequestRecord:
     outcome: str = "ok"
     error_event: Callable[[ApiError], bytes] | None = None
     grant: Grant | None = None
+    params: SamplingParams | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    queue_s: float | None = None
 
     def on_token(self) -> None:
         """Record the time of the first token."""

@@ -41,6 +41,8 @@ class ServerOptions:
     audit_log          file to which a line of JSON is appended for each request, without its texts; None: none
     batch_directory    directory of `/v1/files` and `/v1/batches`; None: the server has none of these
     max_batch_bytes    bytes of this directory, beyond which nothing is uploaded, and batches fail; None: 10 GiB
+    otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, for a span of
+                       each request; None: no spans. Needs the extra `otel`
     admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
                        other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
@@ -92,6 +94,7 @@ class ServerOptions:
     audit_log: str | None = None
     batch_directory: str | None = None
     max_batch_bytes: int | None = None
+    otlp_traces_endpoint: str | None = None
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
