@@ -170,15 +170,18 @@ def test_a_prompt_is_refused_if_others_took_the_tokens_while_it_was_read(file: P
     grants = [limits.admit(["a"], "/v1/completions", free=False) for _ in range(2)]
     call = Call("text", ((1,) * 100,), SamplingParams(), 0, False, False)
     assert grants[0] and grants[1] and grants[0].accept(call)
-    with pytest.raises(ApiError, match="60 tokens per minute"):
+    with pytest.raises(ApiError, match="60 tokens per minute; try again in 41 s"):
         grants[1].accept(call)
+    grants[0].end(150)  # 90 tokens below zero
+    with pytest.raises(ApiError, match="try again in 91 s"):
+        limits.admit(["a"], "/v1/completions", free=False)
 
 
 def test_requests_at_once_are_bounded_and_an_aborted_one_makes_room(file: Path) -> None:
     file.write_text(table("a", max_concurrent=2))
     backend = FakeBackend(Script(hold_after=1))
     with serving(backend, api_keys=str(file)) as served:
-        client = openai.OpenAI(base_url=f"{served.running.url}/v1", api_key="a", max_retries=0)
+        client = served.openai.with_options(api_key="a")
         streams = [client.chat.completions.create(model="fake", messages=HI, stream=True) for _ in range(2)]
         backend.wait_until(lambda found: len(found.held) == 2)
         with pytest.raises(openai.RateLimitError, match="2 requests at once"):
@@ -188,7 +191,6 @@ def test_requests_at_once_are_bounded_and_an_aborted_one_makes_room(file: Path) 
         backend.wait_until(lambda found: bool(found.aborted))
         backend.release()
         assert client.chat.completions.with_raw_response.create(model="fake", messages=HI, max_tokens=1)
-        client.close()
 
 
 _OTHER = """
@@ -272,7 +274,7 @@ def test_a_request_beyond_its_deadline_ends_with_504_and_is_aborted(file: Path) 
             replies.append(ask(served, key))
         assert [(one.status_code, one.json()["error"]["code"]) for one in replies] == [(504, "timeout")] * 3
         assert ["0.2 s" in one.text for one in replies] == [True, False, True]
-    assert len(backend.aborted) == 3
+    assert backend.aborted == backend.names and backend.names  # one may have ended before the engine got it
 
 
 def test_a_stream_beyond_its_deadline_ends_with_an_error_event() -> None:

@@ -68,7 +68,7 @@ def test_a_full_disk_fails_no_request_and_is_counted_and_logged_once(
         monkeypatch.undo()
         served.text(request_id="later")
     assert [line["request_id"] for line in lines(file)] == ["later"]
-    (said,) = [line for line in warned(caplog) if "audit_log" in line]
+    (said,) = [line for line in warned(caplog) if "--audit-log" in line]
     assert "No space left on device" in said
 
 

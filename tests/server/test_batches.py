@@ -167,7 +167,7 @@ def test_wrong_requests_are_refused(
 
 
 def test_files_are_bounded_in_number_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with batching(tmp_path, max_batch_bytes=10_000) as served:
+    with batching(tmp_path, max_batch_directory_bytes=10_000) as served:
         client = served.openai
         with pytest.raises(openai.APIStatusError, match="the bound is 10000"):
             client.files.create(file=b"x" * 10_001, purpose="batch")
@@ -186,7 +186,7 @@ def test_files_are_bounded_in_number_and_bytes(tmp_path: Path, monkeypatch: pyte
 
 def test_answers_that_fill_the_directory_fail_the_batch(tmp_path: Path) -> None:
     backend = FakeBackend(lambda prompt: Script("x" * 4000, hold_after=0 if prompt == "held" else None))
-    with batching(tmp_path, backend, max_batch_bytes=5000) as served:
+    with batching(tmp_path, backend, max_batch_directory_bytes=5000) as served:
         batch = begin(served.openai, lines("a", "b", "held", max_tokens=4000))
         batch = ended(served.openai, batch.id, "failed")
         assert batch.errors and batch.errors.data and batch.errors.data[0].code == "batch_directory_full"

@@ -28,7 +28,7 @@ RARE = frozenset(
         "--api-keys",
         "--audit-log",
         "--batch-directory",
-        "--max-batch-bytes",
+        "--max-batch-directory",
         "--otlp-traces-endpoint",
         "--admin-key",
         "--root-path",

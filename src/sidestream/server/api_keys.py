@@ -123,7 +123,7 @@ class KeyFile:
     def find(self, given: Iterable[str]) -> ApiKey | None:
         """The key that one of these texts is; None: there is no such key. Compares in constant time."""
         self._look()
-        digests = [_digest(one.strip()) for one in given]
+        digests = [_digest(one.strip()) for one in given if one.strip()]
         found = [key for known, key in self._keys.items() for one in digests if hmac.compare_digest(known, one)]
         return found[0] if found else None
 
@@ -148,6 +148,10 @@ class KeyFile:
         is_first, self._read = self._read is None, state
         try:
             self._keys = read_keys(self._path)
-            log.log(logging.DEBUG if is_first else logging.INFO, "api_keys: %d keys are valid", len(self._keys))
+            log.log(
+                logging.DEBUG if is_first else logging.INFO,
+                "--api-keys (in Python api_keys): %d keys are valid",
+                len(self._keys),
+            )
         except ConfigError as fault:
             log.error("%s; the %d keys from before stay valid", fault, len(self._keys))

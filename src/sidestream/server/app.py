@@ -253,7 +253,7 @@ def _batches(options: ServerOptions) -> Batches | None:
         return None
     from sidestream.server.batches import Batches
 
-    return Batches(options.batch_directory, options.max_batch_bytes)
+    return Batches(options.batch_directory, options.max_batch_directory_bytes)
 
 
 def _page(backend: Backend, options: ServerOptions, served: Served, draining: CallbackEvent) -> list[Route]:

@@ -91,7 +91,9 @@ class AuditLog:
                 self._lost += 1
                 if (now := time.monotonic()) - self._logged_s >= _LOG_PERIOD_S:
                     self._logged_s = now
-                    log.error("audit_log: %s cannot be written: %s; lines of requests are lost", self._path, fault)
+                    log.error(
+                        "--audit-log (in Python audit_log): %s cannot be written: %s; lines are lost", self._path, fault
+                    )
 
     def _append(self, line: bytes) -> None:
         file = open_audit_log(self._path)

@@ -166,7 +166,7 @@ class BatchRunner:
         if time.time() > batch["expires_at"]:
             return "expired"
         if self._store.size() > self._store.most_bytes:
-            message = f"the answers fill max_batch_bytes, {self._store.most_bytes}"
+            message = f"the answers fill max_batch_directory_bytes, {self._store.most_bytes}"
             batch["errors"] = {"object": "list", "data": [{"code": "batch_directory_full", "message": message}]}
             return "failed"
         return None

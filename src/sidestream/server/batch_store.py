@@ -121,7 +121,7 @@ class BatchStore:
             raise ApiError(400, f"this server keeps {_MOST[kind]} {kind}: delete some, or wait", code="too_many")
         if (held := self.size()) + size > self.most_bytes:
             message = f"{held} bytes of files are kept, the bound is {self.most_bytes}: delete files"
-            raise ApiError(413, f"{message}, or raise max_batch_bytes", code="batch_directory_full")
+            raise ApiError(413, f"{message}, or raise max_batch_directory_bytes", code="batch_directory_full")
 
     def size(self) -> int:
         """Bytes of all files."""

@@ -37,7 +37,7 @@ def bind(options: ServerOptions) -> socket.socket:
     if options.otlp_traces_endpoint is not None:
         check_tracing(options.otlp_traces_endpoint)
     if options.batch_directory is not None:
-        BatchStore(Path(options.batch_directory), options.max_batch_bytes)
+        BatchStore(Path(options.batch_directory), options.max_batch_directory_bytes)
     if options.audit_log is not None:
         try:
             os.close(open_audit_log(options.audit_log))

@@ -40,7 +40,7 @@ class ServerOptions:
                        when it changes. None: none
     audit_log          file to which a line of JSON is appended for each request, without its texts; None: none
     batch_directory    directory of `/v1/files` and `/v1/batches`; None: the server has none of these
-    max_batch_bytes    bytes of this directory, beyond which nothing is uploaded, and batches fail; None: 10 GiB
+    max_batch_directory_bytes  bytes of this directory, beyond which nothing is uploaded, and batches fail; None: 10 GiB
     otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, for a span of
                        each request; None: no spans. Needs the extra `otel`
     admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
@@ -93,7 +93,7 @@ class ServerOptions:
     api_keys: str | None = None
     audit_log: str | None = None
     batch_directory: str | None = None
-    max_batch_bytes: int | None = None
+    max_batch_directory_bytes: int | None = None
     otlp_traces_endpoint: str | None = None
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
@@ -127,7 +127,7 @@ class ServerOptions:
             ("max_choices", 1, 1 << 20),
             ("max_stored_responses", 0, 1 << 20),
             ("max_stored_bytes", 1, 1 << 40),
-            ("max_batch_bytes", 1, 1 << 50),
+            ("max_batch_directory_bytes", 1, 1 << 50),
             ("retry_after_s", 0, 3600),
         ):
             value = getattr(self, name)
