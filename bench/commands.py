@@ -27,7 +27,7 @@ from bench.options import (
     label,
 )
 from proof.report import Figure, publish, was_given
-from sidestream.cli.declare import Command, option, whole
+from sidestream.cli.declare import Command, number, option, whole
 from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.progress import Steps
 from sidestream.errors import ConfigError
@@ -224,6 +224,27 @@ def structured_conformance(
     are refused, and how long it takes to compile large ones.
     """
     return _served(model)
+
+
+@_command()
+def policy(
+    traces: Annotated[
+        list[Path] | None, typer.Argument(help="Traces: a JSON object with `hash_ids` for each request and line.")
+    ] = None,
+    share: Annotated[
+        float, option("--share", "SHARE", "Size of the tier, as a share of a trace's distinct blocks.", parse=number)
+    ] = 0.2,
+    host_share: Annotated[
+        float, option("--host-share", "SHARE", "Size of host memory, likewise.", parse=number)
+    ] = 0.02,
+) -> Report:
+    """Policies of eviction and of writing on simulated tiers, for traces and for made-up agents: the share of blocks
+    that are reused, and blocks written for each that is read.
+    """
+    for name, value in (("share", share), ("host_share", host_share)):
+        if not 0 < value <= 1:
+            raise ConfigError(f"{label(name)} is {value}: it must be above 0, and at most 1")
+    return Report("no model", options={"traces": traces or [], "share": share, "host_share": host_share})
 
 
 @_command()
