@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 13_530,
     "sidestream_order": 5_960,
-    "sidestream": 41_710,
+    "sidestream": 43_110,
     "proof": 20_080,
     "bench": 9_420,
-    "tests": 60_680,
+    "tests": 61_550,
 }
 
 

@@ -171,16 +171,6 @@ def create_app(
     batches = _batches(options)
     watchers = _watchers(backend, options, served)
 
-    async def models(request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [model]})
-
-    async def one_model(request: Request) -> Response:
-        if request.path_params["name"] != model["id"]:
-            raise ApiError(
-                404, f"no such model: this server serves {model['id']!r}", param="model", code="model_not_found"
-            )
-        return JsonResponse(model)
-
     def converting(kind: str) -> Callable[[Request], Awaitable[Response]]:
         async def convert(request: Request) -> Response:
             async with bodies.read(request) as body, CancelOnDisconnect(request.scope, stopping):
@@ -201,8 +191,7 @@ def create_app(
             Route("/v1/messages/count_tokens", converting("count_tokens"), methods=["POST"]),
             Route("/v1/responses", completions("responses"), methods=["POST"]),
             *_stored_responses(store),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", one_model),
+            *_model_routes(model),
             Route("/tokenize", converting("tokenize"), methods=["POST"]),
             Route("/detokenize", converting("detokenize"), methods=["POST"]),
             *_state_routes(backend, options, served),
@@ -229,6 +218,22 @@ def create_app(
     app.state.at_start, app.state.at_stop = [runner.start] if runner else [], [runner.stop] if runner else []
     app.state.at_end = [watcher.close for watcher in watchers]
     return app
+
+
+def _model_routes(model: Json) -> list[Route]:
+    """Routes of the one model."""
+
+    async def models(request: Request) -> Response:
+        return JsonResponse({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> Response:
+        if request.path_params["name"] != model["id"]:
+            raise ApiError(
+                404, f"no such model: this server serves {model['id']!r}", param="model", code="model_not_found"
+            )
+        return JsonResponse(model)
+
+    return [Route("/v1/models", models), Route("/v1/models/{name:path}", one_model)]
 
 
 def _limits(backend: Backend, options: ServerOptions, file: int | None) -> RateLimits | None:
