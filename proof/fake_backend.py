@@ -21,6 +21,8 @@ from sidestream.types import CachedPrefix, CachedTokens, CacheExplanation, Delta
 from sidestream_kv.metrics import Metrics, MetricsSnapshot, Recent, Timeline
 
 _NOTHING_CACHED = CachedTokens()
+QUEUE_S = 0.25
+"""The time in the queue that each first delta names."""
 
 
 class FakeTokenizer:
@@ -319,6 +321,7 @@ def _deltas(script: Script, params: SamplingParams, prompt: Sequence[int]) -> li
                     len(prompt),
                     script.cached,
                     prompt_logprobs=() if start else of_prompt,
+                    queue_s=None if start else QUEUE_S,
                 )
             )
     return deltas

@@ -313,6 +313,8 @@ class Delta:
                     behind the tokens while a stop string or a UTF-8 sequence is incomplete
     prompt_logprobs log-probabilities of the prompt's tokens from the second on; only in the first delta, if the request
                     wants them
+    queue_s         seconds from the sample's arrival in the engine to the launch of its first step; only in the first
+                    delta with tokens
     """
 
     index: int
@@ -324,6 +326,7 @@ class Delta:
     cached: CachedTokens
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    queue_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ import pytest
 from command_runner import Run
 
 from proof.fake_backend import FakeBackend, Script
-from sidestream.cli.batch_files import Answers, read_requests
 from sidestream.errors import ConfigError, EngineStopped, InvariantError, QueueFull
 from sidestream.server import ServerOptions
+from sidestream.server.batch_files import Answers, read_requests
 from sidestream.types import Health
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}

@@ -59,6 +59,13 @@ def test_clients_receive_the_engines_tokens(at: Make) -> None:
             assert {delta.text for delta in news} == {""}
 
 
+def test_only_the_first_output_has_the_time_in_the_queue(at: Make) -> None:
+    with at() as made:
+        times = [delta.queue_s for delta in run(ask(made.connect(), PROMPT, 6))]
+    assert times[0] is not None and 0 <= times[0] < PATIENCE_S
+    assert times[1:] == [None] * (len(times) - 1)
+
+
 def test_clients_receive_the_engines_samples_and_logprobs(at: Make) -> None:
     options: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 90.0, "logprobs": 2}
     with at() as made:

@@ -60,6 +60,7 @@ DETAIL = messages.OutputDetail(
     {"device": 4, "host": 8},
     None,
     ((5, -2.0, ((6, -1.0),), 2),),
+    0.25,
 )
 CONFIG = {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None}
 TO_ENGINE: list[Any] = [

@@ -482,6 +482,55 @@ def test_api_processes_share_responses_until_the_supervisor_ends(
         until(lambda: not directory.exists(), within_s=10.0)
 
 
+def test_limits_of_a_key_hold_for_all_api_processes_and_outlive_one(tiny: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "secret"\nrequests_per_minute = 3\n')
+    with serving(tiny, "--api-processes", 2, "--api-keys", keys) as server:
+        assert server.url
+        pids = until(lambda: len(server.apis) == 2 and server.apis)
+        headers = {"content-type": "application/json", "x-api-key": "secret"}
+
+        def ask(pid: int) -> int:
+            connection = server.connect(pid)
+            connection.request("POST", "/tokenize", json.dumps({"prompt": "hi"}), headers)
+            reply = connection.getresponse()
+            reply.read()
+            return reply.status
+
+        assert [ask(pid) for pid in (*pids, *pids)] == [200, 200, 200, 429]
+        os.kill(pids[0], signal.SIGKILL)
+        (successor,) = until(lambda: set(server.apis) - set(pids))
+        until(lambda: len([line for line in server.log if "serving on" in line]) == 3)
+        assert ask(successor) == 429
+
+
+def test_a_batch_goes_on_after_kills_of_an_api_process_and_of_the_server(tiny: Path, tmp_path: Path) -> None:
+    options = ("--api-processes", 2, "--batch-directory", tmp_path)
+    bodies = [{"model": "tiny", "prompt": f"prompt {n}", "max_tokens": 300, "ignore_eos": True} for n in range(80)]
+    asked = [{"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": b} for n, b in enumerate(bodies)]
+
+    def count() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in (tmp_path / "batches").glob("*.answers"))
+
+    def runs(pid: int) -> bool:
+        return any(str(file.readlink()).endswith(".answers") for file in Path(f"/proc/{pid}/fd").iterdir())
+
+    with serving(tiny, *options) as server, httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
+        files = {"file": "\n".join(map(json.dumps, asked)).encode()}
+        file = client.post("/v1/files", data={"purpose": "batch"}, files=files).json()
+        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        name = client.post("/v1/batches", json=batch).json()["id"]
+        first = until(count)
+        (runner,) = filter(runs, server.apis)
+        os.kill(runner, signal.SIGKILL)
+        second = until(lambda: (found := count()) > first and found)
+    assert first < second <= count() < len(asked)
+    with serving(tiny, *options) as server, httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
+        ended = until(lambda: (one := client.get(f"/v1/batches/{name}").json())["status"] == "completed" and one)
+        found = client.get(f"/v1/files/{ended['output_file_id']}/content").content.splitlines()
+    assert sorted(int(json.loads(line)["custom_id"]) for line in found) == list(range(len(asked)))
+
+
 def test_a_signal_during_startup_ends_all_processes(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 2) as server:
         until(lambda: children(server.process.pid, "engine_main"))

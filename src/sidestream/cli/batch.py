@@ -64,8 +64,8 @@ def batch(
     if url is not None and engine_options != [DEMO_MODEL, None, EngineConfig(), Watching(None, check_order=False)]:
         raise ConfigError("--url is given with a model or options of an engine: give them to that server instead")
     check_packages()
-    from sidestream.cli.batch_files import Answers, keys_of
-    from sidestream.cli.batch_sending import AGAIN, Batch, ask_engine, ask_server
+    from sidestream.cli.batch_sending import AGAIN, ask_engine, ask_server
+    from sidestream.server.batch_files import Answers, Batch, keys_of
 
     start_logging(log_level)
     with Steps() as steps:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
-import msgspec
 
-from sidestream.cli.batch_files import Answers, Request, key_of, read_requests
 from sidestream.cli.loading import prepare_model, start
 from sidestream.cli.options import Watching
 from sidestream.cli.progress import Steps
 from sidestream.config import EngineConfig
 from sidestream.errors import ConfigError, ProcessFailed
 from sidestream.server.app import create_app
+from sidestream.server.batch_files import Answers, Batch, Request
 from sidestream.server.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -33,22 +29,6 @@ _BUSY = (429, 502, 503, 504)
 _PAUSES_S = (1, 2, 4, 8, 16, *[30] * 19)  # before a refused request is sent again: ten minutes together
 _HEALTH_EVERY_S = 5.0
 _HEALTH_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A file of requests, the keys of those that are to be asked, and the file of answers."""
-
-    source: Path
-    keys: set[int]
-    answers: Answers
-
-    def requests(self) -> Iterator[Request]:
-        """The requests with one of the keys, which are removed. Raises ConfigError as `read_requests`."""
-        for _, request in read_requests(self.source):
-            if (key := key_of(request.custom_id)) in self.keys:
-                self.keys.remove(key)
-                yield request
 
 
 def ask_server(batch: Batch, url: str, api_key: str | None, at_once: int) -> None:
@@ -120,12 +100,7 @@ async def _answer(client: httpx.AsyncClient, request: Request, answers: Answers)
         answers.append(request.custom_id, error=error)
         return
     reply = await _reply(client, request)
-    try:
-        body = msgspec.json.format(reply.content, indent=-1)
-    except (msgspec.DecodeError, RecursionError):
-        body = msgspec.json.encode(reply.text)
-    request_id = reply.headers.get("x-request-id", "")
-    answers.append(request.custom_id, status=reply.status_code, request_id=request_id, body=body)
+    answers.append_reply(request.custom_id, reply)
 
 
 async def _reply(client: httpx.AsyncClient, request: Request) -> httpx.Response:

@@ -140,7 +140,7 @@ def _serve(
         with on_stop_signal(partial(_quit_at_once, engine.kill)):  # before and after `run`, which drains
             try:
                 drained = supervisor.run(
-                    engine, on_ready=lambda running: _print_ready(running, name, keyed=options.api_key is not None)
+                    engine, on_ready=lambda running: _print_ready(running, name, keyed=options.is_keyed)
                 )
                 log.info("all requests have finished" if drained else "unfinished requests were aborted")
             finally:
@@ -160,7 +160,7 @@ def _serve_in_one_process(model: str, options: ServerOptions, config: EngineConf
         name = options.served_model_name or llm.model_name
 
         def ready(running: RunningServer) -> None:
-            _print_ready(running, name, keyed=options.api_key is not None)
+            _print_ready(running, name, keyed=options.is_keyed)
 
         with on_stop_signal(partial(_quit_at_once, lambda: None)):  # before and after `serve`, which drains
             try:

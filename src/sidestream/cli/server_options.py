@@ -55,6 +55,13 @@ _ROWS = (
         False,
         envvar="SIDESTREAM_API_KEY",
     ),
+    _Row("api_keys", "FILE", "TOML file of API keys with names, limits and rights; reread when it changes.", False),
+    _Row("audit_log", "FILE", "Append a line of JSON for each request, without its texts.", "off"),
+    _Row("batch_directory", "DIR", "Offer /v1/files and /v1/batches, and keep their files here.", "off"),
+    _Row(
+        "max_batch_directory_bytes", "SIZE", "Maximum size of --batch-directory.", "10 GiB", name="max_batch_directory"
+    ),
+    _Row("otlp_traces_endpoint", "URL", "Send a span of each request to this OpenTelemetry collector.", "off"),
     _Row(
         "admin_key",
         "KEY",
@@ -112,7 +119,7 @@ _ROWS = (
 )
 
 
-_SIZES = ("max_body_bytes", "max_buffered_bytes", "max_stored_bytes")
+_SIZES = ("max_body_bytes", "max_buffered_bytes", "max_stored_bytes", "max_batch_directory_bytes")
 
 
 def server_options(**values: Any) -> ServerOptions:

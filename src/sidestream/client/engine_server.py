@@ -228,6 +228,7 @@ def _detail(delta: Delta) -> OutputDetail:
         dict(delta.cached.by_tier),
         delta.error,
         tuple((one.token_id, one.logprob, one.top, one.rank) for one in delta.prompt_logprobs),
+        delta.queue_s,
     )
 
 

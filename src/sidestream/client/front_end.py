@@ -490,4 +490,5 @@ def _with_text(delta: Delta, text: str, count: int, finish_reason: str | None, e
         cached=delta.cached,
         error=error,
         prompt_logprobs=delta.prompt_logprobs,
+        queue_s=delta.queue_s,
     )

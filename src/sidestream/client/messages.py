@@ -187,6 +187,7 @@ class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
     cached: dict[str, int]
     error: str | None
     prompt_logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...], int], ...] = ()
+    queue_s: float | None = None
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):

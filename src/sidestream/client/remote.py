@@ -443,6 +443,7 @@ def _delta_of(stream: _Stream, detail: OutputDetail) -> Delta:
         stream.cached,
         detail.error,
         tuple(TokenLogprob(*one) for one in detail.prompt_logprobs),
+        detail.queue_s,
     )
 
 

@@ -41,6 +41,7 @@ class OutputStream:
     """The deltas of one sample.
 
     began_s  time when the first step with tokens of the sample was launched; None: it was not
+    queue_s  time until then, until a delta has it
     is_new   whether no token was sent yet
     last_s   time when the last tokens were sent; before the first token, the time of arrival
     """
@@ -49,6 +50,7 @@ class OutputStream:
         self.request = request
         self.arrival_s = arrival_s
         self.began_s: float | None = None
+        self.queue_s: float | None = None
         self.is_new = True
         self.last_s = arrival_s
         self._index = index
@@ -63,6 +65,8 @@ class OutputStream:
             token_ids, logprobs = token_ids[:count], logprobs[:count]
         cached = self.request.cached or _NOT_CACHED
         delta = Delta(self._index, "", token_ids, logprobs, finish_reason, self._prompt_tokens, cached)
+        if self.queue_s is not None:
+            delta.queue_s, self.queue_s = self.queue_s, None
         if self._prompt_logprobs:
             delta.prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return delta
@@ -166,8 +170,8 @@ class OutputStreams:
         for request_id, begin in zip(columns.request_id, columns.begin, strict=True):
             stream = None if begin is None else self._by_id.get(request_id)
             if stream is not None and stream.began_s is None:  # else it resumes after a preemption
-                stream.began_s = now_s
-                self._metrics.observe("queue_seconds", now_s - stream.arrival_s)
+                stream.began_s, stream.queue_s = now_s, now_s - stream.arrival_s
+                self._metrics.observe("queue_seconds", stream.queue_s)
 
     # ------------------------------------------------------------------ tokens of a commit
 

@@ -35,7 +35,7 @@ log = logging.getLogger("sidestream.server")
 def main(descriptor: int) -> None:
     """Serve until the supervisor sends STOP. `descriptor`: the socket to the supervisor."""
     supervisor = socket.socket(fileno=descriptor)
-    packed, descriptors, _, _ = socket.recv_fds(supervisor, CONFIG_BYTES, 2)
+    packed, descriptors, _, _ = socket.recv_fds(supervisor, CONFIG_BYTES, 3)
     if not packed:  # the supervisor has ended
         sys.exit(1)
     config = msgspec.msgpack.decode(packed, type=ApiProcessConfig)
@@ -43,7 +43,8 @@ def main(descriptor: int) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         with refused_threads_named():
-            supervisor.sendall(_serve(supervisor, config, *map(_socket, descriptors)))
+            engine, listener = map(_socket, descriptors[:2])
+            supervisor.sendall(_serve(supervisor, config, engine, listener, descriptors[2]))
     except SidestreamError as error:
         log.error("an API process cannot serve: %s", error)
         sys.exit(1)
@@ -54,7 +55,11 @@ def _socket(descriptor: int) -> socket.socket:
 
 
 def _serve(
-    supervisor: socket.socket, config: ApiProcessConfig, engine: socket.socket, listener: socket.socket
+    supervisor: socket.socket,
+    config: ApiProcessConfig,
+    engine: socket.socket,
+    listener: socket.socket,
+    limits: int | None = None,
 ) -> bytes:
     """Serve until STOP. Returns DRAINED or ABORTED."""
     client = RemoteClient.connect(engine)
@@ -84,7 +89,7 @@ def _serve(
     # On the main thread, `serve` would handle signals, but an API process ignores them (see `run_child`).
     with ThreadPoolExecutor(1, thread_name_prefix="sidestream-api") as thread:
         drained = thread.submit(
-            serve, backend, config.options, listener=listener, on_ready=on_ready, text=text, store=store
+            serve, backend, config.options, listener=listener, on_ready=on_ready, text=text, store=store, limits=limits
         ).result()
     return DRAINED if drained else ABORTED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -11,7 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -38,6 +39,8 @@ from sidestream.formats import (
 )
 from sidestream.processes.log_stream import lost_lines
 from sidestream.server.anthropic_messages import MessagesReply, count_tokens, parse_messages
+from sidestream.server.api_keys import KeyFile
+from sidestream.server.audit import AuditLog
 from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
@@ -70,6 +73,7 @@ from sidestream.server.openapi import document_routes
 from sidestream.server.operations import operation_routes
 from sidestream.server.options import ServerOptions
 from sidestream.server.page_routes import page_routes
+from sidestream.server.rate_limits import UNITS, RateLimits, limits_file
 from sidestream.server.response_store import ResponseStore
 from sidestream.server.responses import (
     CHAT_FORMAT,
@@ -83,10 +87,16 @@ from sidestream.server.responses import (
     spelled_prompt,
 )
 from sidestream.server.text_work import Handle, TextWork
+from sidestream.server.tracing import Tracing
 from sidestream.text import TokenizerLike
 from sidestream.types import CANCELLED, Delta, TokenLogprob
 from sidestream.version import VERSION
 
+if TYPE_CHECKING:
+    from sidestream.server.batches import Batches
+
+TIMEOUT_HEADER = "x-request-timeout"
+_MOST_TIMEOUT_S = 1e6
 _EXPLAIN_HEADER = "x-explain-cache"
 _INLINE_BODY_BYTES = 8 << 10
 """Parsing and tokenising a body of this size takes up to 2 ms."""
@@ -137,13 +147,20 @@ def health_reply(backend: Backend, path: str = "/health") -> tuple[int, Json]:
 
 
 def create_app(
-    backend: Backend, *, options: ServerOptions, text: TextWork | None = None, store: ResponseStore | None = None
+    backend: Backend,
+    *,
+    options: ServerOptions,
+    text: TextWork | None = None,
+    store: ResponseStore | None = None,
+    limits: int | None = None,
 ) -> Starlette:
     """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply. Setting
-    `app.state.draining` ends the streams of live figures.
+    `app.state.draining` ends the streams of live figures. The caller calls the functions of
+    `app.state.at_start` on the event loop when it serves, of `at_stop` when it stops, and of `at_end` at the end.
 
     text   works on request bodies; None: threads of this process
     store  keeps responses; None: one for this application
+    limits  descriptor of the file of `RateLimits`; None: one for this application
     """
     stopping, draining = CallbackEvent(), CallbackEvent()
     served = served_constants(backend, options)
@@ -155,6 +172,64 @@ def create_app(
     hints = CacheHints(backend, options.max_hint_ttl_s)
     breaks = EarlyBreaks(count=backend.count, tokenizer=backend.tokenizer, shows_text=options.explain_cache == "text")
 
+    key_limits = _limits(backend, options, limits)
+    batches = _batches(options)
+    watchers = _watchers(backend, options, served)
+
+    def completions(api: Api | Literal["messages", "responses"]) -> Completions:
+        first = backend, bodies, text, handle, stopping, model["id"], api
+        return Completions(*first, store, breaks, hints, explains=options.explain_cache)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
+            Route("/v1/completions", completions("text"), methods=["POST"]),
+            Route("/v1/messages", completions("messages"), methods=["POST"]),
+            Route("/v1/responses", completions("responses"), methods=["POST"]),
+            *_stored_responses(store),
+            *_model_routes(model),
+            *_converting_routes(bodies, text, stopping),
+            *_state_routes(backend, options, served),
+            *_page(backend, options, served, draining),
+            *operation_routes(backend),
+            *cache_routes(backend, bodies, text, shows_text=options.explain_cache == "text"),
+            *document_routes(served.model_name, known_paths),
+            *(batches.routes(bodies, options.allowed_origins) if batches else ()),
+        ],
+        middleware=[
+            Middleware(RootPathMiddleware, prefix=options.root_path),
+            *_cors(options),
+            Middleware(
+                RequestMiddleware, options=options, limits=key_limits, on_end=[watcher.add for watcher in watchers]
+            ),
+        ],
+        exception_handlers={HTTPException: _reraise},
+    )
+    app.router.redirect_slashes = False
+    app.state.stopping, app.state.draining = stopping, draining
+    runner = batches.runner(backend, app, key_limits) if batches else None
+    app.state.at_start, app.state.at_stop = [runner.start] if runner else [], [runner.stop] if runner else []
+    app.state.at_end = [watcher.close for watcher in watchers]
+    return app
+
+
+def _converting_routes(bodies: BodyReader, text: TextWork, stopping: CallbackEvent) -> list[Route]:
+    """Routes that need the tokenizer only."""
+
+    def converting(kind: str) -> Callable[[Request], Awaitable[Response]]:
+        async def convert(request: Request) -> Response:
+            async with bodies.read(request) as body, CancelOnDisconnect(request.scope, stopping):
+                return Response(await text.run(kind, body), media_type=JsonResponse.media_type)
+
+        return convert
+
+    kinds = {"/v1/messages/count_tokens": "count_tokens", "/tokenize": "tokenize", "/detokenize": "detokenize"}
+    return [Route(path, converting(kind), methods=["POST"]) for path, kind in kinds.items()]
+
+
+def _model_routes(model: Json) -> list[Route]:
+    """Routes of the one model."""
+
     async def models(request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [model]})
 
@@ -165,56 +240,32 @@ def create_app(
             )
         return JsonResponse(model)
 
-    def converting(kind: str) -> Callable[[Request], Awaitable[Response]]:
-        async def convert(request: Request) -> Response:
-            async with bodies.read(request) as body, CancelOnDisconnect(request.scope, stopping):
-                return Response(await text.run(kind, body), media_type=JsonResponse.media_type)
+    return [Route("/v1/models", models), Route("/v1/models/{name:path}", one_model)]
 
-        return convert
 
-    def completions(api: Api | Literal["messages", "responses"]) -> Completions:
-        return Completions(
-            backend,
-            bodies,
-            text,
-            handle,
-            stopping,
-            model["id"],
-            api,
-            store,
-            breaks,
-            hints,
-            explains=options.explain_cache,
-        )
+def _limits(backend: Backend, options: ServerOptions, file: int | None) -> RateLimits | None:
+    if options.api_keys is None:
+        return None
+    return RateLimits(KeyFile(options.api_keys), limits_file() if file is None else file, backend.count)
 
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
-            Route("/v1/completions", completions("text"), methods=["POST"]),
-            Route("/v1/messages", completions("messages"), methods=["POST"]),
-            Route("/v1/messages/count_tokens", converting("count_tokens"), methods=["POST"]),
-            Route("/v1/responses", completions("responses"), methods=["POST"]),
-            *_stored_responses(store),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", one_model),
-            Route("/tokenize", converting("tokenize"), methods=["POST"]),
-            Route("/detokenize", converting("detokenize"), methods=["POST"]),
-            *_state_routes(backend, options, served),
-            *_page(backend, options, served, draining),
-            *operation_routes(backend),
-            *cache_routes(backend, bodies, text, shows_text=options.explain_cache == "text"),
-            *document_routes(served.model_name, known_paths),
-        ],
-        middleware=[
-            Middleware(RootPathMiddleware, prefix=options.root_path),
-            *_cors(options),
-            Middleware(RequestMiddleware, options=options),
-        ],
-        exception_handlers={HTTPException: _reraise},
-    )
-    app.router.redirect_slashes = False
-    app.state.stopping, app.state.draining = stopping, draining
-    return app
+
+def _watchers(backend: Backend, options: ServerOptions, served: Served) -> list[AuditLog | Tracing]:
+    """Those that are told of the end of each request."""
+    watchers: list[AuditLog | Tracing] = []
+    if options.audit_log is not None:
+        watchers.append(AuditLog(options.audit_log, served.model_name, backend.count))
+    if options.otlp_traces_endpoint is not None:
+        watchers.append(Tracing(options.otlp_traces_endpoint, served.model_name))
+    return watchers
+
+
+def _batches(options: ServerOptions) -> Batches | None:
+    """The batches of the options' directory. Imports their modules only if there is one."""
+    if options.batch_directory is None:
+        return None
+    from sidestream.server.batches import Batches
+
+    return Batches(options.batch_directory, options.max_batch_directory_bytes)
 
 
 def _page(backend: Backend, options: ServerOptions, served: Served, draining: CallbackEvent) -> list[Route]:
@@ -307,7 +358,12 @@ def _cors(options: ServerOptions) -> list[Middleware]:
             allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", "x-sidestream-replica"),
+            expose_headers=(
+                "x-request-id",
+                "retry-after",
+                "x-sidestream-replica",
+                *(f"x-ratelimit-{word}-{unit}" for word in ("limit", "remaining", "reset") for unit in UNITS),
+            ),
         )
     ]
 
@@ -367,11 +423,24 @@ class Completions:
         self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read, validate, generate, reply. RequestMiddleware replies to failures."""
+        """Read, validate, generate, reply, until the request's deadline. RequestMiddleware replies to failures."""
+        record = request_record(scope)
+        seconds = _timeout_s(Headers(scope=scope), record)
+        try:
+            async with asyncio.timeout_at(None if seconds is None else record.started + seconds) as deadline:
+                await self._serve(scope, receive, send, record)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            message = f"the request did not end within {seconds:g} s, its deadline: ask for less, or give it more time"
+            raise ApiError(504, message, kind="server_error", code="timeout") from None
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         async with self._bodies.read(Request(scope, receive)) as body, CancelOnDisconnect(scope, self._stopping):
             call = await self._parse(body)
-        record = request_record(scope)
-        record.request_id = call.request_id or record.request_id
+        if record.grant is not None:
+            call = record.grant.accept(call)
+        record.request_id, record.params = call.request_id or record.request_id, call.params
         if call.explain_cache or _asks_for_explanation(Headers(scope=scope)):
             record.explains = "text" if has_admin_key(scope) else self._explains
             if record.explains == "off":
@@ -637,6 +706,21 @@ def _asks_for_explanation(headers: Headers) -> bool:
     return value in ("1", "true")
 
 
+def _timeout_s(headers: Headers, record: RequestRecord) -> float | None:
+    """Seconds from the start of the request to its deadline: of its header, at most those of its key."""
+    bound = None if record.grant is None else record.grant.key.deadline_s
+    if (text := headers.get(TIMEOUT_HEADER)) is None:
+        return bound
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MOST_TIMEOUT_S:
+        message = f"the header {TIMEOUT_HEADER} is {text[:64]!r}: give seconds above 0, at most {_MOST_TIMEOUT_S:g}"
+        raise bad_request(message, TIMEOUT_HEADER)
+    return seconds if bound is None else min(seconds, bound)
+
+
 async def generate_all(
     backend: Backend,
     call: Call,
@@ -672,8 +756,11 @@ async def generate_all(
                     is_pinned = True
                     hints.begin(prompt, call.marks, call.cache_salt)
                 await emit(number * call.params.n + delta.index, delta)
+                if delta.queue_s is not None:
+                    record.queue_s = max(delta.queue_s, record.queue_s or 0.0)
                 if delta.finish_reason is not None:
                     running.discard(delta.index)
+                    record.finish_reasons.append(delta.finish_reason)
         if running:
             raise InvariantError(f"{request_name} ended before its samples {sorted(running)} did")
 

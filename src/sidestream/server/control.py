@@ -24,8 +24,8 @@ CONFIG_BYTES = 1 << 16
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True):
-    """Sent to an API process once the engine serves. The message carries two sockets: the connection to the engine, and
-    the listener.
+    """Sent to an API process once the engine serves. The message carries the connection to the engine, the listener,
+    and the file of `RateLimits`.
     """
 
     options: ServerOptions

@@ -20,6 +20,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _MAX_MESSAGE_CHARS = 1500  # messages quote the client's values, which may be megabytes

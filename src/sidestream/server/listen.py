@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sidestream.errors import ConfigError
+from sidestream.server.api_keys import read_keys
+from sidestream.server.audit import open_audit_log
+from sidestream.server.batch_store import BatchStore
 from sidestream.server.connections import connection_limit
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
+from sidestream.server.tracing import check_tracing
 
 _SOCKET_MODE = 0o660  # programs of the same group may connect, such as a reverse proxy
 
@@ -23,11 +27,22 @@ def bind(options: ServerOptions) -> socket.socket:
     """Bind the address; called before the model is loaded, so that an address in use fails early.
 
     Until `serve` listens on the socket, the kernel refuses connections, so load balancers see that the server is not
-    ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low or a
-    TLS certificate cannot be used.
+    ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low, or a
+    TLS certificate, the file of API keys, the audit log, the directory of batches or tracing cannot be used.
     """
     connection_limit(options)
     tls_context(options)
+    if options.api_keys is not None:  # later, a wrong file opens nothing, or changes nothing
+        read_keys(options.api_keys)
+    if options.otlp_traces_endpoint is not None:
+        check_tracing(options.otlp_traces_endpoint)
+    if options.batch_directory is not None:
+        BatchStore(Path(options.batch_directory), options.max_batch_directory_bytes)
+    if options.audit_log is not None:
+        try:
+            os.close(open_audit_log(options.audit_log))
+        except OSError as fault:
+            raise ConfigError(f"audit_log is {options.audit_log}: {fault.strerror}; give another path") from fault
     if options.uds is not None:
         return _bind_unix(Path(options.uds))
     host, port = options.address

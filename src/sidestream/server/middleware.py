@@ -9,17 +9,19 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped
 from sidestream.server.body import JsonResponse, to_json
 from sidestream.server.errors import ApiError, ClientGone, as_api_error, checked_request_id
 from sidestream.server.options import ServerOptions
+from sidestream.server.rate_limits import Grant, RateLimits
 from sidestream.server.responses import Usage
 
 log = logging.getLogger("sidestream.server")
@@ -29,9 +31,11 @@ log = logging.getLogger("sidestream.server")
 HEALTH_PATHS = ("/health", "/healthz", "/livez", "/readyz", "/ping")
 DOCS_PATH = "/docs"
 PAGE_PATHS = ("/", "/page.js", "/page.css")
-_QUIET_PATHS = (*HEALTH_PATHS, *PAGE_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
+QUIET_PATHS = (*HEALTH_PATHS, *PAGE_PATHS, "/metrics", "/load")  # polled every few seconds: logged at DEBUG
 _ANTHROPIC_PATH = "/v1/messages"  # errors of this path and below have Anthropic's format
 _ADMIN = "sidestream.admin"  # in the scope: whether the request has the admin key; None: the server has none
+INTERNAL_GRANT = "sidestream.internal_grant"
+"""In the scope of a request that the server sends to itself: its grant. Clients cannot set it."""
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
 
 
@@ -42,6 +46,9 @@ class RequestRecord:
     explains      one of `LEVELS`: how much the explanation of the cache may tell
     explanations  the field `cache_explanation` of the reply, once it is known; empty: there is none
     error_event   makes the end of a stream that fails; None: as of other streams of OpenAI's and Anthropic's APIs
+    grant         of the key's limits; None: the request has no key of the file of keys
+    params        of the call, once it is valid
+    queue_s       longest time of a sample from its arrival in the engine to its first step, once that is known
     """
 
     request_id: str
@@ -53,6 +60,10 @@ class RequestRecord:
     status: int = 0
     outcome: str = "ok"
     error_event: Callable[[ApiError], bytes] | None = None
+    grant: Grant | None = None
+    params: SamplingParams | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    queue_s: float | None = None
 
     def on_token(self) -> None:
         """Record the time of the first token."""
@@ -86,18 +97,31 @@ class RootPathMiddleware:
         await self._app(scope, receive, send)
 
 
-def _route(scope: Scope) -> str:
+def route_of(scope: Scope) -> str:
     """The path without the proxy's prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 class RequestMiddleware:
-    """Gives the request its id and record, checks the API key, and replies to every failure."""
+    """Gives the request its id and record, checks the API key, and replies to every failure.
 
-    def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
+    limits   of the keys in a file; None: there is no such file
+    on_end   functions that get the record and scope of each request that has ended
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        options: ServerOptions,
+        limits: RateLimits | None = None,
+        on_end: Sequence[Callable[[RequestRecord, Scope], None]] = (),
+    ) -> None:
         self._app = app
         self._options = options
+        self._limits = limits
+        self._on_end = on_end
         self._api_key, self._admin_key = _credential(options.api_key), _credential(options.admin_key)
         self._open_paths = (*HEALTH_PATHS, DOCS_PATH, *(PAGE_PATHS if options.page else ()))
 
@@ -113,6 +137,8 @@ class RequestMiddleware:
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
+                if record.grant is not None:
+                    headers.update(record.grant.headers)
                 if self._options.replica:
                     headers["x-sidestream-replica"] = self._options.replica
             await send(message)
@@ -120,7 +146,7 @@ class RequestMiddleware:
         try:
             if "x-request-id" in (headers := Headers(scope=scope)):
                 record.request_id = checked_request_id(headers["x-request-id"], "x-request-id")
-            self._authorise(scope)
+            record.grant = self._authorise(scope) if INTERNAL_GRANT not in scope else scope[INTERNAL_GRANT]
             await self._app(scope, receive, send_tracked)
         except ClientGone:
             record.outcome, record.status = "client gone", record.status or _GONE
@@ -130,19 +156,32 @@ class RequestMiddleware:
             record.outcome = "cancelled"
             raise
         finally:
+            if record.grant is not None:
+                record.grant.end(record.usage.prompt_tokens + record.usage.output_tokens)
             _log_request(record, scope)
+            for tell in self._on_end:
+                tell(record, scope)
 
-    def _authorise(self, scope: Scope) -> None:
-        """Raise ApiError unless the request has the API key or the admin key, or the path needs none. Records for
-        `require_admin` whether it has the admin key.
+    def _authorise(self, scope: Scope) -> Grant | None:
+        """Raise ApiError unless the request has an API key or the admin key, or the path needs none. Records for
+        `require_admin` whether it has the admin key. The result is the grant of a key in the file of keys.
         """
         headers = Headers(scope=scope)
         scheme, _, credential = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), credential if scheme.lower() == "bearer" else ""]
         admin = None if self._admin_key is None else _is_among(self._admin_key, given)
         scope[_ADMIN] = admin
-        if admin or self._api_key is None or _route(scope) in self._open_paths or _is_among(self._api_key, given):
-            return
+        if (
+            admin
+            or (self._api_key is None and self._limits is None)
+            or route_of(scope) in self._open_paths
+            or (self._api_key is not None and _is_among(self._api_key, given))
+        ):
+            return None
+        if self._limits is not None:
+            grant = self._limits.admit(given, route_of(scope), free=scope["method"] in ("GET", "HEAD"))
+            if grant is not None:
+                return grant
         raise _wrong_key("API key")
 
     async def _fail(
@@ -153,7 +192,7 @@ class RequestMiddleware:
         record.outcome = error.code or error.kind
         if error.status == 500:
             log.error("%s failed: %s", record.request_id, failure, exc_info=failure)
-        is_anthropic = _route(scope).startswith(_ANTHROPIC_PATH)
+        is_anthropic = route_of(scope).startswith(_ANTHROPIC_PATH)
         body = error.anthropic_body() if is_anthropic else error.body()
         if not record.status:
             await JsonResponse(body, error.status, error.headers)(scope, receive, send)
@@ -181,7 +220,7 @@ def _wrong_key(name: str) -> ApiError:
 
 def has_admin_key(scope: Scope) -> bool:
     """Whether the request has the admin key."""
-    return bool(scope[_ADMIN])
+    return bool(scope.get(_ADMIN))
 
 
 def require_admin(scope: Scope) -> None:
@@ -211,7 +250,7 @@ def _log_request(record: RequestRecord, scope: Scope) -> None:
         "duration_s": now - record.started,
     }
     log.log(
-        logging.DEBUG if _route(scope) in _QUIET_PATHS else logging.INFO,
+        logging.DEBUG if route_of(scope) in QUIET_PATHS else logging.INFO,
         "%s %s %s status=%d outcome=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d ttft=%s duration=%.3fs",
         *list(fields.values())[:8],
         "-" if ttft_s is None else f"{ttft_s:.3f}s",

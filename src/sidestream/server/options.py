@@ -36,6 +36,13 @@ class ServerOptions:
                        client certificates
     api_key            clients must send `Authorization: Bearer <api_key>`, except for health checks and
                        /docs; None: no check
+    api_keys           TOML file of further API keys with names, limits and rights (`api_keys.ApiKey`); it is read again
+                       when it changes. None: none
+    audit_log          file to which a line of JSON is appended for each request, without its texts; None: none
+    batch_directory    directory of `/v1/files` and `/v1/batches`; None: the server has none of these
+    max_batch_directory_bytes  bytes of this directory, beyond which nothing is uploaded, and batches fail; None: 10 GiB
+    otlp_traces_endpoint  URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, for a span of
+                       each request; None: no spans. Needs the extra `otel`
     admin_key          key for operations (such as /reset_prefix_cache), which `api_key` does not open; it opens all
                        other paths, too. None: operations are refused
     served_model_name  the model's name in requests; None: the backend's name for it
@@ -85,6 +92,11 @@ class ServerOptions:
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None
     api_key: str | None = field(default=None, repr=False)
+    api_keys: str | None = None
+    audit_log: str | None = None
+    batch_directory: str | None = None
+    max_batch_directory_bytes: int | None = None
+    otlp_traces_endpoint: str | None = None
     admin_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     replica: str = ""
@@ -118,6 +130,7 @@ class ServerOptions:
             ("max_choices", 1, 1 << 20),
             ("max_stored_responses", 0, 1 << 20),
             ("max_stored_bytes", 1, 1 << 40),
+            ("max_batch_directory_bytes", 1, 1 << 50),
             ("retry_after_s", 0, 3600),
         ):
             value = getattr(self, name)
@@ -160,6 +173,9 @@ class ServerOptions:
                 )
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ConfigError("admin_key is equal to api_key: give another one, so that users cannot send operations")
+        for name in ("api_keys", "audit_log", "batch_directory"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name} is empty: give a path, or leave it out")
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
         if self.replica and not _REPLICA.fullmatch(self.replica):
@@ -176,6 +192,11 @@ class ServerOptions:
     def address(self) -> tuple[str, int]:
         """Host and port to listen on, unless `uds` is given."""
         return "127.0.0.1" if self.host is None else self.host, 8000 if self.port is None else self.port
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether clients need a key."""
+        return self.api_key is not None or self.api_keys is not None
 
     def _check_uds(self) -> None:
         if self.uds is None:

@@ -59,6 +59,7 @@ def serve(
     on_ready: Callable[[RunningServer], None] | None = None,
     text: TextWork | None = None,
     store: ResponseStore | None = None,
+    limits: int | None = None,
 ) -> bool:
     """Serve until SIGINT, SIGTERM, SIGHUP or `RunningServer.stop`; blocks. True if every request has finished.
 
@@ -69,6 +70,7 @@ def serve(
     listener   socket made by `bind(options)`, which is closed at the end; None: bind now
     text       works on request bodies, and is closed at the end; None: threads of this process
     store      keeps responses; None: one for this server
+    limits     descriptor of the file of `RateLimits`; None: one for this server
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -78,7 +80,7 @@ def serve(
         # Accepted connections inherit SO_REUSEADDR. Without it, connections in TIME_WAIT would keep the next server
         # from binding the address.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        app = create_app(backend, options=options, text=text, store=store)
+        app = create_app(backend, options=options, text=text, store=store, limits=limits)
         _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,
@@ -97,19 +99,23 @@ def serve(
             timeout_graceful_shutdown=math.ceil(options.drain_s) + _ABORT_S,
         )
         server = _Server(config, app.state, options, on_ready)
-        server.run(sockets=[bound])
+        try:
+            server.run(sockets=[bound])
+        finally:
+            for end in app.state.at_end:
+                end()
         return not app.state.stopping.is_set()
 
 
 def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
     address = "" if listener.family == socket.AF_UNIX else listener.getsockname()[0]
-    if options.api_key is None and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if not options.is_keyed and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         log.warning(
             "listening on %s without an API key: anyone who reaches this machine can use the model; "
             "set --api-key (in Python api_key)",
             address,
         )
-    if options.api_key is None and "*" in options.allowed_origins:
+    if not options.is_keyed and "*" in options.allowed_origins:
         log.warning(
             "any web page in a browser that reaches this server can use the model: "
             "set --api-key (in Python api_key), or name origins instead of *"
@@ -141,6 +147,7 @@ class _Server(uvicorn.Server):
         on_ready: Callable[[RunningServer], None] | None,
     ) -> None:
         super().__init__(config)
+        self._state = state
         self._stopping: CallbackEvent = state.stopping
         self._draining: CallbackEvent = state.draining
         self._options = options
@@ -153,11 +160,15 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         assert sockets is not None
         running = running_server(sockets[0], self._options, self.interrupt)
+        for begin in self._state.at_start:
+            begin()
         log.info("serving on %s", running.url if running.uds is None else f"{running.url}, Unix socket {running.uds}")
         if self._on_ready is not None:
             self._on_ready(running)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for stop in self._state.at_stop:
+            stop()
         self._draining.set()
         log.info(
             "draining %d requests for up to %g s; interrupt again to quit at once",

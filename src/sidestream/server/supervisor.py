@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import shutil
 import socket
 import time
@@ -25,6 +26,7 @@ from sidestream.processes.signals import on_stop_signal
 from sidestream.server.control import ABORTED, GRACE_S, READY, STOP, ApiProcessConfig
 from sidestream.server.listen import bind_same_address
 from sidestream.server.options import ServerOptions
+from sidestream.server.rate_limits import limits_file
 from sidestream.server.response_store import new_directory
 from sidestream.server.run import RunningServer, running_server
 
@@ -53,13 +55,13 @@ class _ApiProcess:
         self._process, self.control = start_child("sidestream.server.api_process", torch=False)
         self.pid = self._process.pid
 
-    def configure(self, config: bytes, engine: EngineProcess, listener: socket.socket) -> None:
-        """Make the process serve. Does nothing if the process or the engine has ended; the supervisor's other tasks
-        notice such an end.
+    def configure(self, config: bytes, engine: EngineProcess, listener: socket.socket, limits: int) -> None:
+        """Make the process serve. `limits`: descriptor of the file of `RateLimits`. Does nothing if the
+        process or the engine has ended; the supervisor's other tasks notice such an end.
         """
         self.configured_s = time.monotonic()
         with contextlib.suppress(EngineStopped, OSError), engine.attach() as connection:
-            socket.send_fds(self.control, [config], [connection.fileno(), listener.fileno()])
+            socket.send_fds(self.control, [config], [connection.fileno(), listener.fileno(), limits])
             self._configured = True
         self.control.setblocking(False)
 
@@ -130,6 +132,7 @@ class Supervisor:
         config = ApiProcessConfig(limited, log_level, *log_format, self._responses)
         self._config = msgspec.msgpack.encode(config)
         self._listeners = list(listeners)
+        self._limits = os.fdopen(limits_file(), "rb")
         self._options = options
         self._stopping = False
         self._drained = True
@@ -164,6 +167,7 @@ class Supervisor:
         for api in self._processes:
             api.kill()
         shutil.rmtree(self._responses, ignore_errors=True)
+        self._limits.close()
 
     async def _run(self, engine: EngineProcess, on_ready: Callable[[RunningServer], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -250,7 +254,7 @@ class Supervisor:
         failures = 0
         while True:
             api = self._processes[index]
-            api.configure(self._config, engine, self._listeners[index])
+            api.configure(self._config, engine, self._listeners[index], self._limits.fileno())
             messages, status = await api.wait(on_ready)
             if engine.closed_itself():
                 await self._wait_for_end(engine)

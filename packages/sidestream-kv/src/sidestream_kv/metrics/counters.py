@@ -85,6 +85,8 @@ METRICS: Mapping[str, Declared] = {
         "prompts that differed from earlier ones at an early place that was logged, with the same text behind",
     ),
     "log_lines_lost_total": Declared("counter", "lines that API processes did not log, because the log was not read"),
+    "audit_lines_lost_total": Declared("counter", "lines of the audit log that could not be written"),
+    "rate_limited_total": Declared("counter", "requests that an API key's limits refused", ("limit",)),
     "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
     "engine_ready_seconds": Declared("gauge", "time from the start of the process until its engine served"),
     "model_info": Declared("gauge", "1, with the name of the served model", ("model_name",)),

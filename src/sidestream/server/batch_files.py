@@ -1,7 +1,8 @@
-"""The files of `sidestream batch`, in the format of OpenAI's Batch API: a line of JSON for each request or answer.
+"""The files of batches, in the format of OpenAI's Batch API: a line of JSON for each request or answer.
 
 A file of requests is read line by line, and may have any size. A file of answers grows by whole lines; it says which
-requests are answered, so nothing else is stored for a resume. Used by one thread.
+requests are answered, so nothing else is stored for a resume. Used by `sidestream batch` and by the runner of
+`/v1/batches`; a file by one thread at a time.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import xxhash
 
 from sidestream.errors import ConfigError, SidestreamError
+
+if TYPE_CHECKING:
+    import httpx
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _BEGIN = b'{"id":"batch_req_'  # of each line that `Answers` writes
@@ -186,6 +191,15 @@ class Answers:
             raise
         self._add(len(line) + 1, status)
 
+    def append_reply(self, custom_id: str, reply: httpx.Response) -> None:
+        """Write the answer of a server's reply. Raises SidestreamError."""
+        try:
+            body = msgspec.json.format(reply.content, indent=-1)
+        except (msgspec.DecodeError, RecursionError):
+            body = msgspec.json.encode(reply.text)
+        request_id = reply.headers.get("x-request-id", "")
+        self.append(custom_id, status=reply.status_code, request_id=request_id, body=body)
+
     def sync(self) -> None:
         """Wait until the file is on the disk. Raises SidestreamError."""
         try:
@@ -203,3 +217,19 @@ class Answers:
             f"{self.path} cannot be written: {fault.strerror}; it keeps its {self.count} answers: make room, then run "
             "the same command again"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A file of requests, the keys of those that are to be asked, and the file of answers."""
+
+    source: Path
+    keys: set[int]
+    answers: Answers
+
+    def requests(self) -> Iterator[Request]:
+        """The requests with one of the keys, which are removed. Raises ConfigError as `read_requests`."""
+        for _, request in read_requests(self.source):
+            if (key := key_of(request.custom_id)) in self.keys:
+                self.keys.remove(key)
+                yield request
