@@ -188,7 +188,7 @@ MUTATIONS = (
     Mutation(
         name="only-accepted-tokens-are-committed",
         hazard="H12",
-        change=Value("1 + drafts"),
+        change=Value("before + 1 + drafts"),
         consequence="KV of rejected drafts becomes findable",
         needs=frozenset({"speculative"}),
     ),

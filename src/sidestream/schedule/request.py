@@ -139,6 +139,8 @@ class Request:
     # written by the scheduler only
     tokens: list[int] = field(init=False)
     """Prompt and committed outputs."""
+    max_len: int = field(init=False)
+    """Largest number of `tokens`: a request that has so many ends."""
     state: State = field(init=False, default=State.WAITING)
     finish_reason: str | None = field(init=False, default=None)
     epoch: int = field(init=False, default=0)
@@ -210,6 +212,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.max_len = len(self.prompt) + self.max_outputs
 
     @property
     def num_outputs(self) -> int:
@@ -265,10 +268,11 @@ class Request:
         """Append tokens up to the first one that ends the request. Returns the number of appended tokens, and the
         finish reason or None.
         """
-        tokens, count, outputs = self.tokens, len(token_ids), len(self.tokens) - len(self.prompt)
-        if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(token_ids):  # nearly always
+        tokens, count = self.tokens, len(token_ids)
+        if len(tokens) + count < self.max_len and self.stop_ids.isdisjoint(token_ids):  # nearly always
             tokens.extend(token_ids)
             return count, None
+        outputs = self.num_outputs
         count = 0
         for token_id in token_ids:
             tokens.append(token_id)
