@@ -174,7 +174,12 @@ MUTATIONS = (
         name="drafts-in-flight-lower-the-bound",
         hazard="H19",
         at="decode-row",
-        change=SetOperand(3, "length"),
+        change=SetArgument(
+            "RowColumns",
+            3,
+            "tuple(map(lambda request, drafts: request.launched_len - 1 - drafts, requests, "
+            "(*(0,) * len(self.plain), *self.drafts)))",
+        ),
         consequence="the host assumes that all drafts of the previous step were accepted",
         needs=frozenset({"speculative"}),
     ),
@@ -238,10 +243,11 @@ MUTATIONS = (
         name="slot-begins-once-per-epoch",
         hazard="H19",
         at="decode-row",
-        change=SetOperand(
+        change=SetArgument(
+            "RowColumns",
             9,
-            "__import__('sidestream.types').types.RowStart(request.sampling, request.prompt, "
-            "tuple(request.tokens[len(request.prompt) :]))",
+            "tuple([__import__('sidestream.types').types.RowStart(request.sampling, request.prompt, "
+            "tuple(request.tokens[len(request.prompt) :])) for request in requests])",
         ),
         consequence="a decode step uses the host's last token, one step old, instead of the token that the device has "
         "just sampled",

@@ -197,6 +197,14 @@ class BatchPlan:
         return rows
 
     @property
+    def prefill_rows(self) -> tuple[RowPlan, ...]:
+        """The prefill rows, without making the others."""
+        decodes = self.num_decodes
+        if decodes == self.num_rows:  # nearly always
+            return ()
+        return tuple(map(RowPlan._make, zip(*(column[decodes:] for column in self.columns), strict=True)))
+
+    @property
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self.columns.slot)

@@ -147,6 +147,8 @@ class Request:
     """Grows with each preemption: results of steps of an earlier epoch are dropped."""
     slot: Lease | None = field(init=False, default=None)
     """Its request slot on the device, while it runs."""
+    slot_id: int = field(init=False, default=-1)
+    """The index of this slot."""
     blocks: Lease | None = field(init=False, default=None)
     block_table: tuple[BlockId, ...] = field(init=False, default=())
     """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
