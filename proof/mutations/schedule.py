@@ -166,7 +166,7 @@ MUTATIONS = (
     Mutation(
         name="bounds-come-down-at-commit",
         hazard="H19",
-        change=Delete(2),
+        change=Delete(),
         consequence="a request with rejected drafts counts as longer and longer, until it must stop",
         needs=frozenset({"speculative"}),
     ),

@@ -87,7 +87,7 @@ class StepBuilder:
             none,
             tuple([request.block_table for request in requests]),
             (True,) * len(requests),
-            tuple([request.launched_outputs - 1 - request.drafts_in_flight for request in requests]),
+            tuple([request.launched_len - request.drafts_in_flight - len(request.prompt) for request in requests]),
             none,
             (*(0,) * len(self.plain), *self.drafts),
             tuple([self.states.get(request.id) for request in requests]) if self.states else none,
@@ -184,7 +184,7 @@ class PrefillPlanner:
         )
 
     def _row(self, request: Request, start: int, stop: int, states: StateIds | None, *, samples: bool) -> RowPlan:
-        begin, tokens, outputs = None, tuple(request.tokens[start:stop]), request.launched_outputs
+        begin, tokens = None, tuple(request.tokens[start:stop])
         if not request.begun:
             begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
             request.begun = True
@@ -198,12 +198,11 @@ class PrefillPlanner:
             tokens,
             request.block_table,
             samples,
-            outputs,
+            request.num_outputs,
             begin,
             states=states,
         )
         request.launched_len = stop
-        request.launched_outputs += samples
         return row
 
 
@@ -440,8 +439,8 @@ class DecodePlanner:
     Invariants:
     - A row is planned only if the request's blocks cover every token that it may write (hazard H11).
     - A request may be preempted to get a block for a token of a request of higher rank, but never for drafts.
-    - While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds; if `drafts_in_flight` is
-      subtracted, they are lower bounds (hazard H19).
+    - While drafts are in flight, `launched_len` is an upper bound; if `drafts_in_flight` is subtracted, it is a lower
+      bound (hazard H19).
     """
 
     def __init__(self, limits: Limits, *, policy: SpecPolicy, allocator: Allocator, preemption: Preemption) -> None:
@@ -468,7 +467,6 @@ class DecodePlanner:
             if request.states is not None:
                 self._plan_states(request, step)
             request.launched_len = stop
-            request.launched_outputs += 1 + drafts
             if drafts or request.drafts_in_flight:
                 request.drafts_in_flight += drafts
                 step.speculates = True
@@ -490,7 +488,7 @@ class DecodePlanner:
             return [0] * len(requests)
         chosen = self._policy.reuse(len(requests))
         if chosen is None:
-            room = [request.max_outputs - request.launched_outputs - 1 for request in requests]
+            room = [request.last_len - request.launched_len - 1 for request in requests]
             chosen = self._policy.choose([request.spec_record for request in requests], room)
         step.undrafted.update(chosen.undrafted)
         return chosen.counts

@@ -350,11 +350,7 @@ class Scheduler:
         self._preemption.make_room_for_priority()
         ranked = self._queues.running_by_rank()
         # The code of `Request.can_decode`, inlined: hundreds of property calls would cost more than the comparison.
-        decoding = [
-            request
-            for request in ranked
-            if request.prefill_end <= request.launched_len and request.launched_outputs < request.max_outputs
-        ]
+        decoding = [request for request in ranked if request.prefill_end <= request.launched_len < request.last_len]
         num_decoding = len(decoding)
         # rule: blocks-taken-before-wait-for-their-last-use
         step = StepBuilder(self.limits.prefill_budget(num_decoding, prefill_rate), lead_s, step_s, after=self._owed)
