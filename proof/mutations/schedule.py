@@ -177,8 +177,7 @@ MUTATIONS = (
         change=SetArgument(
             "RowColumns",
             3,
-            "tuple(map(lambda request, drafts: request.launched_len - 1 - drafts, requests, "
-            "(*(0,) * len(self.plain), *self.drafts)))",
+            "tuple(map(lambda r, d: r.launched_len - 1 - d, requests, [0] * len(self.plain) + self.drafts))",
         ),
         consequence="the host assumes that all drafts of the previous step were accepted",
         needs=frozenset({"speculative"}),
