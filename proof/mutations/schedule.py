@@ -166,7 +166,7 @@ MUTATIONS = (
     Mutation(
         name="bounds-come-down-at-commit",
         hazard="H19",
-        change=Delete(2),
+        change=Delete(),
         consequence="a request with rejected drafts counts as longer and longer, until it must stop",
         needs=frozenset({"speculative"}),
     ),
@@ -174,7 +174,11 @@ MUTATIONS = (
         name="drafts-in-flight-lower-the-bound",
         hazard="H19",
         at="decode-row",
-        change=SetOperand(3, "length"),
+        change=SetArgument(
+            "RowColumns",
+            3,
+            "tuple(map(lambda r, d: r.launched_len - 1 - d, requests, [0] * len(self.plain) + self.drafts))",
+        ),
         consequence="the host assumes that all drafts of the previous step were accepted",
         needs=frozenset({"speculative"}),
     ),
@@ -188,7 +192,7 @@ MUTATIONS = (
     Mutation(
         name="only-accepted-tokens-are-committed",
         hazard="H12",
-        change=Value("1 + drafts"),
+        change=Value("before + 1 + drafts"),
         consequence="KV of rejected drafts becomes findable",
         needs=frozenset({"speculative"}),
     ),
@@ -238,10 +242,11 @@ MUTATIONS = (
         name="slot-begins-once-per-epoch",
         hazard="H19",
         at="decode-row",
-        change=SetOperand(
+        change=SetArgument(
+            "RowColumns",
             9,
-            "__import__('sidestream.types').types.RowStart(request.sampling, request.prompt, "
-            "tuple(request.tokens[len(request.prompt) :]))",
+            "tuple([__import__('sidestream.types').types.RowStart(request.sampling, request.prompt, "
+            "tuple(request.tokens[len(request.prompt) :])) for request in requests])",
         ),
         consequence="a decode step uses the host's last token, one step old, instead of the token that the device has "
         "just sampled",

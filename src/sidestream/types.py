@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 import sidestream_kv
 from sidestream.errors import RequestRejected
 from sidestream.moved import warn
@@ -197,6 +199,14 @@ class BatchPlan:
         return rows
 
     @property
+    def prefill_rows(self) -> tuple[RowPlan, ...]:
+        """The prefill rows, without making the others."""
+        decodes = self.num_decodes
+        if decodes == self.num_rows:  # nearly always
+            return ()
+        return tuple(map(RowPlan._make, zip(*(column[decodes:] for column in self.columns), strict=True)))
+
+    @property
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self.columns.slot)
@@ -245,10 +255,8 @@ class TokenLogprob:
     rank: int = 0
 
 
-@dataclass(slots=True)
-class RowResult:
-    """Sampled tokens of one row of a step. Immutable by convention, but not frozen, because frozen dataclasses are slow
-    to make (see `Delta`).
+class RowResult(msgspec.Struct, frozen=True, gc=False):
+    """Sampled tokens of one row of a step. A struct, because making one takes 0.4 of the time of a dataclass.
 
     token_ids   one token, and one more token for each accepted draft
     logprobs    one entry for each token, if the request wants logprobs
@@ -300,12 +308,9 @@ class CachedTokens:
         return sum(self.by_tier.values())
 
 
-@dataclass(slots=True)
-class Delta:
-    """New output of one sample: the tokens since its previous delta. The final delta has the finish reason.
-
-    Immutable by convention, but not frozen: the engine thread makes a delta for each token, and making a frozen
-    dataclass takes four times as long.
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """New output of one sample: the tokens since its previous delta. The final delta has the finish reason. A struct,
+    because the engine thread makes one for each token, and making a dataclass takes twice as long.
 
     finish_reason   None while running; then `"stop"`, `"length"`, `"abort"` or `"error"`
     index           number of the sample among the request's `n` samples, from 0

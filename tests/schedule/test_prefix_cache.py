@@ -225,7 +225,7 @@ def test_blocks_of_a_request_with_non_finite_logits_are_not_published() -> None:
     world.step()  # 16 tokens are published by now, the tail is not
     assert world.blocks.num_keys == 4
     other = world.submit(prompt(8, beginning=31), outputs=3)
-    steps_until(world, lambda: other.launched_outputs == 1)
+    steps_until(world, lambda: other.launched_len == 8)
     launched = world.previous
     assert launched is not None
     world.device.run_until(launched.fence)

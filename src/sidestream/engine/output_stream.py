@@ -55,29 +55,30 @@ class OutputStream:
         self.last_s = arrival_s
         self._index = index
         self._prompt_tokens = len(request.prompt)
-        self._prompt_logprobs: list[TokenLogprob] = []  # until the first delta
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()  # until the first delta
         self._sink = sink
 
     def delta_of(self, result: RowResult, count: int, finish_reason: str | None) -> Delta:
         """The delta with the first `count` tokens of a step's result."""
-        token_ids, logprobs = result.token_ids, result.logprobs
+        token_ids, logprobs, of_prompt = result.token_ids, result.logprobs, self._prompt_logprobs
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
+        if of_prompt:
+            self._prompt_logprobs = ()
         cached = self.request.cached or _NOT_CACHED
-        delta = Delta(self._index, "", token_ids, logprobs, finish_reason, self._prompt_tokens, cached)
-        if self.queue_s is not None:
-            delta.queue_s, self.queue_s = self.queue_s, None
-        if self._prompt_logprobs:
-            delta.prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return delta
+        queue_s, self.queue_s = self.queue_s, None
+        prompt_tokens = self._prompt_tokens
+        return Delta(
+            self._index, "", token_ids, logprobs, finish_reason, prompt_tokens, cached, None, of_prompt, queue_s
+        )
 
     def add_prompt_logprobs(self, start: int, logprobs: Iterable[TokenLogprob]) -> None:
         """Add those of one chunk of the prompt, which begins at position `start`. A request that was preempted computes
         its prompt again from position 0.
         """
         if not start:  # rule: preempted-request-drops-log-probabilities-of-its-prompt
-            self._prompt_logprobs = []
-        self._prompt_logprobs += logprobs
+            self._prompt_logprobs = ()
+        self._prompt_logprobs = (*self._prompt_logprobs, *logprobs)
 
     def send(self, delta: Delta) -> bool:
         """Give the delta to the client. False if its sink raised."""
@@ -181,17 +182,31 @@ class OutputStreams:
             stream.add_prompt_logprobs(start, logprobs)
 
     def send(self, outputs: Sequence[RowOutput]) -> list[Ending]:
-        """Send tokens to the clients of samples that continue. Returns the samples that end, for `finish`."""
-        self._count_waits(outputs)
+        """Send tokens to the clients of samples that continue, and measure how long each client waited for its tokens.
+        Returns the samples that end, for `finish`. Hot code: it handles every row of every step.
+        """
+        streams, now_s = self._by_id, self._clock()
         endings: list[Ending] = []
-        streams = self._by_id
+        firsts: dict[float, int] = {}
+        others: dict[float, int] = {}  # few different times: nearly all clients have waited since the same commit
         for request, result, count, finish_reason in outputs:
-            stream = streams[request.id]
-            delta = stream.delta_of(result, count, finish_reason) if count else None
-            ends = delta is not None and delta.finish_reason is not None
-            sent = ends or delta is None or stream.send(delta)
-            if ends or not sent or not result.finite:  # rule: non-finite-logits-end-their-request
-                endings.append(Ending(stream, delta if ends else None, sent))
+            stream, last, sent = streams[request.id], None, True
+            if count:
+                waits = others
+                if stream.is_new:
+                    stream.is_new, waits = False, firsts
+                wait_s, stream.last_s = (now_s - stream.last_s) / count, now_s
+                waits[wait_s] = waits.get(wait_s, 0) + count
+                delta = stream.delta_of(result, count, finish_reason)
+                if finish_reason is None:
+                    sent = stream.send(delta)
+                else:
+                    last = delta
+            if finish_reason is not None or not sent or not result.finite:  # rule: non-finite-logits-end-their-request
+                endings.append(Ending(stream, last, sent))
+        self._metrics.inc("output_tokens_total", sum(firsts.values()) + sum(others.values()))
+        self._metrics.observe_all("ttft_seconds", firsts)
+        self._metrics.observe_all("itl_seconds", others)
         return endings
 
     def finish(self, endings: Iterable[Ending]) -> None:
@@ -207,23 +222,6 @@ class OutputStreams:
                 )
             else:
                 self._close(stream.request, "abort")
-
-    def _count_waits(self, outputs: Sequence[RowOutput]) -> None:
-        """Count committed tokens, and measure how long each client waited for its tokens."""
-        streams, now_s = self._by_id, self._clock()
-        firsts: dict[float, int] = {}
-        others: dict[float, int] = {}  # few different times: nearly all clients have waited since the same commit
-        for request, _, count, _ in outputs:
-            if count:
-                stream, waits = streams[request.id], others
-                if stream.is_new:
-                    stream.is_new, waits = False, firsts
-                wait_s, stream.last_s = (now_s - stream.last_s) / count, now_s
-                waits[wait_s] = waits.get(wait_s, 0) + count
-        metrics = self._metrics
-        metrics.inc("output_tokens_total", sum(firsts.values()) + sum(others.values()))
-        metrics.observe_all("ttft_seconds", firsts)
-        metrics.observe_all("itl_seconds", others)
 
     # ------------------------------------------------------------------ other ends
 

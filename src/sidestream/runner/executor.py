@@ -324,7 +324,7 @@ class StepWork:
     def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput]:
         """Run the forward pass eagerly."""
         (buffer,) = self._uploads.together([torch.from_numpy(step.numbers)])
-        chunks = batch.rows[batch.num_decodes :] if step.sizes.has_states else ()
+        chunks = batch.prefill_rows if step.sizes.has_states else ()
         inputs = StepInputs.of(
             buffer,
             step.sizes,

@@ -249,7 +249,7 @@ class Mailbox:
         if top_logprobs or not finite.all():
             results = list(self._results(entry, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
         elif places == count:
-            results = [RowResult(drawn) for drawn in zip(tokens, strict=True)]
+            results = list(map(RowResult, zip(tokens, strict=True)))
         else:
             drawn, results, at = tuple(tokens), [], 0
             for row_drafts, length in zip(drafts, lengths, strict=True):

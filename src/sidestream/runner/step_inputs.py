@@ -430,7 +430,7 @@ def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, sta
 def _pack_chunks(batch: BatchPlan, sizes: InputSizes, begin: int, block_tokens: int, parts: _Parts) -> None:
     """Pack the prefill chunks, after the decode rows, which have `begin` tokens."""
     logit, sampling = begin, batch.num_decodes
-    for at, row in enumerate(batch.rows[batch.num_decodes :], sizes.decodes):
+    for at, row in enumerate(batch.prefill_rows, sizes.decodes):
         end = begin + row.stop - row.min_start
         parts.tokens[begin:end] = row.tokens or ()
         parts.positions[begin:end] = np.arange(row.min_start, row.stop)
@@ -581,7 +581,7 @@ class PromptSlots:
         parts: list[PromptPart] = []
         indices: list[int] = []
         packed = batch.num_decodes + sum(batch.columns.drafts)
-        for row in batch.rows[batch.num_decodes :]:
+        for row in batch.prefill_rows:
             if (found := self._prompts.get(row.slot)) is not None:
                 prompt, top = found
                 targets = prompt[row.min_start + 1 : row.stop + 1]

@@ -220,6 +220,7 @@ class Allocator:
         fresh = self._blocks.take(self._limits.num_blocks(len(request.tokens)) - len(hits))
         blocks.extend(fresh)
         request.slot, request.blocks, request.states = self._slots.take(1), blocks, states
+        request.slot_id = request.slot.ids[0]
         self._prefix_cache.add_pending(request, request.keys[len(hits) :])
         loaded = fresh.ids[: reuse.num_loads]
         if self._states is not None and states is not None and reuse.num_state_parts:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import add
 
 from sidestream.config import most_prompt_logits
 from sidestream.schedule.allocation import Allocator, Reuse, ReuseFinder
@@ -21,8 +22,8 @@ from sidestream.schedule.limits import Limits, chunk_stop, reusable_tokens
 from sidestream.schedule.prefix_cache import PrefixCache, TierLoads, TierView
 from sidestream.schedule.request import Lookup, Request, RequestQueues, State
 from sidestream.schedule.spec_policy import SpecPolicy
-from sidestream.types import BatchPlan, RowPlan, RowStart, StateIds, StepPlan
-from sidestream_kv.types import DEVICE, HOST, Fence, Key, LoadPlan, TransferPlan
+from sidestream.types import BatchPlan, RowColumns, RowPlan, RowStart, StateIds, StepPlan
+from sidestream_kv.types import DEVICE, HOST, Fence, Key, LoadPlan, RequestId, TransferPlan
 
 
 @dataclass(slots=True)
@@ -33,8 +34,10 @@ class StepBuilder:
     lead_s, step_s  see `Scheduler.plan`
     speculates      some row has drafts, or begins at a position that depends on drafts of a step in flight
     has_prompt_logits  a chunk of a request that needs logits of its prompt; a step has one such chunk at most
-    plain           decode rows without drafts
-    drafting        decode rows with drafts
+    plain           requests with a decode row without drafts
+    drafting        requests with a decode row with drafts
+    drafts          number of drafts of each request in `drafting`
+    states          recurrent states of decode rows
     prefills        rows that compute a chunk of a prompt
     after           fences that the step waits for: last uses of the blocks that were allocated for it
     undrafted       number of rows without drafts by reason, see `StepPlan`
@@ -47,8 +50,10 @@ class StepBuilder:
     loads_only: bool = False
     speculates: bool = False
     has_prompt_logits: bool = False
-    plain: list[RowPlan] = field(default_factory=list)
-    drafting: list[RowPlan] = field(default_factory=list)
+    plain: list[Request] = field(default_factory=list)
+    drafting: list[Request] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    states: dict[RequestId, StateIds] = field(default_factory=dict)
     prefills: list[RowPlan] = field(default_factory=list)
     transfers: list[TransferPlan] = field(default_factory=list)
     after: list[Fence] = field(default_factory=list)
@@ -62,8 +67,31 @@ class StepBuilder:
 
     def build(self) -> StepPlan:
         """The finished plan. Its rows: decode rows without drafts, decode rows with drafts, prefill rows."""
-        batch = BatchPlan((*self.plain, *self.drafting, *self.prefills), self.speculates)
+        columns = self._decode_columns()
+        if self.prefills:
+            columns = RowColumns._make(map(add, columns, zip(*self.prefills, strict=True)))
+        batch = BatchPlan.of_columns(columns, self.speculates)
         return StepPlan(tuple(self.transfers), batch, tuple(self.after), self.undrafted)
+
+    def _decode_columns(self) -> RowColumns:
+        """The decode rows, each from its request, whose counts include the row already."""
+        requests = [*self.plain, *self.drafting]
+        none = (None,) * len(requests)
+        # rule: decode-row
+        return RowColumns(
+            tuple([request.id for request in requests]),
+            tuple([request.slot_id for request in requests]),
+            tuple([request.epoch for request in requests]),
+            tuple([request.launched_len - 1 - request.drafts_in_flight for request in requests]),
+            tuple([request.launched_len for request in requests]),
+            none,
+            tuple([request.block_table for request in requests]),
+            (True,) * len(requests),
+            tuple([request.launched_len - request.drafts_in_flight - len(request.prompt) for request in requests]),
+            none,
+            (*(0,) * len(self.plain), *self.drafts),
+            tuple([self.states.get(request.id) for request in requests]) if self.states else none,
+        )
 
 
 class PrefillPlanner:
@@ -156,27 +184,25 @@ class PrefillPlanner:
         )
 
     def _row(self, request: Request, start: int, stop: int, states: StateIds | None, *, samples: bool) -> RowPlan:
-        assert request.slot is not None
-        begin, tokens, outputs = None, tuple(request.tokens[start:stop]), request.launched_outputs
+        begin, tokens = None, tuple(request.tokens[start:stop])
         if not request.begun:
             begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
             request.begun = True
         self._allocator.extend_block_table(request, stop)
         row = RowPlan(
             request.id,
-            request.slot.ids[0],
+            request.slot_id,
             request.epoch,
             start,
             stop,
             tokens,
             request.block_table,
             samples,
-            outputs,
+            request.num_outputs,
             begin,
             states=states,
         )
         request.launched_len = stop
-        request.launched_outputs += samples
         return row
 
 
@@ -413,8 +439,8 @@ class DecodePlanner:
     Invariants:
     - A row is planned only if the request's blocks cover every token that it may write (hazard H11).
     - A request may be preempted to get a block for a token of a request of higher rank, but never for drafts.
-    - While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds; if `drafts_in_flight` is
-      subtracted, they are lower bounds (hazard H19).
+    - While drafts are in flight, `launched_len` is an upper bound; if `drafts_in_flight` is subtracted, it is a lower
+      bound (hazard H19).
     """
 
     def __init__(self, limits: Limits, *, policy: SpecPolicy, allocator: Allocator, preemption: Preemption) -> None:
@@ -427,50 +453,34 @@ class DecodePlanner:
         """Add a row for each request that has enough blocks or gets them. In the common case, a row is one token, and
         the request's block table already covers it.
         """
-        size, running, new = self._limits.block_tokens, State.RUNNING, tuple.__new__
-        plain, drafting = step.plain, step.drafting
+        size, running = self._limits.block_tokens, State.RUNNING
         for request, wanted in zip(requests, self._choose_drafts(requests, step), strict=True):
             # rule: preempted-request-is-not-planned
             if request.state is not running:  # it was preempted for an earlier row of this step
                 continue
-            length, in_flight, block_table = request.launched_len, request.drafts_in_flight, request.block_table
-            drafts = wanted
-            if length + 1 + drafts > len(block_table) * size:
+            drafts, stop = wanted, request.launched_len + 1 + wanted
+            if stop > len(request.block_table) * size:
                 room = self._make_room(request, wanted, step)
                 if room is None:
                     continue
-                drafts, block_table = room, request.block_table
-            assert request.slot is not None
-            states = None
+                drafts, stop = room, request.launched_len + 1 + room
             if request.states is not None:
-                states, after = self._allocator.plan_decode_states(request)
-                step.after.extend(after)  # rule: candidate-waits-for-its-last-use
-            outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
-            # Same as RowPlan(...), in half the time, because RowPlan.__new__ is not called.
-            # rule: decode-row
-            row = new(
-                RowPlan,
-                (
-                    request.id,
-                    slot,
-                    request.epoch,
-                    length - in_flight,
-                    stop,
-                    None,
-                    block_table,
-                    True,
-                    outputs - in_flight,
-                    None,
-                    drafts,
-                    states,
-                ),
-            )
+                self._plan_states(request, step)
             request.launched_len = stop
-            request.launched_outputs = outputs + 1 + drafts
-            if drafts or in_flight:
-                request.drafts_in_flight = in_flight + drafts
+            if drafts or request.drafts_in_flight:
+                request.drafts_in_flight += drafts
                 step.speculates = True
-            (drafting if drafts else plain).append(row)
+            if drafts:
+                step.drafting.append(request)
+                step.drafts.append(drafts)
+            else:
+                step.plain.append(request)
+
+    def _plan_states(self, request: Request, step: StepBuilder) -> None:
+        states, after = self._allocator.plan_decode_states(request)
+        step.after.extend(after)  # rule: candidate-waits-for-its-last-use
+        if states is not None:
+            step.states[request.id] = states
 
     def _choose_drafts(self, requests: Sequence[Request], step: StepBuilder) -> Sequence[int]:
         """Number of drafts for each request."""
@@ -478,7 +488,7 @@ class DecodePlanner:
             return [0] * len(requests)
         chosen = self._policy.reuse(len(requests))
         if chosen is None:
-            room = [request.max_outputs - request.launched_outputs - 1 for request in requests]
+            room = [request.last_len - request.launched_len - 1 for request in requests]
             chosen = self._policy.choose([request.spec_record for request in requests], room)
         step.undrafted.update(chosen.undrafted)
         return chosen.counts

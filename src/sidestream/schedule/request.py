@@ -14,9 +14,8 @@ Positions of one running request:
     [committed_len, launched_len)  computed by a step in flight
     [launched_len, len(blocks) * block_tokens)   allocated, not computed
 
-While drafts are in flight, `launched_len` and `launched_outputs` are upper bounds: they count every draft as accepted.
-If `drafts_in_flight` is subtracted, they are lower bounds. A commit subtracts the rejected drafts from the upper
-bounds.
+While drafts are in flight, `launched_len` is an upper bound: it counts every draft as accepted. If `drafts_in_flight`
+is subtracted, it is a lower bound. A commit subtracts the rejected drafts from the upper bound.
 """
 
 from __future__ import annotations
@@ -139,12 +138,16 @@ class Request:
     # written by the scheduler only
     tokens: list[int] = field(init=False)
     """Prompt and committed outputs."""
+    last_len: int = field(init=False)
+    """Largest number of its tokens that are computed: all but the last of `max_outputs`."""
     state: State = field(init=False, default=State.WAITING)
     finish_reason: str | None = field(init=False, default=None)
     epoch: int = field(init=False, default=0)
     """Grows with each preemption: results of steps of an earlier epoch are dropped."""
     slot: Lease | None = field(init=False, default=None)
     """Its request slot on the device, while it runs."""
+    slot_id: int = field(init=False, default=-1)
+    """The index of this slot."""
     blocks: Lease | None = field(init=False, default=None)
     block_table: tuple[BlockId, ...] = field(init=False, default=())
     """Block table of its last row: a prefix of `blocks`. Stays the same object while it covers the request's tokens."""
@@ -157,7 +160,6 @@ class Request:
     prompt, so prefill makes a checkpoint there (it keeps the recurrent state).
     """
     launched_len: int = field(init=False, default=0)
-    launched_outputs: int = field(init=False, default=0)
     drafts_in_flight: int = field(init=False, default=0)
     """Drafts of steps that were launched and not committed."""
     spec_record: int = field(init=False, default=-1)
@@ -210,6 +212,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.last_len = len(self.prompt) + self.max_outputs - 1
 
     @property
     def num_outputs(self) -> int:
@@ -234,7 +237,7 @@ class Request:
     @property
     def can_decode(self) -> bool:
         """Whether the request may have one more token, after all tokens in flight."""
-        return self.prefill_end <= self.launched_len and self.launched_outputs < self.max_outputs
+        return self.prefill_end <= self.launched_len < self.last_len
 
     def level(self, aging_steps: int) -> int:
         """Its priority, improved by one for every `aging_steps` skipped steps, so that no request starves."""
@@ -247,28 +250,27 @@ class Request:
         self.launched_len = self.committed_len = num_found * block_tokens
         self.published_blocks, self.found_blocks, self.partial_blocks = num_hits, num_found, num_partial
         self.own_blocks = num_found if self.own_blocks is None else min(self.own_blocks, num_found)
-        self.launched_outputs = self.num_outputs
         self.drafts_in_flight = 0
         self.prefill_end = len(self.tokens)
         self.begun = self.stepped = False  # rule: slot-begins-with-each-epoch
         self.shares = True  # rule: fresh-start-shares-again
 
     def settle_drafts(self, drafts: int, drawn: int) -> None:
-        """Subtract rejected drafts from the upper bounds, after the commit of a row with `drafts` drafts that sampled
+        """Subtract rejected drafts from the upper bound, after the commit of a row with `drafts` drafts that sampled
         `drawn` tokens.
         """
         self.drafts_in_flight -= drafts
         self.launched_len -= 1 + drafts - drawn  # rule: bounds-come-down-at-commit
-        self.launched_outputs -= 1 + drafts - drawn
 
     def append_outputs(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """Append tokens up to the first one that ends the request. Returns the number of appended tokens, and the
         finish reason or None.
         """
-        tokens, count, outputs = self.tokens, len(token_ids), len(self.tokens) - len(self.prompt)
-        if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(token_ids):  # nearly always
+        tokens, count = self.tokens, len(token_ids)
+        if len(tokens) + count <= self.last_len and self.stop_ids.isdisjoint(token_ids):  # nearly always
             tokens.extend(token_ids)
             return count, None
+        outputs = self.num_outputs
         count = 0
         for token_id in token_ids:
             tokens.append(token_id)

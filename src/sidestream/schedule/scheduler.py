@@ -93,44 +93,40 @@ class Committer:
         completed: list[tuple[Request, int]] = []
         drafted: list[tuple[int, int, int]] = []
         invalidated: list[Key] = []
-        results_left, requests, size = iter(results), self._queues.unfinished, self._limits.block_tokens
-        columns, running = batch.columns, State.RUNNING
+        requests, size, running = self._queues.unfinished, self._limits.block_tokens, State.RUNNING
+        columns, results_left = batch.columns, iter(results)
         rows = zip(
-            columns.request_id,
+            map(requests.get, columns.request_id),
             columns.epoch,
             columns.stop,
             columns.tokens,
-            columns.samples,
             columns.drafts,
             columns.states,
+            results if all(columns.samples) else [next(results_left) if each else None for each in columns.samples],
             strict=True,
         )
-        for request_id, epoch, stop, tokens, samples, drafts, states in rows:
-            result = next(results_left) if samples else None
-            request = requests.get(request_id)
+        for request, epoch, stop, tokens, drafts, states, result in rows:
             if request is None or request.epoch != epoch or request.state is not running:  # rule: late-results
                 continue
             request.stepped = True
-            covers = request.committed_len + 1 if tokens is None else stop
-            if result is None:
-                request.committed_len = stop
-            else:
+            before, committed_len = request.committed_len, stop
+            if result is not None:
                 count, stop_reason = request.append_outputs(result.token_ids)
                 outputs.append((request, result, count, stop_reason))
-                if tokens is not None:
-                    request.committed_len = stop
-                else:
+                if tokens is None:
+                    committed_len = before + count  # rule: only-accepted-tokens-are-committed
                     if drafts:
                         request.settle_drafts(drafts, len(result.token_ids))
                         if result.token_ids:  # else the logits were not finite, and no draft was verified
                             drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
-                    request.committed_len += count  # rule: only-accepted-tokens-are-committed
-                if not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
-                    invalidated += self._prefix_cache.invalidate(request)
-                    continue
+            request.committed_len = committed_len
+            if result is not None and not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
+                invalidated += self._prefix_cache.invalidate(request)
+                continue
             if states is not None and request.states is not None and self._states is not None:
-                self._states.commit(request.states, states, covers, request.committed_len, fence)
-            complete = request.committed_len // size  # rule: only-committed-blocks-are-published
+                covers = before + 1 if tokens is None else stop
+                self._states.commit(request.states, states, covers, committed_len, fence)
+            complete = committed_len // size  # rule: only-committed-blocks-are-published
             if complete > request.published_blocks:
                 completed.append((request, complete))
         if drafted:
@@ -367,11 +363,7 @@ class Scheduler:
         self._preemption.make_room_for_priority()
         ranked = self._queues.running_by_rank()
         # The code of `Request.can_decode`, inlined: hundreds of property calls would cost more than the comparison.
-        decoding = [
-            request
-            for request in ranked
-            if request.prefill_end <= request.launched_len and request.launched_outputs < request.max_outputs
-        ]
+        decoding = [request for request in ranked if request.prefill_end <= request.launched_len < request.last_len]
         num_decoding = len(decoding)
         # rule: blocks-taken-before-wait-for-their-last-use
         step = StepBuilder(self.limits.prefill_budget(num_decoding, prefill_rate), lead_s, step_s, after=self._owed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import re
 import time
@@ -14,6 +13,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -569,7 +569,7 @@ class _Reply:
         """Count a sample's delta. Returns the part of it that the client gets."""
         if self._call.only_echo:
             reason = delta.finish_reason and "length"
-            delta = dataclasses.replace(delta, text="", token_ids=(), logprobs=(), finish_reason=reason)
+            delta = msgspec.structs.replace(delta, text="", token_ids=(), logprobs=(), finish_reason=reason)
         prompt = index // self._call.params.n
         if prompt not in self._counted:
             self._counted.add(prompt)
