@@ -17,7 +17,7 @@ from typing import Any
 from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, RequestRejected
 from sidestream.text import Detokenizer
-from sidestream.types import CachedTokens, CacheExplanation, Delta, Flushed, Health, TokenLogprob
+from sidestream.types import CachedPrefix, CachedTokens, CacheExplanation, Delta, Flushed, Health, TokenLogprob
 from sidestream_kv.metrics import Metrics, MetricsSnapshot, Recent, Timeline
 
 _NOTHING_CACHED = CachedTokens()
@@ -138,6 +138,8 @@ class FakeBackend:
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.room = 1024
+        self.block_tokens = 4
+        self.pinned: dict[str, CachedPrefix] = {}
         self.tokenizer = FakeTokenizer()
         self.metrics = Metrics()
         self.spans = Timeline(on_demand=True)
@@ -185,6 +187,33 @@ class FakeBackend:
         if tier not in (None, "device", "host"):
             raise RequestRejected(f"tier is {tier!r}: this engine has device, host", param="tier")
         return {tier or "device": 1}
+
+    async def pin_prefix(
+        self, prompt: Sequence[int], *, ttl_s: float, cache_salt: str = "", hint: bool = False
+    ) -> CachedPrefix:
+        """Records the pin in `pinned`, by its prompt's text."""
+        text = bytes(prompt).decode("utf-8", "replace")
+        with self._changed:
+            self.pinned[text] = CachedPrefix(
+                text.encode().hex(), len(prompt), {"device": len(prompt)}, ttl_s, hint, 2, 0.5, tuple(prompt)
+            )
+            self._changed.notify_all()
+        return self.pinned[text]
+
+    async def unpin_prefix(self, prompt: Sequence[int] = (), *, name: str = "", cache_salt: str = "") -> int:
+        """End a pin in `pinned`."""
+        found = [text for text, one in self.pinned.items() if name == one.name or text.encode() == bytes(prompt)]
+        return len([self.pinned.pop(text) for text in found])
+
+    async def cached_prefixes(self, *, limit: int) -> Sequence[CachedPrefix]:
+        """The pins."""
+        return list(self.pinned.values())[:limit]
+
+    async def drop_prefix(
+        self, prompt: Sequence[int], *, tier: str | None = None, cache_salt: str = ""
+    ) -> dict[str, int]:
+        """One block for each token, in the tier or on the device."""
+        return {tier or "device": len(prompt)}
 
     async def pause(self) -> None:
         """Set `status`; no request waits."""

@@ -195,6 +195,24 @@ def test_flush_and_reset_reach_the_engine(model: AsyncLLM) -> None:
     asyncio.run(use())
 
 
+def test_prefixes_are_pinned_listed_unpinned_and_dropped(model: AsyncLLM) -> None:
+    prompt = list(range(5, 75))
+
+    async def use() -> None:
+        await news_of(model, prompt, GREEDY)
+        pinned = await model.pin_prefix(prompt, ttl_s=60)
+        assert pinned.tokens > 0 and pinned.tiers.keys() == {"device", "host", "disk"}
+        assert [one.name for one in await model.cached_prefixes() if one.ttl_s is not None] == [pinned.name]
+        with pytest.raises(RequestRejected, match="none of the"):
+            await model.pin_prefix(prompt, ttl_s=60, cache_salt="other\ud800")
+        assert (await model.unpin_prefix(name=pinned.name), await model.unpin_prefix(prompt)) == (1, 0)
+        dropped = await model.drop_prefix(prompt)
+        assert dropped["device"] == pinned.tokens // model.block_tokens
+        assert (await news_of(model, prompt, GREEDY))[-1].cached.total == 0
+
+    asyncio.run(use())
+
+
 # ------------------------------------------------------------------ start and end
 
 
@@ -306,6 +324,10 @@ def test_start_reports_progress_and_close_leaves_no_process(
         lambda: anext(model.chat(QUESTION)),
         model.flush,
         model.reset_prefix_cache,
+        lambda: model.pin_prefix("hi", ttl_s=1),
+        lambda: model.unpin_prefix("hi"),
+        model.cached_prefixes,
+        lambda: model.drop_prefix("hi"),
         model.pause,
         model.resume,
         lambda: model.cancel("job"),

@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 13_530,
+    "sidestream_kv": 13_730,
     "sidestream_order": 5_960,
-    "sidestream": 43_110,
-    "proof": 20_080,
+    "sidestream": 44_020,
+    "proof": 20_150,
     "bench": 9_420,
-    "tests": 61_550,
+    "tests": 62_170,
 }
 
 

@@ -72,6 +72,22 @@ def test_two_ranks_equal_one_with_offload_preemption_and_drafts(model: Path, tmp
         LLM(model, tensor_parallel=4, offload=offload, **options)
 
 
+def test_pins_hold_and_drops_reach_the_tiers_of_two_ranks(model: Path, tmp_path: Path) -> None:
+    options = OPTIONS | {"kv_memory": "100KiB", "offload": OffloadConfig(host="256KiB", disk=tmp_path / "kv")}
+    with LLM(model, tensor_parallel=2, **options) as llm:
+        (before,) = llm.generate(PROMPTS[:1], PARAMS)
+        llm.flush()
+        pinned = llm.pin_prefix(PROMPTS[0], ttl_s=60)
+        for salt in map(str, range(12)):
+            llm.generate(PROMPTS[1:], PARAMS, cache_salt=salt)
+        (again,) = llm.generate(PROMPTS[:1], PARAMS)
+        assert again.token_ids == before.token_ids
+        assert again.cached.host == pinned.tokens > 0
+        assert min(llm.drop_prefix(PROMPTS[0]).values()) > 0
+        (computed,) = llm.generate(PROMPTS[:1], PARAMS)
+        assert (computed.token_ids, computed.cached.total) == (before.token_ids, 0)
+
+
 def children() -> list[str]:
     pid = os.getpid()
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -18,6 +18,7 @@ from proof.mutations.operators import (
     Unwrap,
     Value,
 )
+from proof.mutations.reasons import PINS
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
@@ -391,7 +392,13 @@ _WARM_UP = "it runs before the engine serves; tests/attention/test_engine_in_int
 
 _EVENTS = "KV events tell other programs; the engine does not depend on them (test_kv_events.py)"
 
+_DROP = "it drops blocks whose KV is right; tests/engine/test_prefixes.py covers it"
+
 EXEMPT = (
+    Exempt("Prefixes.run", ("_unpin", "_drop"), PINS),
+    Exempt("Prefixes._pin_now", ("add", "add"), PINS),
+    Exempt("Prefixes._drop", ("forget", "forget", "forget", "drop", "failure"), _DROP),
+    Exempt("Prefixes._keys", ("salt=",), "a pin of another salt's blocks; tests/engine/test_prefixes.py covers it"),
     Exempt("build_engine", ("callback", "callback"), _UNBUILT),
     Exempt("_build_parts", ("salt=",), "see new-weights-keep-the-salt"),
     Exempt("_open_device", ("callback",), _UNBUILT),

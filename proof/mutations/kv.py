@@ -14,6 +14,7 @@ from proof.mutations.operators import (
     Unwrap,
     Value,
 )
+from proof.mutations.reasons import PINS
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
@@ -336,5 +337,13 @@ EXEMPT = (
     Exempt("FencedPool.publish_all", ("publish",), "slice-counts-after-its-fence decides when it is called"),
     Exempt("FencedPool.demote", ("add",), "it changes only which blocks are evicted first"),
     Exempt("FencedPool.forget_all", ("clear",), "see reset-removes-keys"),
+    Exempt("FencedPool.forget_all", ("pins", "clear"), PINS),
+    Exempt("FencedPool._evict", ("pins",), PINS),
+    Exempt("Pins.add", ("_end", "_end"), PINS),
+    Exempt("Pins.end", ("_end",), PINS),
+    Exempt("Pins.end_first", ("_end",), PINS),
+    Exempt("Pins.forget", ("_end",), PINS),
+    Exempt("Pins.clear", ("clear", "clear"), PINS),
+    Exempt("Pins._end_late", ("_end",), PINS),
     Exempt("FencedPool.check", ("_references", "_references", "_references"), _GUARD),
 )

@@ -577,7 +577,11 @@ _NEW_KEYS = (
     "see waiting-requests-get-the-new-keys and request-that-arrives-late-gets-the-new-keys, whose calls lead here"
 )
 
+_DROP = "it drops blocks whose KV is right; tests/engine/test_prefixes.py covers it"
+
 EXEMPT = (
+    Exempt("PrefixCache.drop", ("forget", "forget"), _DROP),
+    Exempt("Scheduler.drop", ("drop",), _DROP),
     Exempt("Request.append_outputs", ("extend",), _LIST),
     Exempt("Request.has_begun", ("epoch",), "see new-weights-wait-for-preempted-requests"),
     Exempt("Scheduler.keys_of", ("salt=",), _PASSES_ON),

@@ -14,6 +14,7 @@ from proof.mutations.operators import (
     SetArgument,
     Value,
 )
+from proof.mutations.reasons import PINS
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
@@ -318,6 +319,7 @@ EQUIVALENT = (
 
 
 EXEMPT = (
+    Exempt("TierIndex.clear", ("clear",), PINS),
     Exempt("DiskTier.open", ("callback",), "it closes the directory's lock only if opening fails"),
     Exempt("_open", ("fingerprint=",), "see disk-of-other-weights-is-refused"),
     Exempt("open_tiers", ("callback",), "it closes tiers that no engine has used, if another tier cannot be opened"),

@@ -27,9 +27,9 @@ from proof.torture.traffic import Habits, Meddler, draw_delay
 from proof.toy import ToyItself, ToyModel
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.engine import Engine, Handle, build_engine
-from sidestream.errors import ConfigError, InvariantError, SidestreamError
+from sidestream.errors import ConfigError, InvariantError, RequestRejected, SidestreamError
 from sidestream.runner.executor import PreparedStep, UnsampledPass
-from sidestream.types import BatchPlan, Delta
+from sidestream.types import BatchPlan, Delta, PrefixQuery
 from sidestream_kv.config import OffloadConfig, unknown_name
 from sidestream_kv.device.cpu import CpuDevice
 from sidestream_kv.device.cuda import CudaDevice
@@ -47,6 +47,8 @@ _CROWD = 24
 _POOL_BLOCKS = 72
 _HOST_BLOCKS = 320
 _PATIENCE_S = 120.0
+# Share of requests with which an operator pins, unpins or drops a prefix.
+_OPERATED = 0.2
 _TOLD = 20
 _HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
 # Copies of loads are delayed by more than a step takes, so that a layer without its gate is read too early.
@@ -235,12 +237,14 @@ def _ask_all(
     """Keep many requests running, and check the answer of each."""
     families = [tuple(rng.randrange(1, model.vocab_size) for _ in range(_LONGEST)) for _ in range(_FAMILIES)]
     running: list[_Asked] = []
-    changed = threading.Event()
+    changed, operator = threading.Event(), random.Random("operations on prefixes")
     asked, progress_s = 0, time.monotonic()
     while asked < requests or running:
         while asked < requests and len(running) < _CROWD:
             running.append(_ask(engine, model, families, rng, changed))
             asked += 1
+            if operator.random() < _OPERATED:
+                _operate(engine, operator.choice(running).prompt, operator)
             if rng.random() < 0.005:
                 engine.reset_prefix_cache()
                 report.resets += 1
@@ -284,6 +288,15 @@ def _ask(
     if one.abort_at == 0:
         engine.abort(one.handle)
     return one
+
+
+def _operate(engine: Engine, prompt: Sequence[int], rng: random.Random) -> None:
+    """Pin, unpin or drop a prefix of a prompt, which may be running, ended, or not cached any more."""
+    operation = rng.choice(("pin_prefix", "pin_prefix", "pin_prefix", "unpin_prefix", "drop_prefix"))
+    hint, ttl_s = rng.random() < 0.5, rng.choice((0.05, 5.0, 60.0))
+    query = PrefixQuery.of(prompt[: rng.randint(1, len(prompt))], ttl_s=ttl_s, hint=hint)
+    with contextlib.suppress(RequestRejected):  # too short, not cached, or no room for a pin
+        engine.prefixes.run(operation, query, timeout_s=_PATIENCE_S)
 
 
 def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:

@@ -36,7 +36,7 @@ from sidestream.errors import (
     TierTimeout,
 )
 from sidestream.processes.progress import start_lines
-from sidestream.types import CachedTokens, Delta, Flushed, TokenLogprob
+from sidestream.types import CachedPrefix, CachedTokens, Delta, Flushed, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.config import OffloadConfig
 
@@ -49,6 +49,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "BeamSequence",
+    "CachedPrefix",
     "CachedTokens",
     "CallTimeout",
     "Completion",

@@ -31,7 +31,7 @@ from sidestream.errors import EngineStopped, QueueFull, RequestError
 from sidestream.models.catalog import Progress
 from sidestream.models.directory import name_of
 from sidestream.tokenizer import Tokenizer
-from sidestream.types import CachedTokens, Delta, Flushed, Health, TokenLogprob
+from sidestream.types import CachedPrefix, CachedTokens, Delta, Flushed, Health, PrefixQuery, TokenLogprob
 from sidestream_kv.metrics import Metrics
 
 
@@ -136,6 +136,41 @@ class LLM:
         """
         self._check_open()
         return self.engine.reset_prefix_cache(tier, timeout_s=timeout_s)
+
+    def pin_prefix(self, prompt: Prompt, *, ttl_s: float, cache_salt: str = "") -> CachedPrefix:
+        """Let the tiers evict the KV of a prefix last, for `ttl_s` seconds: the leading whole blocks of the prompt that
+        are cached now, in host memory and the persistent tiers, or on the device if the engine has no others. Pins hold
+        at most half of a tier's blocks, and a pin ends early if requests and transfers use all other blocks. A new pin
+        of the same prefix replaces the earlier one.
+
+        Raises RequestRejected if nothing of the prompt is cached, and if the pins would hold too many blocks. Also
+        raises EngineStopped and CallTimeout, as do the other operations on prefixes.
+        """
+        query = PrefixQuery.of(ids_of(prompt, self.tokenizer), cache_salt, ttl_s=ttl_s)
+        return (self._on_prefix("pin_prefix", query))[0]
+
+    def unpin_prefix(self, prompt: Prompt = "", *, name: str = "", cache_salt: str = "") -> int:
+        """End the pin of the prompt, or the one with this name (`CachedPrefix.name`). Returns the number of pins."""
+        query = PrefixQuery(name=name) if name else PrefixQuery.of(ids_of(prompt, self.tokenizer), cache_salt)
+        return len(self._on_prefix("unpin_prefix", query))
+
+    def cached_prefixes(self, *, limit: int = 20) -> Sequence[CachedPrefix]:
+        """The pinned prefixes, and those with which at least two of the remembered requests began, the most used ones
+        first; of both, at most `limit`.
+        """
+        return self._on_prefix("cached_prefixes", PrefixQuery(limit=limit))
+
+    def drop_prefix(self, prompt: Prompt, *, tier: str | None = None, cache_salt: str = "") -> dict[str, int]:
+        """Drop the KV of the prompt's whole blocks from a tier, or from all tiers, and end the pins there that hold
+        some of it. Longer prompts cannot reuse what comes behind it until it is computed again. Running requests
+        continue. Returns the number of dropped blocks by tier. Raises RequestRejected for an unknown tier.
+        """
+        query = PrefixQuery.of(ids_of(prompt, self.tokenizer), cache_salt, tier=tier)
+        return (self._on_prefix("drop_prefix", query))[0].tiers
+
+    def _on_prefix(self, operation: str, query: PrefixQuery) -> Sequence[CachedPrefix]:
+        self._check_open()
+        return self.engine.prefixes.run(operation, query, timeout_s=60.0)
 
     def pause(self) -> None:
         """Start no request that has not begun, until another thread calls `resume`: calls of `generate` wait, too.

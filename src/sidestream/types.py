@@ -8,11 +8,13 @@ The `epoch` of a request is the number of its preemptions. Results of an older e
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import sidestream_kv
+from sidestream.errors import RequestRejected
 from sidestream.moved import warn
 from sidestream_kv.types import DEVICE, HOST, BlockId, Fence, RequestId, TransferPlan
 
@@ -378,6 +380,69 @@ class CacheExplanation:
     requests: int
     seconds: float
     complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixQuery:
+    """Which prefix an operation on the KV cache is about, and what to do with it; see `sidestream.engine.prefixes`.
+
+    tokens      token ids, 32-bit little-endian
+    cache_salt  the salt of the requests that share the prefix; UTF-8, which may contain lone surrogates
+    name        `CachedPrefix.name` in place of tokens
+    ttl_s       seconds for which a pin lasts
+    hint        a request asks for the pin, not an operator
+    tier        the tier from which to drop the prefix; None: all tiers
+    limit       bound of a list
+    """
+
+    tokens: bytes = b""
+    cache_salt: bytes = b""
+    name: str = ""
+    ttl_s: float = 0.0
+    hint: bool = False
+    tier: str | None = None
+    limit: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        cache_salt: str = "",
+        *,
+        ttl_s: float = 0.0,
+        hint: bool = False,
+        tier: str | None = None,
+    ) -> PrefixQuery:
+        """A query about the prefix of these tokens. Raises RequestRejected."""
+        try:
+            tokens = struct.pack(f"<{len(token_ids)}i", *token_ids)
+        except struct.error:
+            raise RequestRejected("prompt: token ids are whole numbers in [0, 2^31)", param="prompt") from None
+        return cls(tokens, cache_salt.encode("utf-8", "surrogatepass"), ttl_s=ttl_s, hint=hint, tier=tier)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """A prefix of prompts, as far as the KV cache has whole blocks of it.
+
+    name      identifies the prefix, with its cache salt and the model's weights
+    tokens    number of tokens in its blocks
+    tiers     number of its blocks by tier; in the result of a drop, of the dropped blocks
+    ttl_s     seconds until its pin ends; None: no pin holds it
+    hint      its pin was asked for by a request, not by an operator
+    hits      number of remembered requests that begin with it
+    age_s     seconds since the last of them ended; None: none is remembered
+    token_ids its first tokens, if they are remembered
+    """
+
+    name: str
+    tokens: int
+    tiers: dict[str, int]
+    ttl_s: float | None = None
+    hint: bool = False
+    hits: int = 0
+    age_s: float | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,31 @@ def test_with_drafts_tokens_are_equal_and_a_turn_continues_at_its_last_block(hyb
         assert sum(turn.cached.disk for turn in from_disk) > 0
 
 
+@pytest.mark.parametrize("hybrid", KINDS[:1], indirect=True)
+@pytest.mark.parametrize("host", [None, "2MiB"])
+def test_a_pinned_prefix_keeps_its_state_and_a_dropped_one_loses_it(hybrid: Path, host: str | None) -> None:
+    prompt, *others = some_prompts(6, 60, shared=0)
+    prompt = (prompt * 3)[:70]
+    offload = None if host is None else OffloadConfig(host=host)
+    with LLM(hybrid, kv_memory="2MiB", offload=offload, **OPTIONS) as llm:
+        (first,) = llm.generate([prompt], PARAMS)
+        settle(llm)
+        turn = follow_ups([prompt], [first])[0]
+        pinned = llm.pin_prefix(turn, ttl_s=60)
+        assert pinned.tokens >= 64
+        for salt in "abc":
+            llm.generate(others, PARAMS, cache_salt=salt)
+        (again,) = llm.generate([turn], PARAMS)
+        assert again.cached.total >= pinned.tokens
+        states = llm.engine.parts.states
+        assert states is not None
+        kept = states.num_keys
+        assert sum(llm.drop_prefix(turn).values()) > 0
+        assert states.num_keys < kept
+        (computed,) = llm.generate([turn], PARAMS)
+        assert computed.cached.total == 0 and computed.token_ids == again.token_ids
+
+
 def test_tokens_are_equal_after_preemption(tmp_path: Path) -> None:
     directory = tiny_model_dir("qwen3_5", tmp_path, 3)
     prompts, long = some_prompts(4, 4, shared=8), replace(PARAMS, max_tokens=40)

@@ -6,6 +6,7 @@ import pytest
 from disk_fixtures import key, keys
 
 from sidestream.errors import InvariantError, TierFull
+from sidestream_kv.kv.pins import Pins
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
 
 
@@ -256,3 +257,27 @@ def put_and_keep_victim(index: TierIndex, number: int) -> WriteGrant:
     grant.written = True
     index.publish(grant)
     return grant
+
+
+def test_entries_of_a_pinned_prefix_are_evicted_last_and_never_block_a_write() -> None:
+    index, now_s = index_of(1, 2, max_entries=4), 0.0
+    index.prefix_pins = pins = Pins(clock=lambda: now_s, size=lambda: 4)
+    assert pins.add(key(2), keys(1, 2), ttl_s=60)
+    for number in range(3, 9):
+        put(index, number)
+    assert index.lookup(keys(1, 2)) == 2
+    with_reads = index.pin(keys(7, 8))
+    put(index, 9)
+    assert not pins.held and index.lookup(keys(1, 2)) < 2
+    with_reads.release()
+
+
+def test_a_reset_ends_the_pins_of_prefixes_and_a_pin_ends_with_its_time() -> None:
+    index, now_s = index_of(1, 2, 3), [0.0]
+    index.prefix_pins = pins = Pins(clock=lambda: now_s[0], size=lambda: 4)
+    pins.add(key(1), keys(1), ttl_s=60)
+    now_s[0] = 60.0
+    assert victim_key(reserve(index, 4)) == key(1)
+    pins.add(key(2), keys(2), ttl_s=60)
+    index.clear()
+    assert not pins.held

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import anthropic
 import pytest
 
 from proof.fake_backend import FakeBackend, FakeTokenizer, Script
@@ -19,6 +20,7 @@ from .serving import HI, Served, accepts, serving
 TOOL = {"name": "f", "description": "d", "input_schema": {"properties": {"x": {"type": "integer"}}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 ANSWER = f"<think>hm</think>\n\nLet me see.\n{CALL}\n{CALL.replace('1', '2')}"
+CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
 THINK = {"type": "enabled", "budget_tokens": 1024}
 
 
@@ -88,7 +90,8 @@ def test_the_parts_of_usage_sum_to_the_prompt() -> None:
         start = _events(served)[0]["message"]["usage"]
     assert counted == {"input_tokens": len("user: hi\nassistant: ")}
     cached = {"cache_read_input_tokens": 6, "cached_tokens_by_tier": {"device": 1, "host": 2, "disk": 3}}
-    parts = {"input_tokens": 20 - 6, **cached, "cache_creation_input_tokens": 0}
+    none = {"cache_creation_input_tokens": 0, "cache_creation": CREATED}
+    parts = {"input_tokens": 20 - 6, **cached, **none}
     assert (start, usage) == ({**parts, "output_tokens": 1}, {**parts, "output_tokens": 5})
 
 
@@ -140,7 +143,7 @@ def test_a_conversation_becomes_the_messages_of_a_chat() -> None:
         fields = {"messages": history, "metadata": {"user_id": "me"}, "tools": [TOOL], "top_k": 5, "temperature": 0.5}
         system = [billing, {"type": "text", "text": "Be kind.", **hint}]
         assert _post(served, "/v1/messages?beta=true", headers, system=system, **fields).status_code == 200
-        ((messages, options),) = served.backend.tokenizer.chats
+        messages, options = served.backend.tokenizer.chats[0]
         (params,) = served.backend.params
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     texts = [(message["role"][0], message.pop("content")) for message in messages]
@@ -247,7 +250,6 @@ def test_the_servers_key_may_come_as_x_api_key() -> None:
 
 
 def test_anthropics_client_reads_messages_and_streams() -> None:
-    anthropic = pytest.importorskip("anthropic")
     ask: dict[str, Any] = {"model": "fake", "max_tokens": 1000, "messages": HI, "tools": [TOOL], "thinking": THINK}
     with _answering() as served, anthropic.Anthropic(base_url=served.running.url, api_key="none") as client:
         whole = client.messages.create(**ask)
@@ -255,3 +257,84 @@ def test_anthropics_client_reads_messages_and_streams() -> None:
             streamed = stream.get_final_message()
     assert [block.type for block in streamed.content] == [block.type for block in whole.content]
     assert streamed.usage == whole.usage and whole.usage.cache_read_input_tokens == 6
+    assert whole.usage.cache_creation is not None and whole.usage.cache_creation.ephemeral_5m_input_tokens == 0
+
+
+def _marked(text: str, ttl: str = "5m") -> dict[str, Any]:
+    return {"type": "text", "text": text, "cache_control": {"type": "ephemeral", "ttl": ttl}}
+
+
+def _pinned(served: Served, count: int) -> dict[str, tuple[float | None, bool]]:
+    served.backend.wait_until(lambda fake: len(fake.pinned) == count)
+    return {text: (one.ttl_s, one.hint) for text, one in served.backend.pinned.items()}
+
+
+def test_marked_prefixes_are_pinned_in_whole_blocks_and_counted_as_written() -> None:
+    """The fake has blocks of 4 tokens, one byte each, and 6 tokens of each prompt are cached."""
+    system = [_marked("Be kind, and brief.", "1h"), {"type": "text", "text": "Now."}]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, _marked("word"), _marked("last one")]}]
+    with _answering("Hello") as served:
+        usage = _message(served, system=system, messages=[*messages, {"role": "user", "content": "b"}])["usage"]
+        prompt = "system: Be kind, and brief.\nNow.\nuser: a\nword\nlast one\nb\nassistant: "
+        assert served.backend.prompts == [prompt]
+        long, short = prompt[:28], prompt[: prompt.index("b\nassistant") // 4 * 4]
+        assert _pinned(served, 2) == {long: (3600.0, True), short: (300.0, True)}
+    created = {"ephemeral_1h_input_tokens": len(long) - 6, "ephemeral_5m_input_tokens": len(short) - len(long)}
+    assert usage["cache_creation"] == created
+    assert usage["cache_creation_input_tokens"] == sum(created.values())
+    counted = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    assert sum(usage[name] for name in counted) == len(prompt)
+
+
+def test_a_mark_of_a_tool_an_answer_or_the_whole_request_pins_up_to_it() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    history = [*HI, {"role": "assistant", "content": [_marked("Hello, you there")]}, {"role": "user", "content": "go"}]
+    head = "user: hi\nassistant: Hello, you there\nuse"  # what a message begins with is the same for all texts
+    with _answering("Hello") as served:
+        _message(served, messages=history)
+        assert list(_pinned(served, 1)) == [head]
+        served.backend.pinned.clear()
+        _message(served, **hint)
+        assert list(_pinned(served, 1)) == ["user: hi\nassistant: "]
+        served.backend.pinned.clear()
+        _message(served, tools=[{**TOOL, **hint}], system="Be kind, and brief.")
+        assert list(_pinned(served, 1)) == ["system: Be kind, and brief.\nuser"]
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [_marked("42, I think")]}
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+        conversation = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        served.backend.pinned.clear()
+        _message(served, messages=conversation)
+        assert len(_pinned(served, 1)) == 1
+
+
+def test_with_hints_switched_off_or_bounded_marks_pin_nothing_or_less_long() -> None:
+    for bound, pins in ((0.0, {}), (60.0, {"user: hi ": (60.0, True)})):
+        with serving(FakeBackend(Script("Hello")), max_hint_ttl_s=bound) as served:
+            _message(served, messages=[{"role": "user", "content": [_marked("hi there")]}])
+            if pins:
+                assert list(_pinned(served, 1).values()) == list(pins.values())
+            assert len(served.backend.pinned) == len(pins)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("yes", "cache_control is 'yes'"),
+        ({"type": "forever"}, "cache_control.type"),
+        ({"type": "ephemeral", "ttl": "2h"}, "cache_control.ttl"),
+        ({"type": "ephemeral", "x": 1}, "cache_control.x"),
+    ],
+)
+def test_a_bad_cache_control_is_refused_by_name(value: Any, said: str) -> None:
+    with _answering() as served:
+        block = {"type": "text", "text": "hi", "cache_control": value}
+        reply = _post(served, messages=[{"role": "user", "content": [block]}])
+        assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
+
+
+def test_more_than_four_marks_are_refused_and_null_is_none() -> None:
+    with _answering() as served:
+        none = [{**_marked("a"), "cache_control": None}] * 5
+        assert _post(served, messages=[{"role": "user", "content": none}]).status_code == 200
+        reply = _post(served, messages=[{"role": "user", "content": [_marked("a")] * 5}])
+        assert reply.status_code == 400 and "at most 4" in reply.json()["error"]["message"]

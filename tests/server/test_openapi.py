@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -27,6 +28,14 @@ BODIES = {
     for number, schema in enumerate(whole.get("anyOf", [whole]))
 }
 WITHOUT_BODY = {"/ping", "/reset_prefix_cache", "/flush", "/pause", "/resume"}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """A server for all tests, whose operations are open to its client."""
+    with serving(admin_key="admin") as served:
+        served.http.headers["authorization"] = "Bearer admin"
+        yield served
 
 
 def example(schema: Any) -> Any:

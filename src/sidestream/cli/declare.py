@@ -44,6 +44,7 @@ RARE = frozenset(
         "--reasoning-parser",
         "--explain-cache",
         "--max-choices",
+        "--max-hint-ttl",
         "--max-stored-responses",
         "--max-stored",
         "--drain-seconds",

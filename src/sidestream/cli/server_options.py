@@ -106,6 +106,12 @@ _ROWS = (
     _Row("tool_call_parser", "NAME", "Format of the model's tool calls, by vLLM's name; none: off.", "by the template"),
     _Row("reasoning_parser", "NAME", "Format of the model's reasoning, by vLLM's name; none: off.", "by the template"),
     _Row("explain_cache", "LEVEL", "What explain_cache tells of others with the same salt: off, blocks or text."),
+    _Row(
+        "max_hint_ttl_s",
+        "SECONDS",
+        "Longest time for which a request's cache_control pins its prefix; 0: it pins nothing.",
+        name="max_hint_ttl",
+    ),
     _Row("max_choices", "N", "Maximum choices of one request: prompts times n."),
     _Row("max_stored_responses", "N", "Responses kept for requests that continue them; 0: none."),
     _Row("max_stored_bytes", "SIZE", "Bytes of kept responses, with their conversations.", "64 MiB", name="max_stored"),

@@ -13,11 +13,14 @@ from typing import Protocol
 
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, RequestError, SidestreamError
-from sidestream.types import CacheExplanation, Delta, Health
+from sidestream.types import CachedPrefix, CacheExplanation, Delta, Health, PrefixQuery
 from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 MAX_UNREAD = 8192
 """Maximum number of unread deltas (new tokens of a sample) of one request. With more, the request is aborted."""
+
+PREFIX_TIMEOUT_S = 60.0
+"""Time for an operation on prefixes."""
 
 
 class EngineClient(Protocol):
@@ -30,6 +33,11 @@ class EngineClient(Protocol):
     @property
     def max_model_len(self) -> int:
         """Maximum number of tokens of prompt and output together."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
         ...
 
     @property
@@ -88,6 +96,10 @@ class EngineClient(Protocol):
         """Carry out an operation, and wait for its end; see `Operations.run`. Raises EngineStopped, CallTimeout, and
         the errors of the operation.
         """
+        ...
+
+    async def operate_on_prefix(self, operation: str, prefix: PrefixQuery) -> Sequence[CachedPrefix]:
+        """As `operate`, for an operation of `Prefixes.run`, within `PREFIX_TIMEOUT_S`."""
         ...
 
 

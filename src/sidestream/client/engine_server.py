@@ -434,7 +434,7 @@ class EngineServer:
                 front_end.send(Reply(number, snapshot=_snapshot(self._engine.parts.metrics.snapshot())))
             case Call(number, "timeline"):
                 front_end.send(Reply(number, timeline=self._engine.recent_spans(message.since)))
-            case Call(method="flush" | "reset_prefix_cache"):
+            case Call(method="flush" | "reset_prefix_cache" | "drop_prefix"):
                 self._long_calls.submit(self._answer, front_end, message)
             case Call():
                 self._calls.submit(self._answer, front_end, message)
@@ -454,6 +454,9 @@ class EngineServer:
         try:
             if call.method == "explain_cache":
                 reply = Reply(call.number, explanation=self._engine.explain_cache(call.name or ""))
+            elif call.prefix is not None:
+                found = self._engine.prefixes.run(call.method, call.prefix, timeout_s=call.timeout_s)
+                reply = Reply(call.number, prefixes=tuple(found))
             else:
                 counts = self._engine.operations.run(call.method, timeout_s=call.timeout_s, name=call.name)
                 reply = Reply(call.number, counts=counts)

@@ -18,7 +18,7 @@ from sidestream.config import ReasoningMarks, SamplingDefaults, SamplingParams
 from sidestream.errors import RequestRejected
 from sidestream.formats import REASONING_FORMATS, is_inside, reasoning_format_of
 from sidestream.text import Detokenizer, StopStrings, TokenizerLike
-from sidestream.types import CacheExplanation, Delta, Flushed, Health
+from sidestream.types import CachedPrefix, CacheExplanation, Delta, Flushed, Health, PrefixQuery
 from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -139,6 +139,11 @@ class FrontEnd:
     def max_model_len(self) -> int:
         """Maximum number of tokens of prompt and output together."""
         return self.client.max_model_len
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self.client.block_tokens
 
     @property
     def room(self) -> int:
@@ -269,6 +274,51 @@ class FrontEnd:
         """
         self._check_open()
         return await self.client.operate("reset_prefix_cache", timeout_s=timeout_s, name=tier)
+
+    async def pin_prefix(
+        self, prompt: Prompt, *, ttl_s: float, cache_salt: str = "", hint: bool = False
+    ) -> CachedPrefix:
+        """Let the tiers evict the KV of a prefix last, for `ttl_s` seconds: the leading whole blocks of the prompt that
+        are cached now, in host memory and the persistent tiers, or on the device if the engine has no others. Pins hold
+        at most half of a tier's blocks, and a pin ends early if requests and transfers use all other blocks. A new pin
+        of the same prefix replaces the earlier one.
+
+        Raises RequestRejected if nothing of the prompt is cached, and if the pins would hold too many blocks. Also
+        raises EngineStopped and CallTimeout, as do the other operations on prefixes.
+
+        hint   the pin gives way to pins without `hint`, and nothing is raised if there is nothing to pin or no room
+        """
+        query = PrefixQuery.of(
+            await asyncio.to_thread(ids_of, prompt, self.tokenizer), cache_salt, ttl_s=ttl_s, hint=hint
+        )
+        return (await self._on_prefix("pin_prefix", query))[0]
+
+    async def unpin_prefix(self, prompt: Prompt = "", *, name: str = "", cache_salt: str = "") -> int:
+        """End the pin of the prompt, or the one with this name (`CachedPrefix.name`). Returns the number of pins."""
+        query = (
+            PrefixQuery(name=name)
+            if name
+            else PrefixQuery.of(await asyncio.to_thread(ids_of, prompt, self.tokenizer), cache_salt)
+        )
+        return len(await self._on_prefix("unpin_prefix", query))
+
+    async def cached_prefixes(self, *, limit: int = 20) -> Sequence[CachedPrefix]:
+        """The pinned prefixes, and those with which at least two of the remembered requests began, the most used ones
+        first; of both, at most `limit`.
+        """
+        return await self._on_prefix("cached_prefixes", PrefixQuery(limit=limit))
+
+    async def drop_prefix(self, prompt: Prompt, *, tier: str | None = None, cache_salt: str = "") -> dict[str, int]:
+        """Drop the KV of the prompt's whole blocks from a tier, or from all tiers, and end the pins there that hold
+        some of it. Longer prompts cannot reuse what comes behind it until it is computed again. Running requests
+        continue. Returns the number of dropped blocks by tier. Raises RequestRejected for an unknown tier.
+        """
+        query = PrefixQuery.of(await asyncio.to_thread(ids_of, prompt, self.tokenizer), cache_salt, tier=tier)
+        return (await self._on_prefix("drop_prefix", query))[0].tiers
+
+    async def _on_prefix(self, operation: str, query: PrefixQuery) -> Sequence[CachedPrefix]:
+        self._check_open()
+        return await self.client.operate_on_prefix(operation, query)
 
     async def pause(self) -> None:
         """Start no request that has not begun, until `resume`: new requests wait in the queue, begun ones continue.

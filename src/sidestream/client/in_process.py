@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sidestream.client.base import OutputQueue, other_loop_error, stopped_error, unread_error
+from sidestream.client.base import PREFIX_TIMEOUT_S, OutputQueue, other_loop_error, stopped_error, unread_error
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.engine import Engine, Handle
-from sidestream.types import CacheExplanation, Delta, Health
+from sidestream.types import CachedPrefix, CacheExplanation, Delta, Health, PrefixQuery
 from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 
@@ -64,6 +64,11 @@ class InProcessClient:
     def max_model_len(self) -> int:
         """Tokens of prompt and output together."""
         return self._engine.checker.bounds.longest
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return self._engine.checker.bounds.block_tokens
 
     @property
     def room(self) -> int:
@@ -159,3 +164,6 @@ class InProcessClient:
 
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
         return await asyncio.to_thread(self._engine.operations.run, operation, timeout_s=timeout_s, name=name)
+
+    async def operate_on_prefix(self, operation: str, prefix: PrefixQuery) -> Sequence[CachedPrefix]:
+        return await asyncio.to_thread(self._engine.prefixes.run, operation, prefix, timeout_s=PREFIX_TIMEOUT_S)

@@ -14,7 +14,7 @@ from sidestream import errors
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import RequestError, SidestreamError
 from sidestream.processes.frames import FrameDecoder
-from sidestream.types import CacheExplanation
+from sidestream.types import CachedPrefix, CacheExplanation, PrefixQuery
 from sidestream_kv.metrics import Recent
 
 
@@ -104,7 +104,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ask for the metrics, for the timeline's spans after position `since`, for an explanation, or for an operation
-    (see `Operations.run`). The `Reply` has the same number.
+    (see `Operations.run`; with `prefix`, see `Prefixes.run`). The `Reply` has the same number.
     """
 
     number: int
@@ -112,6 +112,7 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
     timeout_s: float = 0.0
     name: str | None = None
     since: int = 0
+    prefix: PrefixQuery | None = None
 
 
 class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -239,6 +240,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     explanation: CacheExplanation | None = None
     timeline: Recent | None = None
+    prefixes: tuple[CachedPrefix, ...] = ()
 
 
 ToEngine = Start | Submit | Abort | Call | Count | Ping | Attach | Close

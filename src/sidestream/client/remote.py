@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.client.base import OutputQueue, other_loop_error, stopped_error, unread_error
+from sidestream.client.base import PREFIX_TIMEOUT_S, OutputQueue, other_loop_error, stopped_error, unread_error
 from sidestream.client.messages import (
     Abort,
     Call,
@@ -42,7 +42,7 @@ from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import CallTimeout, ConfigError, EngineStopped
 from sidestream.processes.frames import FrameDecoder, FrameEncoder
 from sidestream.schedule.limits import Bounds, CheckedRequest, RequestChecker
-from sidestream.types import CachedTokens, CacheExplanation, Delta, Health, TokenLogprob
+from sidestream.types import CachedPrefix, CachedTokens, CacheExplanation, Delta, Health, PrefixQuery, TokenLogprob
 from sidestream.version import VERSION
 from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.metrics import MetricsSnapshot, Recent
@@ -86,6 +86,7 @@ class RemoteClient:
     ) -> None:
         connection.setblocking(False)
         self.info = info
+        self.block_tokens = info.block_tokens
         self._socket = connection
         self.on_lost: Callable[[], None] = lambda: None
         self._why_gone = why_gone
@@ -219,11 +220,14 @@ class RemoteClient:
     async def operate(self, operation: str, *, timeout_s: float = 60.0, name: str | None = None) -> dict[str, int]:
         return (await self._call(operation, timeout_s, name)).counts
 
+    async def operate_on_prefix(self, operation: str, prefix: PrefixQuery) -> Sequence[CachedPrefix]:
+        return (await self._call(operation, PREFIX_TIMEOUT_S, prefix=prefix)).prefixes
+
     def close(self) -> None:
         """Close the connection. The engine then aborts this front end's unfinished requests. Idempotent."""
         self._on_lost("this front end has closed the connection")
 
-    async def _call(self, method: str, timeout_s: float = 0.0, name: str | None = None, *, since: int = 0) -> Reply:
+    async def _call(self, method: str, timeout_s: float = 0.0, name: str | None = None, **more: Any) -> Reply:
         self.listen()
         if self._closed:
             raise stopped_error(self._health)
@@ -232,7 +236,7 @@ class RemoteClient:
         self._calls[number] = future
         until_s = time.monotonic() + timeout_s + _CALL_GRACE_S
         try:
-            self._send(Call(number, method, timeout_s, name, since))
+            self._send(Call(number, method, timeout_s, name, **more))
             while not (await asyncio.wait([future], timeout=PULSE_S))[0]:
                 if (health := self.health()).status == "stalled":
                     raise stopped_error(health)

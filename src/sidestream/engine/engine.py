@@ -25,6 +25,7 @@ from sidestream.engine.loop import StepLoop
 from sidestream.engine.operations import Operations
 from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
 from sidestream.engine.parts import Parts
+from sidestream.engine.prefixes import Prefixes
 from sidestream.engine.stats import CacheHistory
 from sidestream.errors import CallTimeout, ConfigError, DeviceLost, EngineStopped
 from sidestream.grammar import TokenGrammar, grammar_of
@@ -68,6 +69,9 @@ class Engine:
             call=self.call,
             wait_a_turn=self._wait_a_turn,
             is_alive=lambda: self._alive,
+        )
+        self.prefixes = Prefixes(
+            parts, self.history, call=self.call, store_again=self.loop.store_again, is_alive=lambda: self._alive
         )
         self._ids = itertools.count()
         self._closing = threading.Lock()  # one close at a time; guards _closed

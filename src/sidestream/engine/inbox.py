@@ -150,10 +150,12 @@ class Listener:
                     self._metrics.inc("load_fallbacks_total", 1, reason)
                     scheduler.load_failed(request_id, epoch)
                 case StoreAgain(keys):
-                    self._store_again(keys)
+                    self.store_again(keys)
 
-    def _store_again(self, keys: Sequence[Key]) -> None:
-        """Store blocks for which the host tier had no free slot before, if they are still on the device."""
+    def store_again(self, keys: Sequence[Key]) -> None:
+        """Store blocks that host memory lacks, for example because it had no free slot before, if they are still on the
+        device.
+        """
         transfers, again = self._transfers, self._scheduler.store_again(keys)
         if transfers is not None and again is not None:
             plan, lease = again

@@ -28,7 +28,7 @@ from sidestream_kv.kv.keys import BlockKeys
 from sidestream_kv.kv.layout import KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload.connector import OffloadConnector
-from sidestream_kv.types import LayerGates
+from sidestream_kv.types import Key, LayerGates
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +231,10 @@ class StepLoop:
         seconds = times.end_commit(step)
         if seconds is not None:
             parts.scheduler.measured(step.batch, seconds)
+
+    def store_again(self, keys: Sequence[Key]) -> None:
+        """See `Listener.store_again`."""
+        self._listener.store_again(keys)
 
     def _idle(self) -> None:
         """Sleep until a message or an event of transfers comes.

@@ -21,7 +21,9 @@ _FORGETTING_POLL_S = 0.0005
 _TURN_S = 1.0
 
 
-class _Call(Protocol):
+class Call(Protocol):
+    """The type of `Engine.call`."""
+
     def __call__(self, work: Callable[[], None], *, timeout_s: float | None = None) -> None: ...
 
 
@@ -42,7 +44,7 @@ class Operations:
         serving: ServingState,
         cancel: Callable[[str], int],
         on_reset: Callable[[], None],
-        call: _Call,
+        call: Call,
         wait_a_turn: Callable[[float], None],
         is_alive: Callable[[], bool],
     ) -> None:

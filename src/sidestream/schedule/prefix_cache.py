@@ -190,6 +190,32 @@ class PrefixCache:
         for request in running:  # rule: reset-makes-running-requests-private
             request.shares = False
 
+    def reach(self, keys: Sequence[Key], tiers: TierView) -> tuple[list[Key], list[Key]]:
+        """What a request could reuse now of the blocks with these keys, on the device or in tiers: the leading keys of
+        blocks, and with recurrent states the keys of the parts of the checkpoint at their end.
+        """
+        found: list[Key] = []
+        for key in keys:
+            if self._blocks.get(key) is None and not tiers.locate((key,)):
+                break
+            found.append(key)
+        if self._states is None:
+            return found, []
+        count, _ = self._states.reach(found, len(found), tiers.locate)
+        return found[:count], self._states.part_keys(found[count - 1]) if count else []
+
+    def drop(self, keys: Sequence[Key]) -> int:
+        """Make these blocks unfindable on the device, and checkpoints at their ends. Returns how many there were."""
+        found = [block for key in keys if (block := self._blocks.get(key)) is not None]
+        self._blocks.forget(found)
+        if self._states is not None:
+            self._states.forget(keys)
+        return len(found)
+
+    def part_keys(self, keys: Sequence[Key]) -> list[Key]:
+        """Keys under which tiers hold the parts of checkpoints at the ends of these blocks."""
+        return [] if self._states is None else [part for key in keys for part in self._states.part_keys(key)]
+
     def store_again(self, keys: Iterable[Key], after: tuple[Fence, ...]) -> tuple[StorePlan, Lease] | None:
         """Plan to store the blocks of `keys` that are still on the device. The caller submits the plan, then releases
         the lease. `after`: the fence of the last committed step.

@@ -180,6 +180,7 @@ class Scheduler:
         view: TierView = tiers or NoTiers()
         self.limits = limits
         self.slots = slots
+        self._view = view
         self._policy = policy or SpecPolicy(0)
         self._queues = queues = RequestQueues(limits.aging_steps)
         self._states: StateCache | None = None
@@ -314,6 +315,18 @@ class Scheduler:
         for request in self._queues.waiting.values():
             self._prefix_cache.drop_stale_keys(request)  # rule: waiting-requests-get-the-new-keys
         self.forget_all()  # rule: new-keys-drop-the-blocks-on-the-device
+
+    def reach(self, keys: Sequence[Key]) -> tuple[list[Key], list[Key]]:
+        """See `PrefixCache.reach`."""
+        return self._prefix_cache.reach(keys, self._view)
+
+    def drop(self, keys: Sequence[Key]) -> int:
+        """See `PrefixCache.drop`."""
+        return self._prefix_cache.drop(keys)
+
+    def part_keys(self, keys: Sequence[Key]) -> list[Key]:
+        """See `PrefixCache.part_keys`."""
+        return self._prefix_cache.part_keys(keys)
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
         return self._prefix_cache.store_again(keys, self._committed)

@@ -4,9 +4,10 @@ and events. `text_work.py` parses off the event loop; replies are built on it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
@@ -14,6 +15,7 @@ from starlette.types import Send
 
 from sidestream.formats import AnswerFormat, AnswerParser, Arguments, CallBegun, Content, Event, Reasoning
 from sidestream.server.body import EVENT_STREAM, parse_object, to_json
+from sidestream.server.cache_marks import CacheControl, Cut, created, marks_of
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Body, Call, Served, chat_call, checked
 from sidestream.server.middleware import RequestRecord
@@ -24,7 +26,6 @@ from sidestream.types import Delta
 _BILLING = "x-anthropic-billing-header"  # Claude Code's first system block, which differs between its requests
 # Fields of requests without effect here, with their accepted values; None: all values.
 _IDLE: dict[str, tuple[Any, ...] | None] = {
-    "cache_control": None,
     "context_management": None,  # asks the server to leave out old content, which the model then just reads
     "metadata": None,
     "service_tier": None,
@@ -79,6 +80,7 @@ class _Request(_Strict):
     stream: bool = False
     thinking: _Thinking = _Thinking()
     output_config: _OutputConfig = _OutputConfig()
+    cache_control: CacheControl | None = None
     # not in Anthropic's API
     explain_cache: bool = False
 
@@ -134,7 +136,15 @@ def parse_messages(body: bytes | bytearray, *, tokenizer: TokenizerLike, served:
     asked = _asked(body)
     if asked.max_tokens is None:
         raise bad_request("max_tokens is missing: it is required", "max_tokens")
-    return _call(asked, tokenizer, served)
+    call, whole = _call(asked, tokenizer, served), Cut(asked.tools, asked.system, asked.messages)
+
+    def lay_out(cut: Cut) -> Sequence[int]:
+        """The prompt of a part of the request. Its last message is the user's."""
+        part = {**cut._asdict(), "tool_choice": _ToolChoice(), "output_config": _OutputConfig()}
+        return _call(asked.model_copy(update=part), tokenizer, served).prompts[0]
+
+    marks = marks_of(whole, asked.cache_control, call.prompts[0], lay_out, served.block_tokens)
+    return dataclasses.replace(call, marks=marks) if marks else call
 
 
 def count_tokens(body: bytes | bytearray, *, tokenizer: TokenizerLike, served: Served) -> bytes:
@@ -325,10 +335,16 @@ class MessagesReply:
         know.
         """
         usage = self._record.usage
-        cache: Json = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.cached_tokens}
-        cache["cached_tokens_by_tier"] = usage.cached_by_tier
-        fresh = usage.prompt_tokens - usage.cached_tokens
-        counts = {"input_tokens": fresh, **cache, "output_tokens": usage.output_tokens}
+        fresh = created(self._call.marks, usage.cached_tokens)
+        written = sum(fresh.values())
+        counts = {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - written,
+            "cache_creation_input_tokens": written,
+            "cache_creation": {f"ephemeral_{ttl}_input_tokens": count for ttl, count in fresh.items()},
+            "cache_read_input_tokens": usage.cached_tokens,
+            "cached_tokens_by_tier": usage.cached_by_tier,
+            "output_tokens": usage.output_tokens,
+        }
         return {"usage": counts, **self._record.explanations}
 
 

@@ -44,6 +44,8 @@ from sidestream.server.audit import AuditLog
 from sidestream.server.backend import Backend
 from sidestream.server.body import EVENT_STREAM, BodyReader, JsonResponse, to_json
 from sidestream.server.cache_explanation import FORGOTTEN, as_json
+from sidestream.server.cache_marks import CacheHints
+from sidestream.server.cache_prefixes import PARSERS, cache_routes
 from sidestream.server.early_breaks import LEAST_PROMPT, EarlyBreaks
 from sidestream.server.errors import ApiError, bad_request
 from sidestream.server.fields import Api, Call, Served, parse_chat, parse_detokenize, parse_text, parse_tokenize
@@ -111,6 +113,7 @@ def text_handle(tokenizer: TokenizerLike, served: Served) -> Handle:
         "continued": parse_continued,
         "tokenize": _tokenize,
         "detokenize": _detokenize,
+        **PARSERS,
     }
     return lambda kind, body: parsers[kind](body, tokenizer=tokenizer, served=served)
 
@@ -129,6 +132,7 @@ def served_constants(backend: Backend, options: ServerOptions) -> Served:
         tool_format=None if tools == "none" else tools,
         reasoning_format=None if reasoning == "none" else reasoning,
         always_reasoning=options.reasoning_parser is not None or (row is not None and row.messages),
+        block_tokens=backend.block_tokens,
     )
 
 
@@ -165,6 +169,7 @@ def create_app(
     text = text or TextWork(handle, room=lambda: backend.room)
     bodies = BodyReader(options, served.max_model_len)
     store = store or ResponseStore(options)
+    hints = CacheHints(backend, options.max_hint_ttl_s)
     breaks = EarlyBreaks(count=backend.count, tokenizer=backend.tokenizer, shows_text=options.explain_cache == "text")
 
     key_limits = _limits(backend, options, limits)
@@ -180,7 +185,17 @@ def create_app(
 
     def completions(api: Api | Literal["messages", "responses"]) -> Completions:
         return Completions(
-            backend, bodies, text, handle, stopping, model["id"], api, store, breaks, explains=options.explain_cache
+            backend,
+            bodies,
+            text,
+            handle,
+            stopping,
+            model["id"],
+            api,
+            store,
+            breaks,
+            hints,
+            explains=options.explain_cache,
         )
 
     app = Starlette(
@@ -197,19 +212,11 @@ def create_app(
             *_state_routes(backend, options, served),
             *_page(backend, options, served, draining),
             *operation_routes(backend),
+            *cache_routes(backend, bodies, text, shows_text=options.explain_cache == "text"),
             *document_routes(served.model_name, known_paths),
             *(batches.routes(bodies, options.allowed_origins) if batches else ()),
         ],
-        middleware=[
-            Middleware(RootPathMiddleware, prefix=options.root_path),
-            *_cors(options),
-            Middleware(
-                RequestMiddleware,
-                options=options,
-                limits=key_limits,
-                on_end=[watcher.add for watcher in watchers],
-            ),
-        ],
+        middleware=_middleware(options, key_limits, watchers),
         exception_handlers={HTTPException: _reraise},
     )
     app.router.redirect_slashes = False
@@ -218,6 +225,17 @@ def create_app(
     app.state.at_start, app.state.at_stop = [runner.start] if runner else [], [runner.stop] if runner else []
     app.state.at_end = [watcher.close for watcher in watchers]
     return app
+
+
+def _middleware(
+    options: ServerOptions, limits: RateLimits | None, watchers: Sequence[AuditLog | Tracing]
+) -> list[Middleware]:
+    told = [watcher.add for watcher in watchers]
+    return [
+        Middleware(RootPathMiddleware, prefix=options.root_path),
+        *_cors(options),
+        Middleware(RequestMiddleware, options=options, limits=limits, on_end=told),
+    ]
 
 
 def _model_routes(model: Json) -> list[Route]:
@@ -399,10 +417,12 @@ class Completions:
         api: Api | Literal["messages", "responses"],
         store: ResponseStore,
         breaks: EarlyBreaks,
+        hints: CacheHints,
         *,
         explains: str,
     ) -> None:
         self._backend = backend
+        self._hints = hints
         self._breaks = breaks
         self._explains = explains
         self._bodies = bodies
@@ -446,7 +466,7 @@ class Completions:
         await JsonResponse(response)(scope, receive, send)
 
     def _reply(self, call: Call, record: RequestRecord) -> _Reply | MessagesReply | ResponsesReply:
-        generate = partial(generate_all, self._backend, call, record, breaks=self._breaks)
+        generate = partial(generate_all, self._backend, call, record, breaks=self._breaks, hints=self._hints)
         if isinstance(call, ResponsesCall):
             return ResponsesReply(call, record, generate, self._store)
         if self._api == "messages":
@@ -713,12 +733,19 @@ def _timeout_s(headers: Headers, record: RequestRecord) -> float | None:
 
 
 async def generate_all(
-    backend: Backend, call: Call, record: RequestRecord, emit: Emit, *, breaks: EarlyBreaks | None = None
+    backend: Backend,
+    call: Call,
+    record: RequestRecord,
+    emit: Emit,
+    *,
+    breaks: EarlyBreaks | None = None,
+    hints: CacheHints | None = None,
 ) -> None:
     """Await `emit(choice, delta)` for each delta of all prompts, until all samples have finished. Then put the
     explanations into the record, if the request asks for them.
 
     breaks   gets the prompts that are long enough
+    hints    gets the prompts with marks
 
     A cancellation, or a failure of one prompt or of `emit`, aborts all prompts. Raises the first failure.
     """
@@ -728,6 +755,7 @@ async def generate_all(
     async def run(number: int, prompt: tuple[int, ...], request_name: str) -> None:
         running = set(range(call.params.n))
         is_compared = breaks is None or len(prompt) < LEAST_PROMPT
+        is_pinned = hints is None or not call.marks
         running_deltas = _deltas_of(backend, call, prompt, request_name)
         async with aclosing(running_deltas) as deltas:
             async for delta in deltas:
@@ -735,6 +763,9 @@ async def generate_all(
                 if breaks is not None and not is_compared:
                     is_compared = True
                     breaks.add(prompt, call.cache_salt, delta.cached.total)
+                if hints is not None and not is_pinned:
+                    is_pinned = True
+                    hints.begin(prompt, call.marks, call.cache_salt)
                 await emit(number * call.params.n + delta.index, delta)
                 if delta.queue_s is not None:
                     record.queue_s = max(delta.queue_s, record.queue_s or 0.0)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sidestream.config import SamplingParams
 from sidestream.text import TokenizerLike
-from sidestream.types import CacheExplanation, Delta, Flushed, Health
+from sidestream.types import CachedPrefix, CacheExplanation, Delta, Flushed, Health
 from sidestream_kv.metrics import MetricsSnapshot, Recent
 
 
@@ -24,6 +24,11 @@ class Backend(Protocol):
     @property
     def max_model_len(self) -> int:
         """Maximum number of tokens of prompt and output together."""
+        ...
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
         ...
 
     @property
@@ -82,6 +87,26 @@ class Backend(Protocol):
         """Drop the KV of a tier, or of all tiers. Returns the number of dropped blocks by tier. Raises RequestRejected
         for an unknown tier.
         """
+        ...
+
+    async def pin_prefix(
+        self, prompt: Sequence[int], *, ttl_s: float, cache_salt: str = "", hint: bool = False
+    ) -> CachedPrefix:
+        """Let the tiers evict the KV of a prefix last; see `FrontEnd.pin_prefix`."""
+        ...
+
+    async def unpin_prefix(self, prompt: Sequence[int] = (), *, name: str = "", cache_salt: str = "") -> int:
+        """End a pin. Returns the number of ended pins."""
+        ...
+
+    async def cached_prefixes(self, *, limit: int) -> Sequence[CachedPrefix]:
+        """The pinned and the most used prefixes, at most `limit` of each."""
+        ...
+
+    async def drop_prefix(
+        self, prompt: Sequence[int], *, tier: str | None = None, cache_salt: str = ""
+    ) -> dict[str, int]:
+        """Drop a prefix from a tier, or from all tiers. Returns the number of dropped blocks by tier."""
         ...
 
     async def pause(self) -> None:

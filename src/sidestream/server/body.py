@@ -50,6 +50,7 @@ class Served:
     max_model_len  maximum number of tokens of prompt and output together
     tool_format, reasoning_format   formats of the model's answers; None: unknown, or switched off
     always_reasoning   reasoning is split from every chat answer, not only if the request has tools or reasoning options
+    block_tokens   tokens of a block of the KV cache
     """
 
     model_name: str
@@ -58,6 +59,7 @@ class Served:
     tool_format: str | None = None
     reasoning_format: str | None = None
     always_reasoning: bool = False
+    block_tokens: int = 1
 
     def check_length(self, items: Sequence[Any], param: str, unit: str) -> None:
         """Raise ContextTooLong for more items than the model takes tokens."""

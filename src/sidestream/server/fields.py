@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
@@ -101,6 +101,13 @@ class Beams:
     length_penalty: float
 
 
+class Mark(NamedTuple):
+    """The first `tokens` tokens of a prompt, in whole blocks, are to stay cached for `ttl_s`."""
+
+    tokens: int
+    ttl_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One valid request of either API, with encoded prompts.
@@ -117,6 +124,7 @@ class Call:
     beams             the answers are those of a beam search; None: they are sampled
     only_echo         answers are the prompts' texts; the token that the engine computes is left out
     explain_cache     the reply says why tokens of the prompts were reused or computed
+    marks             prefixes of the prompts that are to stay cached, the longest time first
     """
 
     api: Api
@@ -138,6 +146,7 @@ class Call:
     include_reasoning: bool = True
     parallel_tool_calls: bool = True
     explain_cache: bool = False
+    marks: tuple[Mark, ...] = ()
 
     @property
     def shown_tokens(self) -> Sequence[str]:
@@ -429,16 +438,21 @@ def parse_detokenize(body: bytes | bytearray, *, tokenizer: TokenizerLike, serve
     """The token ids of a request to `/detokenize`. Raises ApiError, naming the field at fault."""
     asked = checked(_Detokenize, parse_object(body), {})
     served.check_model(asked.model)
-    if not isinstance(asked.tokens, list):
-        raise bad_request(f"tokens is {short(asked.tokens)}: it must be a list of token ids", "tokens")
-    served.check_length(asked.tokens, "tokens", "token ids")
-    for number, token_id in enumerate(asked.tokens):
+    return checked_ids(asked.tokens, tokenizer, served)
+
+
+def checked_ids(tokens: Any, tokenizer: TokenizerLike, served: Served) -> list[int]:
+    """The field `tokens`, token ids of this model. Raises ApiError, naming it."""
+    if not isinstance(tokens, list):
+        raise bad_request(f"tokens is {short(tokens)}: it must be a list of token ids", "tokens")
+    served.check_length(tokens, "tokens", "token ids")
+    for number, token_id in enumerate(tokens):
         if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
             where, highest = f"tokens[{number}]", tokenizer.vocab_size - 1
             raise bad_request(
                 f"{where} is {short(token_id)}: a token id of this model is a whole number in [0, {highest}]", where
             )
-    return asked.tokens
+    return tokens
 
 
 def _call(

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from sidestream.config import SAMPLING_OPTIONS
-from sidestream.server import anthropic_messages, fields, openai_responses
+from sidestream.server import anthropic_messages, cache_prefixes, fields, openai_responses
 from sidestream.server.body import JsonResponse
 from sidestream.server.fields import Body
 from sidestream.server.middleware import DOCS_PATH, HEALTH_PATHS, PAGE_PATHS
@@ -60,11 +60,13 @@ _CHECKED_BY_HAND: dict[str, Json] = {
     "system": _CONTENT,
     "tokens": _TOKENS,
 }
+_BODIES = {**fields.BODIES, **anthropic_messages.BODIES, **openai_responses.BODIES, **cache_prefixes.BODIES}
 _QUERY: dict[str, Json] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": cache_prefixes.MAX_LIMIT},
     "tier": _TEXT,
     "timeout_s": {"type": "number", "minimum": 0, "maximum": MAX_TIMEOUT_S},
 }
-_QUERY_OF = {"/reset_prefix_cache": ("tier", "timeout_s"), "/flush": ("timeout_s",)}
+_QUERY_OF = {"/v1/cache/prefixes": ("limit",), "/reset_prefix_cache": ("tier", "timeout_s"), "/flush": ("timeout_s",)}
 _CSP = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 
@@ -108,7 +110,7 @@ def _endpoint(path: str, model: str) -> Json:
     ]
     if parameters:
         found["parameters"] = parameters
-    if bodies := {**fields.BODIES, **anthropic_messages.BODIES, **openai_responses.BODIES}.get(path):
+    if bodies := _BODIES.get(path):
         schemas = [_schema(body, model) for body in bodies]
         if path == "/v1/messages":
             schemas[0]["required"].append("max_tokens")

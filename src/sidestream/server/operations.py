@@ -24,44 +24,46 @@ def operation_routes(backend: Backend) -> list[Route]:
     """The routes of all operations."""
 
     async def reset_prefix_cache(request: Request) -> Response:
-        _check_query(request, ("tier", "timeout_s"))
+        check_query(request, ("tier", "timeout_s"))
         tier = request.query_params.get("tier")
         return JsonResponse(
             {"done": True, "dropped": await backend.reset_prefix_cache(tier, timeout_s=_timeout_s(request))}
         )
 
     async def flush(request: Request) -> Response:
-        _check_query(request, ("timeout_s",))
+        check_query(request, ("timeout_s",))
         flushed = await backend.flush(timeout_s=_timeout_s(request))
         return JsonResponse({"done": bool(flushed), "left": dict(flushed.left)}, 200 if flushed else 504)
 
     async def pause(request: Request) -> Response:
-        _check_query(request, ())
+        check_query(request, ())
         await backend.pause()
         return JsonResponse({"paused": True})
 
     async def resume(request: Request) -> Response:
-        _check_query(request, ())
+        check_query(request, ())
         await backend.resume()
         return JsonResponse({"paused": False})
 
     async def cancel(request: Request) -> Response:
-        _check_query(request, ())
+        check_query(request, ())
         name = request.path_params["id"]
         if not (ended := await backend.cancel(name)):
             raise ApiError(404, f"no request {name[:128]!r} runs or waits in the engine", code="request_not_found")
         return JsonResponse({"id": name, "cancelled": ended})
 
     return [
-        _operation("/reset_prefix_cache", reset_prefix_cache),
-        _operation("/flush", flush),
-        _operation("/pause", pause),
-        _operation("/resume", resume),
-        _operation("/v1/requests/{id:path}", cancel, "DELETE"),
+        operation("/reset_prefix_cache", reset_prefix_cache),
+        operation("/flush", flush),
+        operation("/pause", pause),
+        operation("/resume", resume),
+        operation("/v1/requests/{id:path}", cancel, "DELETE"),
     ]
 
 
-def _operation(path: str, run: Callable[[Request], Awaitable[Response]], method: str = "POST") -> Route:
+def operation(path: str, run: Callable[[Request], Awaitable[Response]], method: str = "POST") -> Route:
+    """The route of an operation, which needs the admin key."""
+
     async def operate(request: Request) -> Response:
         require_admin(request.scope)
         return await run(request)
@@ -69,7 +71,8 @@ def _operation(path: str, run: Callable[[Request], Awaitable[Response]], method:
     return Route(path, operate, methods=[method])
 
 
-def _check_query(request: Request, known: Collection[str]) -> None:
+def check_query(request: Request, known: Collection[str]) -> None:
+    """Raise ApiError for a query parameter that is not known."""
     for name in request.query_params:
         if name not in known:
             raise bad_request(f"no query parameter {name[:64]}: known are {', '.join(known) or 'none'}", name[:64])

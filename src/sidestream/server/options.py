@@ -73,6 +73,8 @@ class ServerOptions:
                        `explain_cache`: `off`, `blocks` (nothing but whole blocks, as the usage does) or `text` (tokens
                        and their text; and whether other salts have the same prompts), for callers that trust each
                        other. Requests with the admin key get `text`
+    max_hint_ttl_s     longest time for which a request's `cache_control` pins a prefix of its prompt; 0: it pins
+                       nothing
     max_choices        maximum number of prompts times n in one request
     max_stored_responses  responses that are kept for requests that continue them (`previous_response_id`), by all API
                           processes together; the least recently used are removed first; 0: none
@@ -111,6 +113,7 @@ class ServerOptions:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     explain_cache: str = "blocks"
+    max_hint_ttl_s: float = 3600.0
     max_choices: int = 128
     max_stored_responses: int = 1000
     max_stored_bytes: int | None = None
@@ -140,7 +143,7 @@ class ServerOptions:
                 f"max_buffered_bytes is {self.max_buffered_bytes}, and max_body_bytes {self.max_body_bytes}: "
                 f"one body may fill three quarters of it; give {-(-(self.max_body_bytes or 0) * 4 // 3)} or more"
             )
-        for name in ("head_timeout_s", "body_timeout_s", "stall_timeout_s", "drain_s"):
+        for name in ("head_timeout_s", "body_timeout_s", "stall_timeout_s", "max_hint_ttl_s", "drain_s"):
             seconds = getattr(self, name)
             if (
                 not isinstance(seconds, int | float)

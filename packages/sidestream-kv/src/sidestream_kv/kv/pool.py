@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sidestream_kv.errors import InvariantError, SidestreamError
 from sidestream_kv.kv.key_log import TierKeyLog
+from sidestream_kv.kv.pins import Pins
 from sidestream_kv.types import Fence, Key, Tracer
 
 
@@ -94,6 +95,8 @@ class FencedPool:
         """Called with the keys of evicted blocks, on the owner's thread."""
         self.key_log: TierKeyLog | None = None
         """Records every change of the findable keys; None: changes are not recorded."""
+        self.pins: Pins | None = None
+        """The keys whose blocks are evicted last; None: no block can be pinned."""
 
     def grow(self, size: int) -> None:
         """Add free blocks until the pool has `size` blocks. Never removes a block."""
@@ -262,6 +265,8 @@ class FencedPool:
         """Remove every key, because the cache was reset or the weights changed (hazard H8). Leases stay valid."""
         if self.key_log is not None:
             self.key_log.cleared(list(self._index))
+        if self.pins is not None:
+            self.pins.clear()
         self._not_findable(self._index.clear())
 
     def forget(self, block_ids: Sequence[int]) -> None:
@@ -308,13 +313,35 @@ class FencedPool:
         self._postponed.append((until, block_ids, after))
 
     def _evict(self, count: int) -> list[int]:
-        block_ids = self._cached.pop_oldest(count)
+        if (pins := self.pins) is not None and pins.held:
+            block_ids = self._oldest_unpinned(count, pins)
+        else:
+            block_ids = self._cached.pop_oldest(count)
         keys = self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
         for on_evict in self.on_evict:
             on_evict(keys)
         if self.key_log is not None:
             self.key_log.removed(keys)
         return block_ids
+
+    def _oldest_unpinned(self, count: int, pins: Pins) -> list[int]:
+        """Remove and return `count` cached blocks, least recently used first, but those that no pin holds before
+        others. Pinned blocks that it passes count as just used, in their order.
+        """
+        pins.end_late()
+        found: list[int] = []
+        while True:
+            for _ in range(len(self._cached)):
+                if len(found) == count:
+                    return found
+                (block_id,) = self._cached.pop_oldest(1)
+                if self._index.key_of(block_id) in pins.held:
+                    self._cached.touch(block_id)
+                else:
+                    found.append(block_id)
+            if len(found) == count:
+                return found
+            pins.end_first()
 
     def _release(self, block_ids: Sequence[int], after: tuple[Fence, ...]) -> None:
         references, fences = self._references, self._fences
@@ -385,6 +412,10 @@ class PrefixIndex:
     def holds_key(self, block_id: int) -> bool:
         """Whether the block has a key."""
         return block_id in self._key_of
+
+    def key_of(self, block_id: int) -> Key:
+        """The key of a block that has one."""
+        return self._key_of[block_id]
 
     def is_partial(self, block_id: int) -> bool:
         """Whether the block has a key and was added as partial."""

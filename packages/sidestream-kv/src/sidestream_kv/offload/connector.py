@@ -382,9 +382,13 @@ class OffloadConnector:
         self._send(command)
         return command.dropped
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        """Make these blocks unreachable in the tiers for later requests. They may be stored again."""
-        self._send(Forget(tuple(dict.fromkeys(keys))))
+    def forget(self, keys: Iterable[Key], tiers: tuple[str, ...] | None = None) -> dict[str, int]:
+        """Make these blocks unreachable in `tiers` (None: in all tiers) for later requests. They may be stored again.
+        Returns a dictionary that has the number of dropped blocks by tier once the worker has dropped them.
+        """
+        command = Forget(tuple(dict.fromkeys(keys)), tiers)
+        self._send(command)
+        return command.dropped
 
     def flush(self, *, timeout_s: float) -> bool:
         """Block until every transfer has ended, including writes to persistent tiers. Any thread may call it after the

@@ -45,8 +45,8 @@ class Forget:
     """Command: make the blocks of `keys` unreachable, also blocks that a transfer is still bringing to a tier. None:
     all blocks. The tiers free the slots in the order of the keys.
 
-    tiers     with `keys` None: the tiers to reset; None: all tiers
-    dropped   with `keys` None: the worker adds the number of blocks that each of these tiers held
+    tiers     the tiers to drop them from; None: all tiers
+    dropped   the worker adds the number of these blocks that each of these tiers held
     """
 
     keys: tuple[Key, ...] | None = None

@@ -29,7 +29,7 @@ from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.stores import Stores
 from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed
 from sidestream_kv.offload.tier_io import Promotions, TierIO
-from sidestream_kv.types import Fence, LoadPlan, PromotePlan, StorePlan
+from sidestream_kv.types import HOST, Fence, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
 # about 50 us to wake up, and must then find the GIL free. If the link has little work, the shorter pause is used, which
@@ -188,10 +188,11 @@ class OffloadWorker:
             self.forgotten += 1
         else:
             keys = frozenset(command.keys)
-            self._tiers.forget(command.keys)
-            self._stores.invalidate(keys)
-            for io in self._io.values():
-                io.invalidate(keys)
+            command.dropped.update(self._tiers.forget(command.keys, command.tiers))
+            if command.tiers is None or HOST in command.tiers:
+                self._stores.invalidate(keys)
+                for io in self._io.values():
+                    io.invalidate(keys)
 
     def _begin_pieces(self, *, ahead: bool) -> bool:
         """Begin pieces for each lane that has nothing left to submit; with `ahead`, also for each lane that holds few

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 from sidestream_kv.errors import InvariantError, TierFull
 from sidestream_kv.kv.key_log import TierKeyLog
+from sidestream_kv.kv.pins import Pins
 from sidestream_kv.types import Access, Key, Tracer
 
 
@@ -131,10 +132,12 @@ class TierIndex:
         self.name = name
         self.key_log: TierKeyLog | None = None
         """Log of every key that becomes findable or is removed; None: no log."""
+        self.prefix_pins: Pins | None = None
+        """The keys whose entries are evicted last; unlike a `pin`, they never prevent a write. None: there are none."""
         self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
         """Called with the keys of evicted entries, on the offload worker's thread."""
         self._tracer = tracer
-        self._max_entries = max_entries
+        self.max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
         self._slots: dict[Key, _Slot] = {entry.key: _Slot(entry) for entry in published}
@@ -300,6 +303,8 @@ class TierIndex:
         Later writes delete the entries from the medium; `close` of the tier deletes those that remain. After kill -9,
         the next open finds them again. This is harmless, because their content still matches their keys.
         """
+        if self.prefix_pins is not None:
+            self.prefix_pins.clear()
         self.drop([*self._slots, *self._writing])
 
     def drop(self, keys: Iterable[Key]) -> None:
@@ -339,14 +344,16 @@ class TierIndex:
         """The victim of the next grant; None if there is space without deleting an entry."""
         if self._doomed:  # rule: doomed-entries-are-deleted
             return self._doomed.popleft()
-        if len(self._slots) + len(self._writing) + self._leaving < self._max_entries:
+        if len(self._slots) + len(self._writing) + self._leaving < self.max_entries:
             return None
         if not self._idle:
             raise TierFull(
-                f"all {self._max_entries} entries of the {self.name} tier ({self._max_entries * self._entry_bytes} "
+                f"all {self.max_entries} entries of the {self.name} tier ({self.max_entries * self._entry_bytes} "
                 f"bytes) are being read or written: raise its capacity"
             )
         self._evictions += 1
+        if self.prefix_pins is not None and self.prefix_pins.held:
+            self.prefix_pins.pass_over(self._idle)
         key, slot = self._idle.popitem(last=False)  # rule: least-recently-used-entry-is-evicted-first
         del self._slots[key]
         if self._tracer is not None:

@@ -269,13 +269,18 @@ class TierStack:
             self.persistent[name].index.clear()  # rule: reset-drops-keys-of-the-disk
         return held
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        """Make these blocks unreachable, in every tier."""
-        pool, keys = self.host.pool, list(keys)
-        # rule: invalidated-blocks-leave-the-host-tier
-        pool.forget([slot for key in keys if (slot := pool.get(key)) is not None])
-        for tier in self.persistent.values():
-            tier.index.drop(keys)  # rule: invalidated-blocks-leave-the-disk
+    def forget(self, keys: Iterable[Key], tiers: Collection[str] | None = None) -> dict[str, int]:
+        """Make these blocks unreachable in `tiers`; None: in every tier. Returns the number of them that each held."""
+        pool, keys, held = self.host.pool, list(keys), dict[str, int]()
+        if tiers is None or HOST in tiers:
+            slots = [slot for key in keys if (slot := pool.get(key)) is not None]
+            held[HOST] = len(slots)
+            pool.forget(slots)  # rule: invalidated-blocks-leave-the-host-tier
+        for name, tier in self.persistent.items():
+            if tiers is None or name in tiers:
+                held[name] = sum(key in tier.index for key in keys)
+                tier.index.drop(keys)  # rule: invalidated-blocks-leave-the-disk
+        return held
 
 
 class Checksums:
