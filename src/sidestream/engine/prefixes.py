@@ -146,8 +146,8 @@ class Prefixes:
     # ------------------------------------------------------------------ lists and drops
 
     def _listed(self, limit: int) -> list[CachedPrefix]:
-        """The pinned prefixes, then the most used ones, of which some request shared the tokens with another. Takes 0.2 s
-        of the calling thread if the history is full.
+        """The pinned prefixes, then the most used ones, of which some request shared the tokens with another. Takes
+        0.2 s of the calling thread if the history is full.
         """
         now_s, pinned = self._parts.device.now(), self._pinned()
         version = self._parts.scheduler.keys_version
