@@ -22,7 +22,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_MAX_MESSAGE_CHARS = 600  # messages quote the client's values, which may be megabytes
+_MAX_MESSAGE_CHARS = 1200  # messages quote the client's values, which may be megabytes
 
 
 class ApiError(Exception):
