@@ -17,6 +17,7 @@ from proof.fake_backend import FakeBackend, FakeTokenizer, Script
 
 from .serving import head, serving
 
+ADMIN = "admin"
 ANSWER_S = 10.0
 LIMITS = ("max_tokens", "max_output_tokens")
 JUNK: list[Any] = (
@@ -127,7 +128,8 @@ def fuzz(address: tuple[str, int], paths: Any, *, seed: int, rounds: int) -> tup
                 continue
             connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
             try:
-                connection.request("POST", path, body, {"content-type": "application/json"})
+                headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}"}
+                connection.request("POST", path, body, headers)
                 reply = connection.getresponse()
                 status, text = reply.status, reply.read()
             except (OSError, http.client.HTTPException) as failure:
@@ -143,7 +145,7 @@ def fuzz(address: tuple[str, int], paths: Any, *, seed: int, rounds: int) -> tup
 def test_fuzzed_bodies_get_no_server_error_and_leave_nothing_behind() -> None:
     backend = FakeBackend(Script('{"a": 1}<tool_call>{"name": "f", "arguments": {}}</tool_call>'))
     backend.tokenizer = FakeTokenizer(("tools", "tool", "tool_calls"), "<tool_call>{{ tools }}")
-    with serving(backend) as served:
+    with serving(backend, admin_key=ADMIN) as served:
         paths = served.http.get("/openapi.json").json()["paths"]
         answers, faults = fuzz(served.address, paths, seed=0, rounds=200)
         assert not faults, "\n".join(faults)
