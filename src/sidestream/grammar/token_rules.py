@@ -67,11 +67,7 @@ class RuledAnswer:
 
     def fill(self, masks: Masks, drafts: Sequence[int]) -> None:
         """See `TokenGrammar`."""
-        if self._inner is None:
-            masks[:] = -1
-        else:
-            self._inner.fill(masks, drafts)
-            self.failure = self._inner.failure
+        self.failure = _fill_from(self._inner, masks, drafts)
         if self._allowed:
             masks &= _mask_of(self._allowed, masks.shape[1])
         for number in range(len(masks)):
@@ -119,11 +115,7 @@ class BudgetedAnswer:
 
     def fill(self, masks: Masks, drafts: Sequence[int]) -> None:
         """See `TokenGrammar`."""
-        if self._inner is None:
-            masks[:] = -1
-        else:
-            self._inner.fill(masks, drafts)
-            self.failure = self._inner.failure
+        self.failure = _fill_from(self._inner, masks, drafts)
         used, tail = self._used, self._tail
         for number in range(len(masks)):
             if used is not None and used >= self._budget:
@@ -156,6 +148,15 @@ class BudgetedAnswer:
         """The token that continues the end marker, of which the last tokens may be the beginning."""
         end = self._marks.end
         return end[max(size for size in range(len(end)) if tail[len(tail) - size :] == end[:size])]
+
+
+def _fill_from(inner: TokenGrammar | None, masks: Masks, drafts: Sequence[int]) -> str | None:
+    """Fill `masks` with what `inner` allows, or with all tokens. Returns the failure of `inner`."""
+    if inner is None:
+        masks[:] = -1
+        return None
+    inner.fill(masks, drafts)
+    return inner.failure
 
 
 def _mask_of(token_ids: Sequence[int], words: int) -> Masks:

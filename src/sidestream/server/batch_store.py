@@ -1,7 +1,7 @@
 """The directory of `/v1/files` and `/v1/batches`: uploaded files, batches, and answers. It outlives the server.
 
     files/ID, files/ID.json         content and OpenAI's object of a file; the object is written last
-    batches/ID.json                 OpenAI's object of a batch. Whoever creates a batch writes it once, then the runner
+    batches/ID.json                 OpenAI's object of a batch. The request for a batch writes it once, then the runner
     batches/ID.cancel               asks the runner to cancel the batch
     batches/ID.answers              answers so far, see `batch_files.Answers`
     runner.lock                     locked by the API process that runs the batches

@@ -69,8 +69,8 @@ class ServerOptions:
     reasoning_parser   name of the format of its reasoning (`REASONING_FORMATS`), which is then split from every chat
                        answer; none: reasoning stays in the text; None: the format of its chat template, for requests
                        with tools or options of reasoning
-    explain_cache      how much a reply may tell of earlier requests with the same cache salt, if its request has
-                       `explain_cache`: `off`, `blocks` (nothing but whole blocks, as the usage does) or `text` (tokens
+    explain_cache      what replies to requests with `explain_cache` contain about earlier requests with the same
+                       cache salt: `off`, `blocks` (nothing but whole blocks, as the usage does) or `text` (tokens
                        and their text; and whether other salts have the same prompts), for callers that trust each
                        other. Requests with the admin key get `text`
     max_hint_ttl_s     longest time for which a request's `cache_control` pins a prefix of its prompt; 0: it pins

@@ -52,7 +52,7 @@ class Timeline:
     """A record of at most `capacity` spans; the oldest spans are dropped.
 
     on_demand   record only for two seconds after each `read`, and at most 2,000 spans a second
-    until_ns    spans that end then or later are not recorded: whoever records need not call `record` for them
+    until_ns    `record` drops spans that end at this time or later, so callers may leave the call out
     """
 
     def __init__(self, capacity: int = 200_000, *, on_demand: bool = False) -> None:

@@ -125,12 +125,13 @@ class Copier:
         while first < stop:
             count = min(stop - first, most)
             mapped_table = self._device.take_table() if count else None
-            if self._stage is None or mapped_table is None:
+            if mapped_table is not None:
+                self._tables.append(mapped_table)
+                count = min(count, len(mapped_table) // (3 * staged.height))
+            if self._stage is None or mapped_table is None or not count:
                 table = staged.table[:, first * staged.height : stop * staged.height].copy()
                 self._engine(table, from_device=False, to_device=True)
                 return
-            self._tables.append(mapped_table)
-            count = min(count, len(mapped_table) // (3 * staged.height))
             stripes = staged.table[:, first * staged.height : (first + count) * staged.height].copy()
             arriving = np.empty((3, count), dtype=np.int64)
             arriving[0] = self._stage.data_ptr() + np.arange(count) * staged.segment_bytes
