@@ -23,8 +23,10 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    GraniteSWAConfig,
     JetMoeConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -203,6 +205,21 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
             "vocab_size_per_layer_input": _VOCAB,
             "num_kv_shared_layers": 0,
         },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "granite_swa": (
+        GraniteSWAConfig,
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW},
     ),
     "granitemoehybrid": (
         GraniteMoeHybridConfig,

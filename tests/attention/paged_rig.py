@@ -34,6 +34,11 @@ class Shape:
 class Options:
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+
+    def sinks_of(self, heads: int) -> torch.Tensor | None:
+        """A score of each head from far below to far above those of the keys; None: no sinks."""
+        return torch.linspace(-3, 9, heads, device=DEVICE) if self.sinks else None
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,7 @@ def attend(
         scale=shape.head_dim**-0.5,
         sliding_window=options.sliding_window,
         softcap=options.softcap,
+        sinks=options.sinks_of(shape.heads),
     )
     return out.split([*(len(row.query) for row in rows), launch.padded_tokens])
 
@@ -216,7 +222,10 @@ def plain(row: Row, options: Options) -> torch.Tensor:
     hidden = keys > queries
     if options.sliding_window is not None:
         hidden |= keys <= queries - options.sliding_window
-    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ value).transpose(0, 1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if (sinks := options.sinks_of(row.query.shape[1])) is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(row.query), 1)), -1)
+    return (scores.softmax(-1)[..., : len(keys)] @ value).transpose(0, 1)
 
 
 # Float32: sums of values up to 4 with weights that add up to 1, each of a few hundred terms rounded to 2**-24. The

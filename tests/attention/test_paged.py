@@ -104,7 +104,13 @@ def attend(
     return out.split([len(row.query) for row in rows])
 
 
-def plain(row: Row, *, sliding_window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+def plain(
+    row: Row,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The formula, in float64, one query and one head at a time."""
     heads, kv_heads = row.query.shape[1], row.key.shape[1]
     out = torch.empty(row.query.shape, dtype=torch.float64)
@@ -116,7 +122,10 @@ def plain(row: Row, *, sliding_window: int | None = None, softcap: float | None 
             scores = row.key[first : position + 1, kv_head].double() @ query[head] * 0.3
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[index, head] = scores.softmax(0) @ row.value[first : position + 1, kv_head].double()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            weights = scores.softmax(0)[: position + 1 - first]
+            out[index, head] = weights @ row.value[first : position + 1, kv_head].double()
     return out
 
 
@@ -132,11 +141,21 @@ MIXED = [
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 5}, {"softcap": 1.5}, {"sliding_window": 8, "softcap": 1.5}], ids=str
+    "options",
+    [
+        {},
+        {"sliding_window": 5},
+        {"softcap": 1.5},
+        {"sliding_window": 8, "softcap": 1.5, "sinks": True},
+        {"sinks": True},
+    ],
+    ids=str,
 )
 def test_a_mixed_batch_over_scattered_blocks_equals_the_formula(options: dict[str, object]) -> None:
     for heads, kv_heads in [(4, 4), (6, 2), (4, 1)]:
         rows = make_rows(MIXED, heads, kv_heads)
+        if "sinks" in options:
+            options = {**options, "sinks": torch.linspace(-3, 9, heads)}
 
         outputs = attend(pool_for(rows), rows, 3, **options)
 

@@ -173,7 +173,8 @@ def test_writing_kv_without_attention_gives_the_same_pool() -> None:
         (2, 2, Options()),
         (6, 2, Options(sliding_window=5)),
         (4, 1, Options(softcap=1.5)),
-        (6, 2, Options(sliding_window=40, softcap=1.5)),
+        (6, 2, Options(sliding_window=40, softcap=1.5, sinks=True)),
+        (6, 2, Options(sinks=True)),
     ],
     ids=str,
 )
@@ -211,7 +212,7 @@ def test_random_batches_equal_the_formula_and_padding_changes_no_result(seed: in
     group, kv_heads = draws.choice(((1, 1), (1, 3), (2, 2), (3, 2), (7, 1)))
     dtype = draws.choice((torch.float16, torch.float32))
     shape = Shape(group * kv_heads, kv_heads, draws.choice((16, 24, 64)), draws.choice((16, 32, 64)), dtype)
-    options = Options(draws.choice((None, 1, draws.randint(2, 100))), draws.choice((None, 2.0)))
+    options = Options(draws.choice((None, 1, draws.randint(2, 100))), draws.choice((None, 2.0)), bool(seed % 2))
     rows = make_rows(lens, shape, seed)
     pool = pool_for(rows, shape, options)
     before = pool.clone()

@@ -85,7 +85,9 @@ def test_random_batches_with_default_tiles_equal_the_formula(seed: int) -> None:
     assert not padding.any()
 
 
-@pytest.mark.parametrize("options", [Options(), Options(sliding_window=333), Options(softcap=20.0)], ids=str)
+@pytest.mark.parametrize(
+    "options", [Options(), Options(sliding_window=333), Options(softcap=20.0), Options(sinks=True)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_gives_the_same_bits_in_every_batch_and_with_any_number_of_splits(
     dtype: torch.dtype, options: Options

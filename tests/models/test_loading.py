@@ -144,7 +144,7 @@ def test_an_unservable_kind_of_model_is_refused(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"quantization_config": {"quant_method": "quanto"}}, "quantised by quanto"),
         ({"num_key_value_heads": [1, 2, 2]}, "num_key_value_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
     ],
@@ -173,23 +173,12 @@ def test_reasons_of_refusals_name_the_model_family() -> None:
     assert unclear == {}
 
 
-_SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2, "head_dim": 16}
-_TOKENS = {"vocab_size": 99, "pad_token_id": None, "eos_token_id": 1}
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (transformers.GptOssConfig(**_SMALL, **_EXPERTS, **_TOKENS), "attention sinks"),
-        (transformers.BertConfig(**_SMALL, vocab_size=99, is_decoder=False, max_position_embeddings=64), "not causal"),
-    ],
-    ids=["attention sinks", "attention that looks ahead"],
-)
-def test_unservable_attention_is_refused(config: transformers.PreTrainedConfig, reason: str, tmp_path: Path) -> None:
+def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = transformers.BertConfig(**sizes, vocab_size=99, is_decoder=False, max_position_embeddings=64)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert reason in refusal(tmp_path)
+    assert "not causal" in refusal(tmp_path)
 
 
 # --- the self-check

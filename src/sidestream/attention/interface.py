@@ -64,12 +64,14 @@ class Attended(Protocol):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
         query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
         kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
-        `(p - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap).
+        `(p - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). sinks [heads]: for
+        each query head, the score of one more key, whose value is zero, and which every query sees.
         """
         ...
 

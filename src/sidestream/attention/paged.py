@@ -123,9 +123,10 @@ class PagedBatch:
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return paged_attention(
-            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
+            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
         )
 
 
@@ -139,13 +140,14 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
     kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p -
-    sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). Runs on the calling thread; one
-    call at a time per batch.
+    sliding_window, p]`. For `softcap` and `sinks`, see `Attended.attend`. Runs on the calling thread; one call at a
+    time per batch.
     """
     batch.write(key, value, layer)
     addresses = batch._addresses
@@ -159,14 +161,15 @@ def paged_attention(
         # because the only query of a decode row sees all tokens of the row's range.
         grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
         decoded = [
-            _attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)
+            _attend(q, k, v, None, scale, softcap, sinks)
+            for q, k, v in zip(grouped, row_keys, row_values, strict=False)
         ]
         out.append(torch.cat(decoded).view(batch.num_decode, *query.shape[1:]))
     for row, mask in enumerate(visible.masks, batch.num_decode):
         q = query[batch.cu_seqlens_q[row] : batch.cu_seqlens_q[row + 1]]
         by_head = q.transpose(0, 1)
         stacked = by_head.reshape(key.shape[1], -1, q.shape[-1]) if len(q) <= _FEW_QUERIES else by_head
-        row_output = _attend(stacked[None], row_keys[row], row_values[row], mask, scale, softcap)
+        row_output = _attend(stacked[None], row_keys[row], row_values[row], mask, scale, softcap, sinks)
         out.append(row_output.reshape(by_head.shape).transpose(0, 1).contiguous())
     return out[0] if len(out) == 1 else torch.cat(out)
 
@@ -274,12 +277,24 @@ def _attend(
     mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of queries `[1, heads, n, head_dim]` over keys and values `[1, kv_heads, m, head_dim]`."""
-    if softcap is None:
+    """Attention of queries `[1, heads, n, head_dim]` over keys and values `[1, kv_heads, m, head_dim]`. Or of queries
+    `[1, kv_heads, n, head_dim]`, those of all heads of a KV head one after another.
+    """
+    if softcap is None and sinks is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     grouped = query.reshape(keys.shape[1], -1, query.shape[-1])
-    scores = torch.matmul(grouped, keys[0].transpose(1, 2)).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = torch.matmul(grouped, keys[0].transpose(1, 2)).float()
+    if softcap is None:
+        scores.mul_(scale)
+    else:
+        scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores.view(-1, *mask.shape).add_(mask)
-    return torch.matmul(scores.softmax(-1).to(query.dtype), values[0]).view(query.shape)
+    if sinks is not None:
+        per_kv_head = sinks.float().view(len(grouped), -1)
+        column = per_kv_head.repeat_interleave(grouped.shape[1] // per_kv_head.shape[1], dim=1)
+        scores = torch.cat((scores, column[..., None]), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    return torch.matmul(weights.to(query.dtype), values[0]).view(query.shape)

@@ -33,7 +33,7 @@ _REDUNDANT = frozenset(
 )
 # Models whose decoder layers do not pass the arguments of a forward to their attention.
 _DROPS_ARGUMENTS = frozenset({"nemotron", "stablelm"})
-_UNSUPPORTED = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
+_UNSUPPORTED = {"indices": "sparse attention", "position_bias": "a position bias"}
 
 
 class OpaqueBatch:
@@ -225,6 +225,7 @@ def paged_attention_hook(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function for transformers' AttentionInterface. Takes a query `[1, heads, T, head_dim]` and returns
@@ -263,7 +264,9 @@ def paged_attention_hook(
     count = len(batch.slot_mapping)  # later tokens are padding
     q, k, v = (states[0, :, :count].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    attended = batch.attend(q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap)
+    attended = batch.attend(
+        q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+    )
     padding = query.shape[2] - count
     return (pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)[None], None
 

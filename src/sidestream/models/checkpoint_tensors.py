@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,13 @@ def _is_causal_mask(tensor: StoredTensor | None) -> bool:
     return tensor is not None and _CAUSAL_MASK.search(tensor.name) is not None and len(tensor.shape) in (0, 4)
 
 
-def check_tensors(stored: Mapping[str, StoredTensor]) -> None:
-    """Raise ModelError for a used tensor that is quantised, or for a matrix of zeros.
+def check_tensors(stored: Mapping[str, StoredTensor], *, quantised: Collection[str] = ()) -> None:
+    """Raise ModelError for a used tensor that is quantised and not among `quantised`, or for a matrix of zeros.
 
     Reads one page of each matrix, and more only while all values are zero.
     """
     used = stored.keys() - unused_names(stored, set(stored))
-    for name in sorted(used):
+    for name in sorted(used - set(quantised)):
         if stored[name].dtype not in _FLOATS:
             raise ModelError(
                 "its weights are quantised, without a scheme that Sidestream implements "

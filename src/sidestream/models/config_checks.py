@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sidestream.errors import ModelError
+from sidestream.models.quantised import formats_of
 from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
 from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
@@ -139,8 +140,8 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
     kind = config.model_type
     if rank := _of_any_layer(config, "kv_lora_rank"):
         return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
-    if getattr(config, "quantization_config", None):
-        return "its weights are quantised: load the model in bfloat16, float16 or float32"
+    if quantisation := getattr(config, "quantization_config", None):
+        formats_of(quantisation)  # raises ModelError for a format that is not supported
     if chunk := _of_any_layer(config, "attention_chunk_size"):
         return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
     types, stateful = set(getattr(config, "layer_types", None) or ()), has_recurrent_states(config)
@@ -151,7 +152,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
     if (
         not stateful
         and not types
-        and any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config))
+        and any(getattr(model_class, "_is_stateful", False) for model_class in classes_of(config))
     ):
         return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
     limit = getattr(config, "time_step_limit", None) if stateful else None
@@ -178,7 +179,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
 def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
     """The reason that follows from transformers' modelling code, or None."""
     kind = config.model_type
-    for model_class in _classes(config):
+    for model_class in classes_of(config):
         definition = vars(sys.modules[model_class.__module__])
         if "ALL_ATTENTION_FUNCTIONS" not in definition:
             if has_recurrent_states(config):
@@ -206,7 +207,7 @@ def has_recurrent_states(config: PreTrainedConfig) -> bool:
         return False
     return any(
         keeps_state(part)
-        for model_class in _classes(config)
+        for model_class in classes_of(config)
         for part in vars(sys.modules[model_class.__module__]).values()
         if isinstance(part, type)
     )
@@ -251,6 +252,7 @@ def _ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     yield from within(getattr(config, "rope_parameters", None))
 
 
-def _classes(config: PreTrainedConfig) -> tuple[type, ...]:
+def classes_of(config: PreTrainedConfig) -> tuple[type, ...]:
+    """Transformers' causal models for a config."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)

@@ -252,9 +252,9 @@ def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
     with naming_model(name_of(path_or_hub_id)):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
-        stored = check_files(directory)
-        dtype = "auto" if on_gpu(device) else torch.float32
         config = read_config(directory)
+        stored = check_files(directory, getattr(config, "quantization_config", None))
+        dtype = "auto" if on_gpu(device) else torch.float32
         # torch's SDPA cannot cap scores, and transformers before 5.23 did not refuse SDPA for models with a cap.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         return read_module(directory, config, stored, dtype=dtype, attention="eager" if capped else "sdpa").to(device)

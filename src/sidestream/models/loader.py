@@ -7,6 +7,7 @@ the model, because `naming_model` puts the model's name in front.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sidestream.checkpoint_files import CONFIG
@@ -27,6 +28,7 @@ from sidestream.models.compile_cache import use_compile_cache
 from sidestream.models.config_checks import (
     ModelParts,
     check_servable,
+    classes_of,
     has_recurrent_states,
     max_positions,
     parts_of,
@@ -39,6 +41,7 @@ from sidestream.models.rope import fix_longrope
 from sidestream.models.self_check import check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
 from sidestream.models.weights import (
+    Checkpoint,
     check_files,
     check_finite,
     digest_of_files,
@@ -96,7 +99,7 @@ def load_model(
         ranks = 1 if group is None else group.size
         with _ONE_BUILDS:
             _parts_of_rank(config, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
-            stored = check_files(directory)
+            stored = check_files(directory, getattr(config, "quantization_config", None))
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
             module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
@@ -224,8 +227,9 @@ def weights_digest(path_or_hub_id: str) -> str:
     with naming_model(name_of(path_or_hub_id)):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
-        check_servable(read_config(directory))
-        check_files(directory)
+        config = read_config(directory)
+        check_servable(config)
+        check_files(directory, getattr(config, "quantization_config", None))
         return digest_of_files(directory)
 
 
@@ -235,7 +239,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _precision(directory: Path, config: PreTrainedConfig, dtype: str, device: torch.device) -> Precision:
-    stored, weights_bytes = stored_dtype_and_bytes(directory)
+    stored, weights_bytes = stored_dtype_and_bytes(directory, getattr(config, "quantization_config", None))
     if config.dtype is not None:
         stored = str(config.dtype).removeprefix("torch.")
     return choose_precision(dtype, stored, weights_bytes=weights_bytes, on_cpu=on_host(device))
@@ -297,32 +301,33 @@ def read_config(directory: Path) -> PreTrainedConfig:
 def read_module(
     directory: Path,
     config: PreTrainedConfig,
-    stored: Mapping[str, StoredTensor],
+    checkpoint: Checkpoint,
     *,
     dtype: torch.dtype | str,
     attention: str,
 ) -> Any:
     """Transformers' module with the weights of a directory. Every stored weight has a place in the module.
 
-    `stored`: the tensors that `check_files` found in the directory. Raises ModelError when these do not match the
+    `checkpoint`: what `check_files` found in the directory. Raises ModelError when these do not match the
     module; exceptions of transformers pass through.
     """
+    stored = checkpoint.tensors
     if config.num_hidden_layers > len(stored):  # refused here, because making the layers could take hours
         raise ModelError(
             f"{directory / CONFIG} gives num_hidden_layers as {config.num_hidden_layers}, but the weight files hold "
             f"only {len(stored)} tensors: fetch weights and config.json of the same model"
         )
-    module, loaded = AutoModelForCausalLM.from_pretrained(
-        directory,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    how = {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
+    if checkpoint.state_dict is None:
+        offline = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+        module, loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, **offline, **how)
+    else:
+        module, loaded = _from_state_dict(directory, config, checkpoint.state_dict, how)
     for problem, names in (("lack", loaded["missing_keys"]), ("have the wrong shape for", loaded["mismatched_keys"])):
         if names:
             # transformers fills such tensors with random numbers and continues.
@@ -334,6 +339,21 @@ def read_module(
     _refuse_surplus(module, stored, set(loaded["unexpected_keys"]))
     _refuse_contradicted_tie(module)
     return module.eval()
+
+
+def _from_state_dict(
+    directory: Path, config: PreTrainedConfig, state_dict: Mapping[str, Any], how: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Transformers' module with the weights of a state dict, which are not quantised any more, and how loading went."""
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    named = getattr(plain, "architectures", None) or ()
+    classes = classes_of(plain)
+    model_class: Any = next((one for one in classes if one.__name__ in named), classes[0])
+    module, loaded = model_class.from_pretrained(None, config=plain, state_dict=state_dict, **how)
+    with contextlib.suppress(OSError):  # the directory has no generation_config.json
+        module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return module, loaded
 
 
 def _refuse_surplus(module: Any, stored: Mapping[str, StoredTensor], unexpected: set[str]) -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ from sidestream.checkpoint_files import INDEX, check_regular, read_json
 from sidestream.errors import ModelError
 from sidestream.models.checkpoint_tensors import StoredTensor, check_tensors, joined, tensors_of
 from sidestream.models.directory import WEIGHTS, check_weights_exist
+from sidestream.models.quantised import quantisation_of
 from sidestream_kv.device.kinds import on_host
+from sidestream_kv.kv.layout import DTYPE_BYTES
 
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 
@@ -31,8 +36,22 @@ _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "use_cache"}
 
 
-def check_files(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model's weight files by name. Reads the headers, and one page of each matrix.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The weights of a directory.
+
+    tensors      the stored tensors, by the names that the model has for them
+    state_dict   lazy tensors for transformers' `from_pretrained`; None: transformers reads the files by itself
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    state_dict: Mapping[str, Any] | None = None
+
+
+def check_files(directory: Path, quantisation: Mapping[str, Any] | None = None) -> Checkpoint:
+    """The weights of a model's directory. Reads the headers, and one page of each matrix.
+
+    quantisation   the config's `quantization_config`; None: the weights are not quantised
 
     Raises ModelError with the file's name if a file is missing, truncated or not a safetensors file, and with the
     tensor's name if a tensor cannot be served (`check_tensors`).
@@ -41,19 +60,30 @@ def check_files(directory: Path) -> dict[str, StoredTensor]:
     files = _weight_files(directory)
     stored = joined(tensor for path in files for tensor in _check_file(path))
     _refuse_unlisted_shards(directory, {path.name for path in files})
-    check_tensors(stored)
-    return stored
+    if (quantised := quantisation_of(quantisation, stored)) is None:
+        check_tensors(stored)
+        return Checkpoint(stored)
+    tensors = quantised.logical(stored)
+    check_tensors(tensors, quantised=quantised.weights.keys())
+    return Checkpoint(tensors, quantised.state_dict(stored))
 
 
-def stored_dtype_and_bytes(directory: Path) -> tuple[str, int]:
+def stored_dtype_and_bytes(directory: Path, quantisation: Mapping[str, Any] | None = None) -> tuple[str, int]:
     """The first floating-point dtype in the first weight file of `directory`, and the total bytes of all weights. Reads
     only headers. Returns `("float32", 0)` without weight files. Raises ModelError for a damaged file.
+
+    quantisation   the config's `quantization_config`: the bytes are then those of the weights in that dtype
     """
     tensors = [tensor for path in _weight_files(directory) if path.exists() for tensor in _check_file(path)]
     floating = (
         _STORED[tensor.dtype] for tensor in sorted(tensors, key=lambda t: (t.path, t.name)) if tensor.dtype in _STORED
     )
-    return next(floating, "float32"), sum(tensor.num_bytes for tensor in tensors)
+    dtype = next(floating, "float32")
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    if (quantised := quantisation_of(quantisation, {tensor.name: tensor for tensor in tensors})) is not None:
+        num_bytes -= sum(tensor.num_bytes for tensor in tensors if tensor.name in quantised.parts)
+        num_bytes += DTYPE_BYTES[dtype] * sum(math.prod(weight.shape) for weight in quantised.weights.values())
+    return dtype, num_bytes
 
 
 def _weight_files(directory: Path) -> list[Path]:

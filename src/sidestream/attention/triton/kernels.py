@@ -226,6 +226,12 @@ def _softmax_weights(scores, max_score, weight_sum, acc, exponent):
 
 
 @triton.jit
+def _sink_weight(sinks, heads, max_score):
+    """The weight of the heads' sinks in a running softmax, whose highest score is given in the exponent of 2."""
+    return tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - max_score)
+
+
+@triton.jit
 def _attend_kv_tiles(
     query,
     max_score,
@@ -391,6 +397,7 @@ def attend_contiguous(
     keys,
     values,
     out,
+    sinks,
     cu_seqlens_q,
     kv_lens,
     first_row,
@@ -400,6 +407,7 @@ def attend_contiguous(
     exponent,
     query_token_stride,
     query_head_stride,
+    SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -439,6 +447,8 @@ def attend_contiguous(
         scores = tl.where((tile + offsets)[None, :] <= positions[:, None], scores, float("-inf"))
         max_score, weight_sum, acc, weights = _softmax_weights(scores, max_score, weight_sum, acc, exponent)
         acc = tl.dot(weights.to(q.dtype), values.load([base + tile, 0]), acc)
+    if SINKS:
+        weight_sum += _sink_weight(sinks, heads, max_score * exponent)
     acc = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
     out_offsets = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
     tl.store(out + out_offsets[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=is_query[:, None])
@@ -452,6 +462,7 @@ def attend(
     query,
     pool,
     out,
+    sinks,
     value_sums,
     max_scores,
     weight_sums,
@@ -477,6 +488,7 @@ def attend(
     WIDE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -546,6 +558,8 @@ def attend(
             high_key, positions, window, cap_scale, exponent, block_stride, offset_stride,
             True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
+        if SINKS:
+            weight_sum += _sink_weight(sinks, heads, max_score * exponent)
         acc = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
         out_offsets = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
         store_mask = is_query[:, None] & (dims[None, :] < HEAD_DIM)
@@ -607,6 +621,7 @@ def combine(
     max_scores,
     weight_sums,
     out,
+    sinks,
     cu_seqlens_q,
     kv_lens,
     num_rows,
@@ -617,6 +632,7 @@ def combine(
     NARROW_SPLITS: tl.constexpr,
     WIDE_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -661,5 +677,7 @@ def combine(
         weight_sum = weight_sum * rescale + tl.sum(weights * split_sums, 0)
         acc = acc * rescale + tl.sum(weights[:, None] * values, 0)
         max_score = new_max
+    if SINKS:
+        weight_sum += _sink_weight(sinks, head, max_score)
     combined = (acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)).to(out.dtype.element_ty)
     tl.store(out + (query_start + token) * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims, combined, mask=dims < HEAD_DIM)

@@ -45,9 +45,10 @@ class DeviceBatch(BatchLocation):
         scale: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return paged_attention(
-            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
+            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
         )
 
 
@@ -61,15 +62,16 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros
     for padding.
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
-    - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two
-    to seven kernels on the current stream and reads nothing back, so a CUDA graph may capture the call. Sums are
-    float32; float32 inputs are multiplied in float32, never in TF32.
+    - sliding_window, p]`. For `softcap` and `sinks`, see `Attended.attend`. scale is positive. Enqueues two to seven
+    kernels on the current stream and reads nothing back, so a CUDA graph may capture the call. Sums are float32;
+    float32 inputs are multiplied in float32, never in TF32.
 
     The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
     and whether its row is reduced in splits (if so, also on the tokens per split and on whether the row counts as
@@ -81,10 +83,8 @@ def paged_attention(
     """
     pool = batch.layer(layer)
     _check(query, key, value, pool, batch, scale)
-    kernels = _kernels()
     tokens, heads, head_dim = query.shape
     _, _, block_tokens, kv_heads, _ = pool.shape
-    block_stride, half_stride, offset_stride, head_stride, _ = pool.stride()
     rows = len(batch.kv_lens)
     tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -105,13 +105,13 @@ def paged_attention(
             if workspace
             else (out, out, out, 0)
         )
-        kernels.attend[grid](
-            query, pool, out, *parts[:3], batch.block_tables, batch.cu_seqlens_q, batch.kv_lens,
-            rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
-            query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
+        _kernels().attend[grid](
+            query, pool, out, out if sinks is None else sinks, *parts[:3], batch.block_tables, batch.cu_seqlens_q,
+            batch.kv_lens, rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent,
+            batch.block_tables.stride(0), *query.stride()[:2], *pool.stride()[:4],
             SPLIT_TOKENS=workspace.tokens if workspace else 0,
             NARROW_SPLITS=workspace.narrow_splits if workspace else 0, WIDE_TOKENS=wide_tokens,
-            WINDOW=sliding_window is not None, CAPPED=softcap is not None,
+            WINDOW=sliding_window is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
             BLOCK_TOKENS=block_tokens,
             BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages,
@@ -121,14 +121,14 @@ def paged_attention(
     if batch.rows_in_splits < rows:
         whole = range(batch.rows_in_splits, rows)
         if contiguous is not None:
-            _attend_contiguous(query, out, pool, whole, batch, contiguous, long_above, exponent)
+            _attend_contiguous(query, out, pool, sinks, whole, batch, contiguous, long_above, exponent)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (workspace := batch.workspace):
         for tile, programs, part, wide_tokens in _parts_in_splits(
             batch, tiles, workspace, group=group, kv_heads=kv_heads
         ):
             attend(tile, (kv_heads, programs), part, workspace, wide_tokens)
-        _combine(out, batch, workspace, sliding_window)
+        _combine(out, sinks, batch, workspace, sliding_window)
     return out
 
 
@@ -149,14 +149,21 @@ def _parts_in_splits(
             yield tile, min(-(-_PROGRAMS // kv_heads), len(rows) * row_tiles * splits), rows, wide_tokens
 
 
-def _combine(out: torch.Tensor, batch: BatchLocation, workspace: SplitKVWorkspace, sliding_window: int | None) -> None:
+def _combine(
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    batch: BatchLocation,
+    workspace: SplitKVWorkspace,
+    sliding_window: int | None,
+) -> None:
     """Combine the partial results of all rows in splits."""
     _, heads, head_dim = out.shape
     _kernels().combine[(batch.tokens_in_splits, heads)](
-        workspace.value_sums, workspace.max_scores, workspace.weight_sums, out, batch.cu_seqlens_q, batch.kv_lens,
+        workspace.value_sums, workspace.max_scores, workspace.weight_sums, out, out if sinks is None else sinks,
+        batch.cu_seqlens_q, batch.kv_lens,
         batch.rows_in_splits, batch.split_rows, workspace.max_scores.shape[1], sliding_window or 0,
         SPLIT_TOKENS=workspace.tokens, NARROW_SPLITS=workspace.narrow_splits, WIDE_TOKENS=workspace.wide_tokens,
-        WINDOW=sliding_window is not None,
+        WINDOW=sliding_window is not None, SINKS=sinks is not None,
         HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
         num_warps=1, **_overlap(out.device).launch_options,
     )  # fmt: skip
@@ -166,6 +173,7 @@ def _attend_contiguous(
     query: torch.Tensor,
     out: torch.Tensor,
     pool: torch.Tensor,
+    sinks: torch.Tensor | None,
     rows: range,
     batch: BatchLocation,
     contiguous: ContiguousKV,
@@ -189,10 +197,10 @@ def _attend_contiguous(
     )
     lines = _lines(tile, group)
     _kernels().attend_contiguous[(kv_heads, tokens // (lines // group) + 1)](
-        query, keys, values, out, *row_arguments, exponent, query.stride(0), query.stride(1),
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys, num_warps=_warps(tile,
-        group),
-        num_stages=tile.stages,
+        query, keys, values, out, out if sinks is None else sinks, *row_arguments, exponent, query.stride(0),
+        query.stride(1),
+        SINKS=sinks is not None, KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys,
+        num_warps=_warps(tile, group), num_stages=tile.stages,
     )  # fmt: skip
 
 
