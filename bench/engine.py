@@ -11,12 +11,14 @@ async     tokens per second of asynchronous execution divided by those of synchr
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -218,11 +220,11 @@ class ModelRig(Rig):
             self.model.layout = replace(self.model.layout, windows=())
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
-        # Number of parameters that each step reads. A step reads only some rows of the input embedding, so it does not
-        # count, unless it is also the output layer.
-        self.num_weights_read = sum(part.numel() for part in self.model.module.parameters()) - (
-            0 if tied else embedding.numel()
-        )
+        # A step reads only some rows of the input embedding, so it does not count, unless it is also the output layer.
+        named = {**dict(self.model.module.named_parameters()), **dict(self.model.module.named_buffers())}
+        read = [(name, part) for name, part in named.items() if tied or part is not embedding]
+        self._experts = [part for name, part in read if ".experts." in name]
+        self._dense = [part for name, part in read if ".experts." not in name]
         phases = dict[str, float]()
 
         def starting(what: str, done: int, total: int) -> None:
@@ -254,6 +256,33 @@ class ModelRig(Rig):
             unfreeze_gc_heap()
 
         super().__init__(engine, vocab_size=self.model.vocab_size, end=end, on_progress=on_progress)
+
+    @property
+    def num_weights_used(self) -> int:
+        """Number of parameters that are multiplied for each token: of the experts, those of one token."""
+        dense: int = sum(part.numel() for part in self._dense)
+        experts: int = sum(part.numel() for part in self._experts)
+        return dense + int(experts * self._expert_share(1))
+
+    def weights_read(self, rows: int) -> int:
+        """Bytes of weights that a decode step of `rows` rows reads: of the experts, those of some row, if every row
+        chooses its own at random.
+        """
+        dense: int = sum(part.nbytes for part in self._dense)
+        experts: int = sum(part.nbytes for part in self._experts)
+        return dense + int(experts * self._expert_share(rows))
+
+    def _expert_share(self, rows: int) -> float:
+        config = self.model.config
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        share: float = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+        return 1.0 - (1.0 - share) ** rows
+
+    def kv_read(self, context: int) -> int:
+        """Bytes of KV that a decode row reads: in a layer with a sliding window, those of the window."""
+        windows = self.layout.windows or (0,) * self.layout.num_layers
+        tokens: int = sum(min(window or context, context) for window in windows)
+        return tokens * self.layout.token_bytes // self.layout.num_layers
 
     def bandwidth(self) -> float:
         """Memory read bandwidth of the device in bytes per second."""
@@ -309,7 +338,8 @@ def decode(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[st
     for rows, context, bound in sizes.decode:
         on_progress(f"decode, {rows} rows")
         lengths, idle = rig.steps(rows, context, sizes.outputs)
-        read = 2 * rig.num_weights_read + rows * context * rig.layout.token_bytes
+        on_progress(f"decode, {rows} rows: {1e3 * median(lengths):.3f} ms")
+        read = rig.weights_read(rows) + rows * rig.kv_read(context)
         floor = (read + 2 * rows * rig.state_bytes) / bandwidth  # a state is read and written
         figures.append(Figure(f"decode_b{rows}_over_floor", median(lengths) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"decode_b{rows}_ms", 1e3 * median(lengths), "ms"))
@@ -323,29 +353,41 @@ def decode(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[st
 
 
 def _generate(rig: ModelRig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figure]:
-    """Step time of transformers' own `generate` with the same shape and batch, without prefill."""
-    module, figures = random_module(rig.model.name, device=rig.torch_device), []
-    for rows, context, _ in sizes.decode:
-        prompts = torch.tensor([rig.prompt(context) for _ in range(rows)], device=rig.torch_device)
-
-        def seconds(outputs: int, prompts: torch.Tensor = prompts) -> float:
-            start = time.perf_counter()
-            with torch.inference_mode():
-                module.generate(
-                    prompts,
-                    attention_mask=torch.ones_like(prompts),
-                    max_new_tokens=outputs,
-                    min_new_tokens=outputs,
-                    do_sample=False,
-                    pad_token_id=0,
-                ).cpu()
-            return time.perf_counter() - start
-
-        seconds(1)
-        step_ms = 1e3 * (seconds(9) - seconds(1)) / 8
-        figures.append(Figure(f"generate_b{rows}_ms", step_ms, "ms"))
-        figures.append(Figure(f"generate_b{rows}_over_ours", step_ms / ours_ms[rows], "ratio"))
+    """Step time of transformers' own `generate` with the same shape and batch, without prefill. No figures from a batch
+    on that does not fit the device beside the engine.
+    """
+    kind = type(rig.model.module)
+    attention = "sdpa" if kind._supports_sdpa else "eager"
+    figures: list[Figure] = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        module = random_module(rig.model.name, device=rig.torch_device, attention=attention)
+        for rows, context, _ in sizes.decode:
+            figures += _generate_batch(rig, module, rows, context, ours_ms[rows])
     return figures
+
+
+def _generate_batch(rig: ModelRig, module: Any, rows: int, context: int, ours_ms: float) -> list[Figure]:
+    prompts = torch.tensor([rig.prompt(context) for _ in range(rows)], device=rig.torch_device)
+
+    def seconds(outputs: int, prompts: torch.Tensor = prompts) -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            module.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=outputs,
+                min_new_tokens=outputs,
+                do_sample=False,
+                pad_token_id=0,
+            ).cpu()
+        return time.perf_counter() - start
+
+    seconds(1)
+    step_ms = 1e3 * (seconds(9) - seconds(1)) / 8
+    return [
+        Figure(f"generate_b{rows}_ms", step_ms, "ms"),
+        Figure(f"generate_b{rows}_over_ours", step_ms / ours_ms, "ratio"),
+    ]
 
 
 def _prefill(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
@@ -360,7 +402,7 @@ def _prefill(rig: ModelRig, sizes: Sizes, step_s: float, on_progress: Callable[[
             last = len(rig.clock.launched_steps) - 1
             taken.append(rig.clock.seconds(first, last))
         work = (
-            2 * rig.num_weights_read * length
+            2 * rig.num_weights_used * length
             + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
         )
         figures.append(Figure(f"prefill_{length}_over_floor", median(taken) * flops / work, "ratio"))

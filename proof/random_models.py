@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.utils import logging as transformers_logging
 
 from sidestream.errors import ConfigError
 from sidestream.models.adapter import PagedModel
 from sidestream.models.config_checks import parts_of
+from sidestream.models.fp8 import Fp8Linear
 from sidestream.tokenizer import Tokenizer
 from sidestream_kv.config import unknown_name
 from sidestream_kv.device.kinds import on_gpu
@@ -34,7 +44,7 @@ _TOKENIZER_FILES = (
     "*.model",
 )
 
-SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
+_PLAIN: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
     "qwen3-8b": (
         Qwen3Config,
         {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
@@ -94,6 +104,40 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # One layer in two attends to the last 128 tokens; 4 of 32 experts for each token.
+    "gpt-oss-20b": (
+        GptOssConfig,
+        {
+            "vocab_size": 201088,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 40960,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
+        },
+    ),
+    # 8 of 128 experts for each token.
+    "qwen3-30b-a3b": (
+        Qwen3MoeConfig,
+        {
+            "vocab_size": 151936,
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 40960,
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
     "tiny-windows": (
         Gemma3TextConfig,
         {
@@ -149,7 +193,14 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
         },
     ),
 }
+SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
+    **_PLAIN,
+    "qwen3-8b-fp8": _PLAIN["qwen3-8b"],
+    "qwen3-8b-fp8-blocks": _PLAIN["qwen3-8b"],
+}
 """Shapes by name: class and fields of the config. All other fields have the defaults of the class."""
+_IN_BLOCKS = {"qwen3-8b-fp8": False, "qwen3-8b-fp8-blocks": True}
+"""Shapes with projections in 8-bit floats, and whether their scales are those of blocks."""
 
 
 def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, seed: int = 0) -> PagedModel:
@@ -159,6 +210,8 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
     Raises ConfigError for an unknown shape.
     """
     module = random_module(shape, device=device, attention="eager", seed=seed)
+    if (blocks := _IN_BLOCKS.get(shape)) is not None:
+        _round_projections(module.base_model.layers, blocks=blocks)
     parts = parts_of(module.config, dtype="bfloat16", block_tokens=block_tokens)
     return PagedModel(
         module,
@@ -169,6 +222,13 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
         eos_token_ids=(),
         fingerprint=f"random-{shape}-{seed}",
     )
+
+
+def _round_projections(layers: nn.Module, *, blocks: bool) -> None:
+    for parent in list(layers.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, Fp8Linear.of(child, blocks=blocks))
 
 
 def _windows_of(config: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -12,11 +13,15 @@ import pytest
 import torch
 from checkpoint_rig import Tensors, edit_json, edit_weights, refusal
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from proof.tiny_models import tiny_model_dir
 from sidestream import LLM, SamplingParams
-from sidestream.models import load_model
+from sidestream.models import fp8, load_model
+from sidestream.models.compiled import _MergeProducts
+from sidestream.models.fp8 import Fp8Linear, _by_rows
+from sidestream.models.joined import join_projections
 from sidestream.models.quantised import formats_of
 
 Written = tuple[Tensors, Tensor]
@@ -240,6 +245,47 @@ def test_experts_of_gpt_oss_are_those_of_transformers() -> None:
     expected = convert_moe_packed_tensors(blocks, scales.to(torch.uint8), dtype=torch.float32)
     assert torch.equal(found, expected)
     assert form.shape({"_blocks": tuple(blocks.shape)}) == tuple(expected.shape)
+
+
+def test_eight_bit_floats_are_kept_where_the_device_multiplies_them(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, which has the product, too; it is only not faster there."""
+    config = copy.deepcopy(FORMATS["compressed fp8"][0])
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
+    meant = _quantise(llama, config, FORMATS["compressed fp8"][1])
+    plain = load_model(str(llama), block_tokens=4, dtype="bfloat16")
+    monkeypatch.setattr(fp8, "is_faster", lambda *_: True)
+    model = load_model(str(llama), block_tokens=4, dtype="bfloat16")  # the self-check runs on the product
+    assert model.fingerprint != plain.fingerprint
+    for name, values in meant.items():
+        kept = model.module.get_submodule(name.removesuffix(".weight"))
+        assert torch.equal(kept.values(), values)
+        of_plain = plain.module.get_submodule(name.removesuffix(".weight"))
+        states = torch.randn(5, kept.in_features, dtype=torch.bfloat16)
+        assert (kept(states) - of_plain(states)).norm() < 0.05 * of_plain(states).norm()  # inputs have 4 bits
+        assert torch.equal(kept(states)[2:3], kept(states[2:3]))
+    attention, states = model.module.base_model.layers[0].self_attn, torch.randn(3, 64, dtype=torch.bfloat16)
+    names = ("q_proj", "k_proj", "v_proj")
+    apart = [getattr(attention, name)(states) for name in names]
+    join_projections(attention, names)
+    for name, expected in zip(names, apart, strict=True):
+        assert torch.equal(getattr(attention, name)(states), expected)
+
+
+def test_products_of_joined_eight_bit_projections_are_merged() -> None:
+    whole = Fp8Linear.of(torch.nn.Linear(32, 48, bias=False))
+
+    def work(states: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> tuple[Tensor, ...]:
+        return _by_rows(states, weight, scale, one)[:, :16], _by_rows(states, weight, scale, one)[:, 16:]
+
+    given = (torch.randn(3, 32).bfloat16(), whole.weight, whole.scale, whole.one)
+    module = make_fx(work)(*given)
+    _MergeProducts()(module.graph)
+    module.recompile()
+    assert sum(node.target is torch.ops.aten._scaled_mm.default for node in module.graph.nodes) == 1
+    for got, wanted in zip(module(*given), work(*given), strict=True):
+        assert got.equal(wanted)
 
 
 @pytest.mark.parametrize(

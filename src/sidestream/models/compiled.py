@@ -180,9 +180,9 @@ def _module(model: PagedModel | MtpHead) -> Any:
 
 
 class _MergeProducts(CustomGraphPass):
-    """A graph pass that merges equal matrix products. torch's own pass does not merge a product if the graph returns a
-    view of it. This pass also turns the product of a column and a row (positions times frequencies) into an elementwise
-    multiplication, which needs no separate kernel launch.
+    """A graph pass that merges equal matrix products, and what rounds their inputs. torch's own pass does not merge a
+    product if the graph returns a view of it. This pass also turns the product of a column and a row (positions times
+    frequencies) into an elementwise multiplication, which needs no separate kernel launch.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -191,9 +191,21 @@ class _MergeProducts(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
             if node.args[0].meta["val"].shape[2] == 1:
                 node.target = aten.mul.Tensor
-        pure = {
-            op.default for op in (aten.mm, aten.addmm, aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)
-        }
+        products = (aten.mm, aten.addmm, aten._scaled_mm, aten._scaled_mm_v2)
+        views = (aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)
+        # What rounds the inputs of products in 8-bit floats: see `fp8`.
+        rounding = (
+            aten.abs,
+            aten.amax,
+            aten.clamp_min,
+            aten.clamp_max,
+            aten.clamp,
+            aten.clone,
+            aten.unsqueeze,
+            aten._to_copy,
+        )
+        pure = {op.default for op in (*products, *views, *rounding, torch.ops.prims.convert_element_type)}
+        pure |= {aten.div.Tensor, aten.mul.Tensor}
         first: dict[tuple[Any, ...], torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in pure:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from sidestream.models.fp8 import Fp8Linear, joined_fp8
+
 
 class JoinedPart(nn.Module):
     """A projection whose weight is a range of rows of a larger weight, which several projections share.
@@ -35,6 +37,11 @@ def join_projections(parent: nn.Module, names: Sequence[str]) -> None:
     layers of the same kind. Their weights move to new memory.
     """
     parts = [getattr(parent, name, None) for name in names]
+    eight_bits = [part for part in parts if isinstance(part, Fp8Linear)]
+    if len(eight_bits) == len(parts) and (shared := joined_fp8(eight_bits)) is not None:
+        for name, shared_part in zip(names, shared, strict=True):
+            setattr(parent, name, shared_part)
+        return
     if not all(type(part) is nn.Linear for part in parts):
         return
     kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts if part is not None}

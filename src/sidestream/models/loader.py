@@ -35,6 +35,7 @@ from sidestream.models.config_checks import (
     takes_long_rope,
 )
 from sidestream.models.directory import check_config, local_directory, name_of
+from sidestream.models.fp8 import Kept, kept_eight_bits
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_longrope
@@ -102,7 +103,9 @@ def load_model(
             stored = check_files(directory, getattr(config, "quantization_config", None))
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
-            module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
+            chosen = getattr(torch, precision.dtype)
+            kept = None if ranks > 1 else kept_eight_bits(stored.state_dict, device, chosen)
+            module = read_module(directory, config, stored, dtype=chosen, attention="eager", kept=kept)
             parts, num_heads = _parts_of_rank(
                 module.config,
                 dtype=str(module.dtype).removeprefix("torch."),
@@ -305,11 +308,13 @@ def read_module(
     *,
     dtype: torch.dtype | str,
     attention: str,
+    kept: Kept | None = None,
 ) -> Any:
     """Transformers' module with the weights of a directory. Every stored weight has a place in the module.
 
-    `checkpoint`: what `check_files` found in the directory. Raises ModelError when these do not match the
-    module; exceptions of transformers pass through.
+    `checkpoint`: what `check_files` found in the directory. `kept`: weights of it that stay in 8-bit floats; None: all
+    weights get `dtype`. Raises ModelError when the weights do not match the module; exceptions of transformers pass
+    through.
     """
     stored = checkpoint.tensors
     if config.num_hidden_layers > len(stored):  # refused here, because making the layers could take hours
@@ -327,7 +332,8 @@ def read_module(
         offline = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
         module, loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, **offline, **how)
     else:
-        module, loaded = _from_state_dict(directory, config, checkpoint.state_dict, how)
+        state_dict = checkpoint.state_dict if kept is None else kept.state_dict
+        module, loaded = _from_state_dict(directory, config, state_dict, how)
     for problem, names in (("lack", loaded["missing_keys"]), ("have the wrong shape for", loaded["mismatched_keys"])):
         if names:
             # transformers fills such tensors with random numbers and continues.
@@ -338,6 +344,8 @@ def read_module(
             )
     _refuse_surplus(module, stored, set(loaded["unexpected_keys"]))
     _refuse_contradicted_tie(module)
+    if kept is not None:
+        kept.restore(module)
     return module.eval()
 
 

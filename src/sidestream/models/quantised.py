@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Format:
     dtypes    stored dtypes of that tensor. If its name is that of a plain weight, these tell the two apart
     scales    ends of the names of further tensors. Those in `optional` may be missing
     result    end of the weight's name in the model
+    weight_only  whether the inputs of products must not be rounded, too
     values    computes the weight, float32, from its parts
     shape     the weight's shape, from the shapes of the parts
     """
@@ -49,6 +50,7 @@ class Format:
     shape: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, ...]]
     optional: tuple[str, ...] = ()
     result: str = ".weight"
+    weight_only: bool = False
 
 
 class QuantisedTensor:
@@ -67,6 +69,16 @@ class QuantisedTensor:
     def __getitem__(self, everything: object) -> Tensor:
         """The whole weight, float32."""
         return self._how.values({end: _read(part) for end, part in self._parts.items()})
+
+    def eight_bits(self) -> tuple[tuple[int, ...], Callable[[], tuple[Tensor, Tensor]]] | None:
+        """If the weight is stored as 8-bit floats with scales, and inputs may be rounded as well: the shape of the
+        scales, and a function that reads the weight and the scales.
+        """
+        scale = self._how.scales[0]
+        if self._how.main != ".weight" or self.stored.dtype != "F8_E4M3" or self._how.weight_only:
+            return None
+        weight, scales = self.stored, self._parts[scale]
+        return scales.shape, lambda: (_read(weight), _read(scales))
 
 
 class Quantisation:
@@ -108,7 +120,7 @@ class Quantisation:
         return plain | {name: weight.stored for name, weight in self.weights.items()}
 
     def state_dict(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Lazy tensors by the model's names, for transformers' `from_pretrained`."""
+        """Lazy tensors by the model's names: `_Plain` and `QuantisedTensor`."""
         plain = {name: _Plain(tensor) for name, tensor in stored.items() if name not in self.parts}
         return {**plain, **self.weights}
 
@@ -179,7 +191,7 @@ def _compressed_formats(config: Mapping[str, Any]) -> tuple[Format, ...]:
             _check_bits("compressed-tensors", bits, (2, 4, 8))
             formats.append(_packed_integers(bits))
         elif name in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8:
-            formats.append(_EIGHT_BITS)
+            formats.append(replace(_EIGHT_BITS, weight_only=not group.get("input_activations")))
         elif name == "nvfp4-pack-quantized":
             formats.append(_NVFP4_COMPRESSED)
         elif name == "mxfp4-pack-quantized":
