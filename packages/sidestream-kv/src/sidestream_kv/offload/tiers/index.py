@@ -38,6 +38,10 @@ from sidestream_kv.kv.key_log import TierKeyLog
 from sidestream_kv.kv.pins import Pins
 from sidestream_kv.types import Access, Key, Tracer
 
+# Interval at which a tier looks for changes by other processes, and its least ratio to the time that a look takes.
+_REFRESH_S = 0.2
+_REFRESH_RATIO = 50
+
 
 class Entry(NamedTuple):
     """One write of one key. `serial` increases with every write and is never reused while the tier is open. A tuple,
@@ -129,14 +133,17 @@ class TierIndex:
         """Log of every key that becomes findable or is removed; None: no log."""
         self.prefix_pins: Pins | None = None
         """The keys whose entries are evicted last; unlike a `pin`, they never prevent a write. None: there are none."""
+        self.on_pin: Callable[[Entry], None] = _ignore
+        """Called with an entry before its first reader, and `on_unpin` after its last one."""
+        self.on_unpin: Callable[[Entry], None] = _ignore
         self.on_evict: tuple[Callable[[Sequence[Key]], None], ...] = ()
         """Called with the keys of evicted entries, on the offload worker's thread."""
-        self._trace = _Trace(tracer, name)
+        self._trace = _Trace(tracer, name, published := tuple(published))
         self.max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
-        self._published: dict[Key, Entry] = {entry.key: entry for entry in published}
-        self._idle = OrderedDict(self._published)  # published and not pinned, next victim first
+        self._published = {entry.key: entry for entry in published}
+        self._idle = OrderedDict(self._published.items())  # published and not pinned, next victim first
         self._pins: dict[Entry, int] = {}  # number of readers, of entries that are being read
         self._writing: dict[Key, WriteGrant] = {}
         self._victims: dict[Key, Entry] = {}  # victims of the grants in _writing
@@ -144,10 +151,6 @@ class TierIndex:
         self._doomed: deque[Entry] = deque()
         self._evictions = evictions
         self._corrupt = corrupt
-        if tracer is not None:
-            tracer.backed(name, name, 1)
-            for entry in self._published.values():
-                self._trace.found(entry)
 
     def __len__(self) -> int:
         return len(self._published)
@@ -158,6 +161,10 @@ class TierIndex:
     def __iter__(self) -> Iterator[Key]:
         """Published keys, in no particular order."""
         return iter(self._published)
+
+    def get(self, key: Key) -> Entry | None:
+        """The published entry of a key."""
+        return self._published.get(key)
 
     @property
     def entries(self) -> Iterable[Entry]:
@@ -196,10 +203,8 @@ class TierIndex:
         return next((count for count, key in enumerate(keys) if key not in self._published), len(keys))
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Mark `keys` as just used, in reverse order; absent keys are skipped.
-
-        The keys are those of a sequence's first blocks, in order. A block is useless without the blocks before it, so
-        the last block must be evicted first.
+        """Mark `keys` as just used, in reverse order; absent keys are skipped. They are those of a sequence's first
+        blocks, in order: a block is useless without the blocks before it, so the last one must be evicted first.
         """
         for key in reversed(keys):
             if key in self._idle:
@@ -213,7 +218,6 @@ class TierIndex:
 
     def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Protect published `keys` from eviction until the lease is released. Only a pinned entry may be read.
-
         Raises InvariantError, and pins nothing, if a key is not published: call `lookup` first.
         """
         if (held := self.lookup(keys)) < len(keys):
@@ -222,6 +226,8 @@ class TierIndex:
             )
         entries = tuple(self._published[key] for key in keys)
         for entry in entries:
+            if entry not in self._pins:
+                self.on_pin(entry)
             self._pins[entry] = self._pins.get(entry, 0) + 1
             self._idle.pop(entry.key, None)  # rule: pinned-entry-is-not-evicted
         self._trace.shared(entries)
@@ -246,7 +252,6 @@ class TierIndex:
 
     def publish(self, grant: WriteGrant) -> None:
         """Make a written entry findable, as the most recently used entry. Call it after the fence of the write (H7).
-
         If the key was dropped during the write, the entry is dropped as well (H8). Raises InvariantError if the write
         did not succeed.
         """
@@ -312,9 +317,8 @@ class TierIndex:
             self._doomed.append(entry)  # rule: entry-of-another-rank-only-is-deleted
 
     def learn(self, entries: Iterable[Entry]) -> None:
-        """Make entries findable that another process has written, each as the most recently used one.
-
-        Keys that are published or being written here are skipped, and all entries beyond the capacity.
+        """Make entries findable that another process has written, each as the most recently used one. Keys that are
+        published or being written here are skipped, and all entries beyond the capacity.
         """
         for entry in entries:
             if self._num_held >= self.max_entries:  # rule: learned-entries-stay-within-the-capacity
@@ -395,6 +399,7 @@ class TierIndex:
             if self._pins[entry]:  # rule: entry-is-idle-after-its-last-reader
                 continue
             del self._pins[entry]
+            self.on_unpin(entry)
             if self._published.get(entry.key) == entry:  # rule: dropped-entry-stays-dropped
                 self._idle[entry.key] = entry
             else:
@@ -402,12 +407,39 @@ class TierIndex:
                 self._doomed.append(entry)
 
 
+class Refresh:
+    """Calls a tier's method `refresh`, if it has one, from time to time. Used on the thread that owns the index."""
+
+    def __init__(self, tier: object, clock: Callable[[], float]) -> None:
+        self._refresh: Callable[[], None] | None = getattr(tier, "refresh", None)
+        self._clock = clock
+        self.due_s = float("inf") if self._refresh is None else clock()
+        """The time of the next call."""
+
+    def poll(self) -> None:
+        """Call `refresh`, if it is time."""
+        start_s = self._clock()
+        if self._refresh is None or start_s < self.due_s:
+            return
+        self._refresh()  # rule: entries-of-other-processes-are-found
+        now_s = self._clock()
+        self.due_s = now_s + max(_REFRESH_S, _REFRESH_RATIO * (now_s - start_s))
+
+
+def _ignore(entry: Entry) -> None:
+    """No one holds an entry for its readers."""
+
+
 class _Trace:
     """Events of a tier's entries for a tracer; None: no tracer."""
 
-    def __init__(self, tracer: Tracer | None, name: str) -> None:
+    def __init__(self, tracer: Tracer | None, name: str, published: Iterable[Entry]) -> None:
         self.tracer = tracer
         self._name = name
+        if tracer is not None:
+            tracer.backed(name, name, 1)
+            for entry in published:
+                self.found(entry)
 
     def access(self, entry: Entry, *, write: bool) -> Access:
         return Access(self._name, entry.serial, entry.serial + 1, write)
