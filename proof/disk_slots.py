@@ -70,4 +70,4 @@ class DiskSlots:
     @property
     def in_use(self) -> bool:
         """Whether a tier has the directory open."""
-        return not SlotLocks(self.table.fd).be_alone()
+        return SlotLocks(self.table.fd).in_use

@@ -284,7 +284,7 @@ class ScriptedTier:
             return
         for slot in slots[: fault.entries]:
             content = table.bytes_of(slot)
-            at = int(fault.place * (HEADER_BYTES + self._inner._block_bytes - 1))
+            at = int(fault.place * (HEADER_BYTES + self._inner._geometry.block_bytes - 1))
             if fault.kind == "truncated":
                 content[at:] = bytes(len(content) - at)
             else:
@@ -299,7 +299,7 @@ class ScriptedTier:
 
     def peek(self, entry: Entry) -> bytes | None:
         """The bytes of a published entry, read without injected faults. None if the tier rejects the file."""
-        out = bytearray(self._inner._block_bytes)
+        out = bytearray(self._inner._geometry.block_bytes)
         try:
             self._inner.read(entry, memoryview(out))
         except TierError:

@@ -70,6 +70,13 @@ class TierDirectory:
         self._depth = 0
 
     @classmethod
+    def existing(cls, path: Path) -> TierDirectory:
+        """Open a directory that exists, to look at it. Raises ConfigError as `open` does, and if there is none."""
+        if not (path / TIER_FILE).is_file():
+            raise ConfigError(f"{path} is no disk directory: it has no file {TIER_FILE}: give the directory of a tier")
+        return cls.open(path)
+
+    @classmethod
     def open(cls, path: Path) -> TierDirectory:
         """Open the directory at `path`. If it is missing, it is created.
 

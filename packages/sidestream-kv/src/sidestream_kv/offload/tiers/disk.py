@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import json
 import logging
 import os
 import shutil
@@ -38,7 +37,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull, TierLost
@@ -67,13 +65,12 @@ class DiskTier:
 
     streams = TierStreams(readers=8, writers=4)
 
-    def __init__(self, path: Path, description: Description, geometry: Geometry, block_bytes: int) -> None:
+    def __init__(self, path: Path, description: Description, geometry: Geometry) -> None:
         """Callers use `open` instead."""
         self.directory = path
         self._renewing = threading.Lock()
         self._description = description
         self._geometry = geometry
-        self._block_bytes = block_bytes
         self._leases: dict[Entry, tuple[Medium, int]] = {}
         self._closed = False
         self._medium: Medium
@@ -104,13 +101,13 @@ class DiskTier:
                 f"disk_capacity is {capacity_bytes} bytes, but one block of this model takes {slot_bytes} "
                 f"({layout.block_tokens} tokens and a header): raise disk_capacity"
             )
-        geometry = Geometry(num_slots, max(1, SEGMENT_BYTES // slot_bytes), slot_bytes)
+        geometry = Geometry(num_slots, max(1, SEGMENT_BYTES // slot_bytes), layout.block_bytes)
         description: dict[str, int | str] = {
             "format_version": FORMAT_VERSION,
             **layout.describe(),
             "fingerprint": fingerprint,
         }
-        tier = cls(path, description, geometry, layout.block_bytes)
+        tier = cls(path, description, geometry)
         with os_errors_as_refusals(path), _without_garbage_collection():
             slots = tier._open_slots()
             tier._medium = Medium(slots)
@@ -210,13 +207,7 @@ class DiskTier:
     # ------------------------------------------------------------------ the directory
 
     def _open_slots(self) -> OpenSlots:
-        return open_slots(
-            self.directory,
-            self._description,
-            self._geometry,
-            block_bytes=self._block_bytes,
-            identity=xxhash.xxh3_128_digest(json.dumps(self._description, sort_keys=True).encode()),
-        )
+        return open_slots(self.directory, self._description, self._geometry)
 
     def _is_lost(self, medium: Medium) -> bool:
         """Whether the tier's directory was removed or replaced since it was opened or made anew."""
@@ -269,8 +260,8 @@ class DiskTier:
 
     def _view(self, block: Block) -> memoryview:
         view = (block if isinstance(block, memoryview) else block.data).cast("B")
-        if view.nbytes != self._block_bytes:
-            raise InvariantError(f"a block of the disk tier has {self._block_bytes} bytes, not {view.nbytes}")
+        if view.nbytes != self._geometry.block_bytes:
+            raise InvariantError(f"a block of the disk tier has {self._geometry.block_bytes} bytes, not {view.nbytes}")
         if self._closed:
             raise InvariantError(f"disk tier {self.directory} is closed")
         return view

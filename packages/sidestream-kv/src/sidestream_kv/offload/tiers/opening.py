@@ -4,11 +4,13 @@ an engine starts, and when its directory was lost.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from sidestream_kv.errors import TierCorrupt
 from sidestream_kv.offload.tiers.directory import (
@@ -50,13 +52,14 @@ class OpenSlots:
         self.directory.close()
 
 
-def open_slots(
-    path: Path, description: Description, geometry: Geometry, *, block_bytes: int, identity: bytes
-) -> OpenSlots:
+def identity_of(description: Description) -> bytes:
+    """16 bytes that the headers of a tier's blocks have: they differ between models and layouts."""
+    return xxhash.xxh3_128_digest(json.dumps(dict(description), sort_keys=True).encode())
+
+
+def open_slots(path: Path, description: Description, geometry: Geometry) -> OpenSlots:
     """Open the directory at `path`, which is made and described first if it is missing or empty. If no other process
     uses it, it gets the number of slots of `geometry`; else it keeps its own.
-
-    identity   16 bytes that differ between descriptions
 
     Raises ConfigError, and changes nothing, if `TierDirectory` refuses the directory. Raises OSError.
     """
@@ -67,14 +70,15 @@ def open_slots(
             table = SlotTable.open(directory)
         except TierCorrupt:
             table = None
-        if table is None or table.geometry.slot_bytes != geometry.slot_bytes:
+        if table is None or table.geometry.block_bytes != geometry.block_bytes:
             table = SlotTable.create(directory, geometry)
         locks, damaged, evictions = SlotLocks(table.fd), 0, 0
-        segments = Segments(directory, table.geometry, block_bytes=block_bytes, identity=identity)
+        identity = identity_of(description)
+        segments = Segments(directory, table.geometry, identity=identity, direct=False)
         if alone := locks.be_alone():
             table, damaged, evictions = _put_in_order(directory, table, segments, geometry.num_slots)
             locks = SlotLocks(table.fd)
-            segments = Segments(directory, table.geometry, block_bytes=block_bytes, identity=identity)
+        segments = Segments(directory, table.geometry, identity=identity, direct=True)
         locks.join()
         table.opens = opens = table.opens + 1  # rule: serials-go-on-after-a-restart
     return OpenSlots(directory, table, locks, segments, opens << _SERIAL_BITS, damaged, evictions, not alone)

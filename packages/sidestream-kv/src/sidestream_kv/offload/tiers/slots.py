@@ -3,7 +3,7 @@
 **Records** are in the table, which all processes that use the directory read and write:
 
     DIRECTORY/sidestream-tier.table
-    [0, 4096)   magic, format version, slots, slots a segment, bytes a slot, number of opens
+    [0, 4096)   magic, format version, slots, slots a segment, bytes a block, number of opens
     checks      8 bytes a slot: 0, or a hash of slot, key and serial
     stamps      8 bytes a slot: time of the last use, in ns; only the order of eviction depends on it
     bodies      24 bytes a slot: key and serial
@@ -65,7 +65,7 @@ HEADER_BYTES = PAGE
 
 _TABLE_MAGIC = b"SIDETAB\n"
 _TABLE_VERSION = 1
-_TABLE_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, 0, slots, slots a segment, bytes a slot
+_TABLE_HEADER = struct.Struct("<8sIIQQQ")  # magic, version, 0, slots, slots a segment, bytes a block
 _OPENS_AT = _TABLE_HEADER.size
 _BODY = np.dtype([("key", "<u8", 2), ("serial", "<u8")])
 _U64 = np.dtype("<u8")
@@ -91,7 +91,12 @@ class Geometry:
 
     num_slots: int
     slots_per_segment: int
-    slot_bytes: int
+    block_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a header and a block, in whole pages."""
+        return _whole_pages(HEADER_BYTES + self.block_bytes)
 
     def segment_bytes(self, segment: int) -> int:
         """Bytes of a segment's file; 0 if it has no slots."""
@@ -178,7 +183,7 @@ class SlotTable:
         table = cls(fd, geometry)
         os.posix_fallocate(fd, 0, table._num_bytes)  # a full disk must not fail later writes
         header = _TABLE_HEADER.pack(
-            _TABLE_MAGIC, _TABLE_VERSION, 0, geometry.num_slots, geometry.slots_per_segment, geometry.slot_bytes
+            _TABLE_MAGIC, _TABLE_VERSION, 0, geometry.num_slots, geometry.slots_per_segment, geometry.block_bytes
         ) + (secrets.randbits(28) if opens is None else opens).to_bytes(8, "little")
         write_at(fd, header, 0)
         if records is not None:
@@ -283,6 +288,12 @@ class SlotLocks:
         if not self._set(fcntl.F_RDLCK, _PRESENCE):
             raise BlockingIOError(errno.EAGAIN, "another process keeps the directory for itself")
 
+    @property
+    def in_use(self) -> bool:
+        """Whether another process uses the directory."""
+        lock = _LOCK.pack(fcntl.F_WRLCK, 0, _PRESENCE, 1, 0)
+        return bool(_LOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, lock))[0] != fcntl.F_UNLCK)
+
     def share(self, slot: int) -> bool:
         """Lease a slot for reading. False if it is being written, here or in another process."""
         with self._mutex:
@@ -328,12 +339,11 @@ class Segments:
     direct   whether aligned blocks bypass the page cache
     """
 
-    def __init__(self, directory: TierDirectory, geometry: Geometry, *, block_bytes: int, identity: bytes) -> None:
-        """`identity`: 16 bytes that differ between layouts and models."""
-        self.direct = block_bytes % PAGE == 0 and allows_direct_io(directory)
+    def __init__(self, directory: TierDirectory, geometry: Geometry, *, identity: bytes, direct: bool) -> None:
+        """`identity`: 16 bytes that differ between layouts and models. `direct`: use direct I/O where possible."""
+        self.direct = direct and geometry.block_bytes % PAGE == 0 and allows_direct_io(directory)
         self._directory = directory
         self._geometry = geometry
-        self._block_bytes = block_bytes
         self._identity = identity
         self._mutex = threading.Lock()
         self._fds: dict[tuple[int, bool], int] = {}  # by segment, and whether I/O is direct
@@ -389,7 +399,9 @@ class Segments:
 
     def _header(self, entry: Entry) -> bytes:
         """The header without its digest. It depends only on tier and entry, so a reader compares all its bytes."""
-        fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, self._identity, entry.key, entry.serial, self._block_bytes)
+        fields = _FIELDS.pack(
+            _MAGIC, FORMAT_VERSION, self._identity, entry.key, entry.serial, self._geometry.block_bytes
+        )
         return fields.ljust(_DIGEST_AT, b"\0")
 
     def _header_page(self) -> memoryview:
