@@ -27,7 +27,7 @@ from bench.options import (
     label,
 )
 from proof.report import Figure, publish, was_given
-from sidestream.cli.declare import Command, number, option, whole
+from sidestream.cli.declare import Command, flag, number, option, whole
 from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.progress import Steps
 from sidestream.errors import ConfigError
@@ -245,6 +245,20 @@ def policy(
         if not 0 < value <= 1:
             raise ConfigError(f"{label(name)} is {value}: it must be above 0, and at most 1")
     return Report("no model", options={"traces": traces or [], "share": share, "host_share": host_share})
+
+
+@_command()
+def tier(
+    directory: Annotated[Path, option("--directory", "DIR", "Directory of the file system to measure.")] = Path(),
+    size: Annotated[str, option("--size", "SIZE", "Bytes of each write and read.")] = "1GiB",
+    rounds: Annotated[int, count("--rounds", "Repetitions; tier and raw I/O alternate.")] = 5,
+    entries: Annotated[int, count("--entries", "Blocks of the directory that is opened.")] = 1_000_000,
+    fio: Annotated[bool, flag("--fio", help="Let fio measure raw I/O.")] = False,
+) -> Report:
+    """The disk tier beside raw direct I/O on the same file system, the cost of its checksums, and the time to open a
+    directory of a million blocks.
+    """
+    return Report("no model")
 
 
 @_command()

@@ -114,6 +114,10 @@ class FaultyTier:
         self.reads.append(entry.key)
         self.on_read(lambda: self._inner.read(entry, out), out)
 
+    def refresh(self) -> None:
+        if (refresh := getattr(self._inner, "refresh", None)) is not None:
+            refresh()
+
     def close(self) -> None:
         self._inner.close()
 

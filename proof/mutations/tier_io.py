@@ -18,7 +18,7 @@ from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
 MUTATIONS = (
     Mutation(
-        name="forgotten-files-are-deleted-at-close",
+        name="forgotten-entries-are-deleted-at-close",
         hazard="H22",
         consequence="files of forgotten entries are left on disk, and the next start finds them again",
         needs=frozenset({"disk", "reset"}),
@@ -288,7 +288,7 @@ EXEMPT = (
     Exempt(
         "TierIO.write", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"
     ),
-    Exempt("TierIO.finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
+    Exempt("TierIO._finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
     Exempt("TierIO.read", ("take",), PLACE),
     Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
     Exempt("TierIO.finish_reads", ("taken_in",), "disk-read-counts-after-its-fence decides when it is called"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from proof.mutations.operators import (
     Always,
     Append,
-    Compare,
     Delete,
     DropOperand,
     Never,
     PopInstead,
     Rewrite,
     SetArgument,
+    Swap,
     Value,
 )
 from proof.mutations.reasons import PINS
@@ -35,14 +35,8 @@ MUTATIONS = (
     Mutation(
         name="dropped-entry-stays-dropped",
         hazard="H8",
-        change=Never(),
+        change=Always(),
         consequence="an entry dropped during a read counts as evictable afterwards",
-        needs=frozenset({"disk", "reset"}),
-    ),
-    Mutation(
-        name="dropped-entry-is-marked",
-        hazard="H8",
-        consequence="the last reader of an entry does not learn that it was dropped during the read",
         needs=frozenset({"disk", "reset"}),
     ),
     Mutation(
@@ -63,12 +57,6 @@ MUTATIONS = (
         hazard="H11",
         consequence="a late deletion deletes a newer write of the same key",
         needs=frozenset({"disk"}),
-    ),
-    Mutation(
-        name="serials-go-on-after-a-restart",
-        hazard="H11",
-        consequence="a new write has the file name of a write from before the restart",
-        needs=frozenset({"disk", "restart"}),
     ),
     Mutation(
         name="reset-drops-entries",
@@ -118,6 +106,8 @@ MUTATIONS = (
 
 _VERIFIED = "every read verifies the whole file, so a damaged file is a miss"
 
+_ALONE = "in a schedule, one engine uses a directory; tests/offload has two"
+
 _OPENED_ONCE = (
     "the torture test gives each rank a tier whose entries are those of all ranks, and a rank that lacks an entry "
     "would only miss it"
@@ -141,7 +131,39 @@ EQUIVALENT = (
             consequence="entries that rank 0 lacks stay on the disks of other ranks forever",
         ),
         _OPENED_ONCE,
-        noticed_by="ranks/test_shared_entries.py::test_files_that_only_one_rank_has_are_deleted_from_its_disk",
+        noticed_by="ranks/test_shared_entries.py::test_entries_that_only_one_rank_has_are_deleted_from_its_disk",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="learned-entries-stay-within-the-capacity",
+            hazard="H22",
+            change=Never(),
+            consequence="the index of a tier grows with the entries of other processes",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_index.py::test_learning_keeps_own_writes_and_stays_within_the_capacity",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="own-write-of-a-key-is-kept",
+            hazard="H11",
+            change=Never(),
+            consequence="an entry that is being read or written is replaced by another process's entry of its key",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_index.py::test_learning_keeps_own_writes_and_stays_within_the_capacity",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="vanished-entry-is-forgotten",
+            hazard="H9",
+            consequence="entries that another process has deleted are found, and each load of them fails",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_index.py::test_unlearned_entries_are_not_found_and_not_deleted_again",
         unreached=True,
     ),
     Equivalent(
@@ -168,23 +190,12 @@ EQUIVALENT = (
         Mutation(
             name="length-is-verified",
             hazard="H9",
-            change=Compare(">"),
-            consequence="the length of a truncated file is not checked",
+            change=Never(),
+            consequence="the length of a file that was cut short is not checked",
             needs=frozenset({"disk"}),
         ),
         "the checksum detects the missing bytes",
-        noticed_by="offload/test_disk_failures.py::test_a_truncated_file_is_a_miss_even_when_the_buffer_holds_the_missing_bytes",
-    ),
-    Equivalent(
-        Mutation(
-            name="entry-is-renamed-into-place",
-            hazard="H7",
-            change=DropOperand("TEMPORARY"),
-            consequence="a killed process leaves a part of an entry under the entry's name",
-            needs=frozenset({"disk", "restart"}),
-        ),
-        "the next open deletes files of the wrong length, and " + _VERIFIED,
-        noticed_by="offload/test_disk_failures.py::test_a_file_gets_its_final_name_only_once_complete_H7",
+        noticed_by="offload/test_disk_failures.py::test_a_short_segment_is_a_miss_even_when_the_buffer_holds_the_missing_bytes",
     ),
     Equivalent(
         Mutation(
@@ -195,40 +206,7 @@ EQUIVALENT = (
             also=(Change("write-begins", Append("grant.written = True")),),
         ),
         "a failed write raises, so its fence has the failure as well",
-        noticed_by="offload/test_disk_failures.py::test_a_failed_write_leaves_no_entry_and_no_file_H9",
-    ),
-    Equivalent(
-        Mutation(
-            name="leftovers-are-deleted",
-            hazard="H7",
-            change=Value("status.st_size == 0"),
-            consequence="an unfinished file of a killed process counts as an entry",
-            needs=frozenset({"disk", "restart"}),
-        ),
-        "a read opens the entry's final name and does not find it: a miss",
-        noticed_by="offload/test_disk.py::test_the_temporary_file_of_a_killed_process_is_removed",
-    ),
-    Equivalent(
-        Mutation(
-            name="files-of-the-wrong-length-are-deleted",
-            hazard="H9",
-            change=DropOperand("st_size"),
-            consequence="a truncated file counts as an entry",
-            needs=frozenset({"disk", "restart"}),
-        ),
-        _VERIFIED,
-        noticed_by="offload/test_disk.py::test_opening_removes_and_counts_files_of_wrong_size_or_place",
-    ),
-    Equivalent(
-        Mutation(
-            name="later-write-of-a-key-wins",
-            hazard="H11",
-            change=Value("twin is not None and twin[0] < serial"),
-            consequence="if two files have the same key, the earlier file is kept",
-            needs=frozenset({"disk", "restart"}),
-        ),
-        "equal keys mean equal bytes: either file is right",
-        noticed_by="offload/test_disk.py::test_the_later_of_two_files_with_one_key_is_served",
+        noticed_by="offload/test_disk_failures.py::test_a_failed_write_leaves_no_entry_H9",
     ),
     Equivalent(
         Mutation(
@@ -246,12 +224,173 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="directory-has-one-owner",
-            hazard="H11",
-            consequence="two engines write one directory and delete each other's entries",
+            name="slot-is-leased-while-it-is-read",
+            hazard="H2",
+            change=Value("readers == _WRITING"),
+            consequence="another process overwrites a slot that is being read",
         ),
-        "a schedule has one engine at a time; tests/offload/test_disk_processes.py has two",
-        noticed_by="offload/test_disk_refusals.py::test_a_second_engine_on_a_directory_is_refused",
+        _ALONE,
+        noticed_by="offload/test_disk_sharing.py::test_a_slot_is_not_written_while_another_engine_reads_it",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="slot-has-one-writer-and-no-reader",
+            hazard="H11",
+            change=Value("slot in self._readers"),
+            consequence="two processes write one slot at the same time",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_sharing.py::test_a_slot_has_one_writer",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="pinned-entry-is-leased",
+            hazard="H2",
+            change=Never(),
+            consequence="another process overwrites a block that a request waits for",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_sharing.py::test_a_slot_is_not_written_while_another_engine_leases_it",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="lease-of-a-pinned-entry-ends",
+            hazard="H22",
+            consequence="a slot that was read once is never written again by another process",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_sharing.py::test_a_slot_is_not_written_while_another_engine_leases_it",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="slot-is-taken-as-it-was-seen",
+            hazard="H11",
+            change=Always(),
+            consequence="a write takes the slot that another process has just written",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_sharing.py::test_a_slot_that_another_engine_has_written_meanwhile_is_not_taken",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="record-is-compared-under-the-lease",
+            hazard="H10",
+            change=Never(),
+            consequence="a read of an evicted entry deletes the newer entry in its slot",
+            needs=frozenset({"disk"}),
+        ),
+        "the header of the slot names another write: a miss",
+        noticed_by="offload/test_disk_sharing.py::test_an_entry_that_another_engine_has_evicted_is_not_found_any_more",
+    ),
+    Equivalent(
+        Mutation(
+            name="record-is-void-while-its-slot-is-written",
+            hazard="H7",
+            consequence="a killed process leaves the record of a slot that it has half overwritten",
+            needs=frozenset({"disk"}),
+        ),
+        _VERIFIED,
+        noticed_by="offload/test_disk_failures.py::test_a_record_is_valid_only_while_its_slot_is_complete_H7",
+    ),
+    Equivalent(
+        Mutation(
+            name="record-is-published-after-its-payload",
+            hazard="H7",
+            change=Swap(),
+            consequence="other processes find an entry before it is written",
+            needs=frozenset({"disk"}),
+        ),
+        _VERIFIED,
+        noticed_by="offload/test_disk_failures.py::test_a_record_is_valid_only_while_its_slot_is_complete_H7",
+    ),
+    Equivalent(
+        Mutation(
+            name="damaged-entry-is-deleted",
+            hazard="H22",
+            consequence="a damaged entry is found again after every restart",
+            needs=frozenset({"disk"}),
+        ),
+        _VERIFIED,
+        noticed_by="offload/test_disk_failures.py::test_a_damaged_slot_is_a_miss_and_is_deleted_and_counted",
+    ),
+    Equivalent(
+        Mutation(
+            name="written-slot-is-released",
+            hazard="H22",
+            consequence="a slot that was written is never read or written again",
+            needs=frozenset({"disk"}),
+        ),
+        "the block is computed again",
+        noticed_by="offload/test_disk.py::test_a_stored_block_is_read_back",
+    ),
+    Equivalent(
+        Mutation(
+            name="lost-segment-is-made-anew",
+            hazard="H9",
+            change=Value("fd is None"),
+            consequence="blocks are written to a file that was deleted, and lost with the process",
+        ),
+        "no schedule deletes a file of the tier",
+        noticed_by="offload/test_disk_failures.py::test_a_lost_segment_is_a_miss_and_is_made_anew",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="directory-is-set-up-by-one-process",
+            hazard="H11",
+            change=Value("None"),
+            consequence="two processes make the files of a directory at the same time",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_refusals.py::test_a_directory_that_is_set_up_for_too_long_is_refused",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="files-with-another-name-are-not-written",
+            hazard="H11",
+            change=DropOperand("st_nlink"),
+            consequence="a write changes a file outside the directory",
+        ),
+        "no schedule links files",
+        noticed_by="offload/test_disk_directory.py::test_a_file_with_another_name_outside_is_not_written",
+        unreached=True,
+    ),
+    Equivalent(
+        Mutation(
+            name="serials-go-on-after-a-restart",
+            hazard="H11",
+            change=Value("1"),
+            consequence="a write has the serial number of a write from before the restart",
+            needs=frozenset({"disk"}),
+        ),
+        "equal keys and serial numbers mean equal bytes",
+        noticed_by="offload/test_disk.py::test_serial_numbers_continue_after_a_restart",
+    ),
+    Equivalent(
+        Mutation(
+            name="later-write-of-a-key-wins",
+            hazard="H11",
+            change=Append("slots = slots[::-1]"),
+            consequence="of two entries of a key, the earlier one is kept",
+            needs=frozenset({"disk"}),
+        ),
+        "equal keys mean equal bytes: either entry is right",
+        noticed_by="offload/test_disk.py::test_the_later_of_two_entries_with_one_key_is_served",
+    ),
+    Equivalent(
+        Mutation(
+            name="entries-of-other-processes-are-found",
+            hazard="H26",
+            consequence="an engine finds the blocks of other engines only after a restart",
+        ),
+        _ALONE,
+        noticed_by="offload/test_disk_sharing.py::test_the_worker_looks_for_blocks_of_other_engines",
         unreached=True,
     ),
     Equivalent(
@@ -262,7 +401,7 @@ EQUIVALENT = (
             consequence="an engine whose directory was removed writes no block until it is started again",
         ),
         "no schedule removes a directory in use; every read and write then fails, which is a miss",
-        noticed_by="offload/test_disk_directory.py::test_a_write_notices_a_lost_directory_and_creates_it_again_locked",
+        noticed_by="offload/test_disk_directory.py::test_a_write_notices_a_lost_directory_and_creates_it_again",
         unreached=True,
     ),
     Equivalent(
@@ -279,7 +418,7 @@ EQUIVALENT = (
         Mutation(
             name="newer-write-survives-a-failed-read-of-an-older",
             hazard="H10",
-            change=DropOperand("entry"),
+            change=Value("entry.key in self._published"),
             consequence="a failed read of a dropped entry also drops a newer entry of the same key",
             needs=frozenset({"disk", "failing_tier", "reset"}),
         ),
@@ -320,20 +459,35 @@ EQUIVALENT = (
 
 EXEMPT = (
     Exempt("TierIndex.clear", ("clear",), PINS),
-    Exempt("DiskTier.open", ("callback",), "it closes the directory's lock only if opening fails"),
     Exempt("_open", ("fingerprint=",), "see disk-of-other-weights-is-refused"),
     Exempt("open_tiers", ("callback",), "it closes tiers that no engine has used, if another tier cannot be opened"),
     Exempt("TierStack.close", ("callback",), "if one tier fails to close, the others are closed nevertheless"),
-    Exempt("_write_whole", ("rename",), "see entry-is-renamed-into-place"),
     Exempt(
-        "TierDirectory._replace_file",
+        "TierDirectory._write_description",
         ("rename",),
         "it runs before the directory has entries; if the process is killed half-way, the next open writes the file",
     ),
+    Exempt("TierDirectory._write_description", ("remove",), "a leftover of a killed process"),
+    Exempt("TierDirectory.locked", ("flock",), "see directory-is-set-up-by-one-process: closing the directory ends it"),
+    Exempt("open_slots", ("join",), "only `sidestream cache clear` asks whether a directory is in use"),
+    Exempt("_trim", ("remove", "remove"), "it gives back space; a file that is too long does no harm"),
+    Exempt("SlotTable.create", ("remove",), "a leftover of a killed process"),
+    Exempt("SlotTable.create", ("rename",), "its caller uses the file that is renamed: nothing would be found again"),
+    Exempt("SlotTable.resized", ("replace",), "it makes a value"),
+    Exempt("allows_direct_io", ("remove", "remove"), "the file is of this function only"),
+    Exempt("Medium.get", ("share",), "see slot-is-leased-while-it-is-read"),
+    Exempt("Medium.get", ("release",), "see written-slot-is-released"),
+    Exempt("Medium.delete", ("release",), "see written-slot-is-released"),
+    Exempt("Medium.lease", ("share",), "see pinned-entry-is-leased"),
+    Exempt("Medium.release", ("release",), "see lease-of-a-pinned-entry-ends"),
+    Exempt("Medium._owns", ("release", "release"), "see written-slot-is-released"),
+    Exempt("Medium._spare_slots", ("extend",), "it only proposes slots: see slot-is-taken-as-it-was-seen"),
+    Exempt("Medium._publish", ("publish",), "see record-is-published-after-its-payload"),
+    Exempt("OffloadWorker._turn", ("poll",), "see entries-of-other-processes-are-found"),
+    Exempt("BlockStore.take_finished", ("poll",), "see entries-of-other-processes-are-found"),
+    Exempt("SharedStore.lookup", ("poll",), "see entries-of-other-processes-are-found"),
     Exempt("TierIndex.publish", ("_end",), "see grant-ends"),
     Exempt("TierIndex.abandon", ("_end",), "see grant-ends"),
     Exempt("TierIndex.forget", ("_retire",), "see damaged-entry-is-dropped"),
     Exempt("TierIndex.clear", ("drop",), "see reset-drops-entries"),
-    Exempt("TierIndex.take_doomed", ("clear",), "a closed tier is not used again"),
-    Exempt("TierIndex.pin", ("pins",), "it only counts; for the effects see pinned-entry-is-not-deleted-by-a-reset"),
 )

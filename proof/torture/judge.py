@@ -157,8 +157,7 @@ def wrong_entries(disk: ScriptedTier, contents: Contents, *, damaged: bool) -> I
     entries that cannot be read are no finding.
     """
     # Reads another thread's index, which is safe because no thread writes now.
-    for key, slot in list(disk.index._slots.items()):
-        entry = slot.entry
+    for key, entry in list(disk.index._published.items()):
         payload = disk.peek(entry)
         if payload is not None:
             yield from _differing(f"disk entry {entry.serial}", key, payload, contents)
@@ -166,13 +165,13 @@ def wrong_entries(disk: ScriptedTier, contents: Contents, *, damaged: bool) -> I
             yield f"disk entry {entry.serial} is published as {key.hex()[:8]}, but cannot be read"
 
 
-def stray_files(disk: ScriptedTier, *, damaged: bool) -> Iterator[str]:
-    """Differences between the files on disk and the findable entries, after a close. `damaged`: the workload damages
-    files. The tier deletes a damaged file when it is read, also by `wrong_entries`, so entries may lack a file.
+def stray_records(disk: ScriptedTier, *, damaged: bool) -> Iterator[str]:
+    """Differences between the records on disk and the findable entries, after a close. `damaged`: the workload damages
+    slots. The tier deletes a damaged entry when it is read, also by `wrong_entries`, so entries may lack a record.
     """
-    files, entries = disk.strays()
-    yield from (f"the file {name} is left on disk without a findable entry" for name in sorted(files))
-    yield from () if damaged else (f"entry {name} is findable without a file" for name in sorted(entries))
+    records, entries = disk.strays()
+    yield from (f"the record {name} is left on disk without a findable entry" for name in sorted(records))
+    yield from () if damaged else (f"entry {name} is findable without a record" for name in sorted(entries))
 
 
 def wrong_answer(

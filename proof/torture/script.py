@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from proof.disk_slots import DiskSlots
 from proof.torture.workload import DAMAGE, Fault, Operation, Workload
 from sidestream.attention.interface import AttentionBatch
 from sidestream.attention.paged import PagedBatch
@@ -29,6 +30,7 @@ from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.offload.tiers.base import Block
 from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
+from sidestream_kv.offload.tiers.slots import HEADER_BYTES
 from sidestream_kv.types import Fence, Tracer
 from sidestream_order.sim import Guard, SimDevice, SimStream
 
@@ -232,11 +234,11 @@ class ScriptedTier:
         self,
         inner: DiskTier,
         device: ScriptedDevice,
-        used: Callable[[str], None],
-        others: Callable[[str], Sequence[str]] = lambda path: (),
+        used: Callable[[Entry], None],
+        others: Callable[[Entry], Sequence[Entry]] = lambda entry: (),
     ) -> None:
-        """`used` receives the path of each entry that is written or read. `others` returns the paths of other used
-        entries of the same directory, the last used entry first.
+        """`used` receives each entry that is written or read. `others` returns other used entries of the same
+        directory, the last used entry first.
         """
         self._inner = inner
         self._device = device
@@ -251,11 +253,10 @@ class ScriptedTier:
     def write(self, grant: WriteGrant, payload: Block) -> None:
         for entry in (grant.entry, grant.victim):
             self._require(entry, write=True)
-        path = _path(self._inner, grant.entry)
-        self._used(path)
+        self._used(grant.entry)
         fault = self._device.script.next("write")
         self._device.play(fault, lambda: self._inner.write(grant, payload), torn=_never)
-        self._damage(path, fault)
+        self._damage(grant.entry, fault)
 
     def read(self, entry: Entry, out: Block) -> None:
         def torn() -> None:
@@ -264,15 +265,31 @@ class ScriptedTier:
             data[: len(data) // 2] ^= 0xA5
 
         self._require(entry, write=False)
-        path = _path(self._inner, entry)
-        self._used(path)
+        self._used(entry)
         fault = self._device.script.next("read")
-        self._damage(path, fault)
+        self._damage(entry, fault)
         self._device.play(fault, lambda: self._inner.read(entry, out), torn=torn)
 
-    def _damage(self, path: str, fault: Fault | None) -> None:
-        if fault is not None and fault.kind in DAMAGE:
-            _damage((path, *self._others(path)), fault)
+    def _damage(self, entry: Entry, fault: Fault | None) -> None:
+        """Damage slots behind the tier's back."""
+        if fault is None or fault.kind not in DAMAGE:
+            return
+        table = DiskSlots(self._inner.directory)
+        slots = [slot for used in (entry, *self._others(entry)) if (slot := table.slots.get(used)) is not None]
+        if fault.kind == "swapped":
+            for one, other in itertools.pairwise(slots[: fault.entries + 1]):
+                contents = table.bytes_of(one), table.bytes_of(other)
+                table.fill(other, contents[0])
+                table.fill(one, contents[1])
+            return
+        for slot in slots[: fault.entries]:
+            content = table.bytes_of(slot)
+            at = int(fault.place * (HEADER_BYTES + self._inner._geometry.block_bytes - 1))
+            if fault.kind == "truncated":
+                content[at:] = bytes(len(content) - at)
+            else:
+                content[at] ^= 0x10
+            table.fill(slot, content)
 
     def _require(self, entry: Entry | None, *, write: bool) -> None:
         """Verify that the running work has declared its access to the entry's file."""
@@ -282,7 +299,7 @@ class ScriptedTier:
 
     def peek(self, entry: Entry) -> bytes | None:
         """The bytes of a published entry, read without injected faults. None if the tier rejects the file."""
-        out = bytearray(self._inner._block_bytes)
+        out = bytearray(self._inner._geometry.block_bytes)
         try:
             self._inner.read(entry, memoryview(out))
         except TierError:
@@ -290,11 +307,9 @@ class ScriptedTier:
         return bytes(out)
 
     def strays(self) -> tuple[set[str], set[str]]:
-        """Names of files without a findable entry, and names of findable entries without a file."""
-        subdirectories = [each for each in os.scandir(self._inner.directory) if each.is_dir()]
-        files = {entry.name for each in subdirectories for entry in os.scandir(each)}
-        entries = {Path(_path(self._inner, entry)).name for entry in self.index.entries}
-        return files - entries, entries - files
+        """Entries on disk that are not findable, and findable entries that are not on disk."""
+        on_disk, entries = set(DiskSlots(self._inner.directory).slots), set(self.index.entries)
+        return {_name(entry) for entry in on_disk - entries}, {_name(entry) for entry in entries - on_disk}
 
     def close(self) -> None:
         self._inner.close()
@@ -312,41 +327,55 @@ class Scratch:
 
     def __init__(self) -> None:
         self._root = tempfile.TemporaryDirectory(prefix="sidestream-torture-")
-        self._used: dict[str, int] = {}  # path -> serial number of its last use
+        self._used: dict[tuple[Path, Entry], int] = {}  # serial number of the last use
+        self._paths: set[Path] = set()
+        self._opened: set[Path] = set()  # since the last `clean`
         self._process = os.getpid()
 
     def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int, rank: int = 0) -> ScriptedTier:
         """Open the disk tier of a model on a rank. It has the entries that were written since the last `clean`."""
-        tier = DiskTier.open(
-            Path(self._root.name) / f"{model.fingerprint}-{rank}",
+        path = Path(self._root.name) / f"{model.fingerprint}-{rank}"
+        if path not in self._paths:
+            self._paths.add(path)
+            self._open(path, model, num_blocks=num_blocks, tracer=None).close()
+            DiskSlots(path).clear()  # serial numbers begin with a random one
+        self._opened.add(path)
+        # rank 0's index keeps the leases of all ranks
+        tier = self._open(path, model, num_blocks=num_blocks, tracer=None if rank else device.tracer)
+        return ScriptedTier(tier, device, functools.partial(self._use, path), functools.partial(self._others, path))
+
+    def _open(self, path: Path, model: ScriptedModel, *, num_blocks: int, tracer: Tracer | None) -> DiskTier:
+        return DiskTier.open(
+            path,
             layout=model.layout,
             fingerprint=model.fingerprint,
             capacity_bytes=num_blocks * entry_bytes(model.layout),
-            tracer=None if rank else device.tracer,  # rank 0's index keeps the leases of all ranks
+            tracer=tracer,
         )
-        return ScriptedTier(tier, device, self._use, self._others)
 
     def settle(self) -> None:
-        """Set the files' times to their order of use, because a restart reads these times, and the clock's times differ
-        between runs.
+        """Set the times of the entries to their order of use, because a restart reads these times, and the clock's
+        times differ between runs.
         """
-        for path, when in self._used.items():
-            if Path(path).exists():
-                os.utime(path, ns=(when, when))
+        for path in self._paths:
+            table = DiskSlots(path)
+            for (directory, entry), when in self._used.items():
+                if directory == path and entry in table.slots:
+                    table.table.stamp(table.slots[entry], when)
 
     def clean(self) -> None:
         """Delete all entries; no tier may be open."""
-        for path in self._used:
-            Path(path).unlink(missing_ok=True)
+        for path in self._opened:
+            DiskSlots(path).clear()
+        self._opened.clear()
         self._used.clear()
 
-    def _use(self, path: str) -> None:
-        self._used.pop(path, None)
-        self._used[path] = len(self._used) if not self._used else next(reversed(self._used.values())) + 1
+    def _use(self, path: Path, entry: Entry) -> None:
+        self._used.pop((path, entry), None)
+        self._used[path, entry] = 0 if not self._used else next(reversed(self._used.values())) + 1
 
-    def _others(self, path: str) -> list[str]:
-        directory = Path(path).parents[1]
-        return [other for other in reversed(self._used) if other != path and Path(other).parents[1] == directory]
+    def _others(self, path: Path, entry: Entry) -> list[Entry]:
+        return [other for place, other in reversed(self._used) if place == path and other != entry]
 
     @property
     def is_ours(self) -> bool:
@@ -354,37 +383,9 @@ class Scratch:
         return self._process == os.getpid()
 
 
-def _path(tier: DiskTier, entry: Entry) -> str:
-    """The path of an entry's file."""
-    name = entry.key.hex()
-    return f"{tier.directory}/{name[:2]}/{name}-{entry.serial:016x}"
-
-
-def _damage(paths: Sequence[str], fault: Fault | None) -> None:
-    """Damage files behind the tier's back. `paths` are the files of used entries, the last used first."""
-    if fault is None or fault.kind not in DAMAGE:
-        return
-    files = [path for path in map(Path, paths) if path.exists()]
-    if fault.kind == "swapped":
-        for one, other in itertools.pairwise(files[: fault.entries + 1]):
-            aside = one.with_name("aside")
-            one.rename(aside)
-            other.rename(one)
-            aside.rename(other)
-        return
-    for file in files[: fault.entries]:
-        status = file.stat()
-        at = int(fault.place * (status.st_size - 1))
-        if fault.kind == "truncated":
-            os.truncate(file, at)
-        else:
-            with file.open("r+b") as opened:
-                opened.seek(at)
-                (byte,) = opened.read(1)
-                opened.seek(at)
-                opened.write(bytes([byte ^ 0x10]))
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+def _name(entry: Entry) -> str:
+    return f"{entry.key.hex()}-{entry.serial:x}"
 
 
 def _never() -> None:
-    raise InvariantError("the workload tears a disk write, but a tier renames complete files into place")
+    raise InvariantError("the workload tears a disk write, but a tier publishes complete entries only")

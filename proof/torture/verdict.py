@@ -12,7 +12,7 @@ from proof.torture.engine_run import Life
 from proof.torture.judge import (
     disagreements,
     still_findable,
-    stray_files,
+    stray_records,
     unbalanced,
     unended,
     wrong_answer,
@@ -116,7 +116,7 @@ class Verdict:
 
     def judge_files(self, life: Life) -> None:
         """Check that the disk holds exactly the findable entries: the engine is closed."""
-        for text in () if life.disk is None else stray_files(life.disk, damaged=self._damaged):
+        for text in () if life.disk is None else stray_records(life.disk, damaged=self._damaged):
             self.find("balance", f"closed: {text}")
 
     def judge_ended(self, life: Life, clients: Clients, when: str) -> None:

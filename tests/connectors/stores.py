@@ -83,7 +83,3 @@ class Rig:
 
     def holds(self, *numbers: int) -> list[bool]:
         return [key(number) in self.store for number in numbers]
-
-    def file_of(self, number: int) -> Path:
-        (path,) = self.directory.glob(f"??/{key(number).hex()}-*")
-        return path

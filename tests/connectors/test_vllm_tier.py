@@ -8,6 +8,7 @@ import mmap
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,8 +132,8 @@ def test_a_chunk_that_is_being_written_is_a_miss_because_host_memory_still_has_i
 
 def damaged(host: Host, tmp_path: Path) -> None:
     host.store({offload_key(1): 0, offload_key(2): 1})
-    for path in sorted((tmp_path / "kv" / "engine-0").glob("??/*"))[:1]:
-        path.write_bytes(b"x" * path.stat().st_size)
+    with (tmp_path / "kv" / "engine-0" / "segment-000000").open("r+b") as file:
+        file.write(b"x" * 100)  # the first slot
 
 
 def test_the_intact_chunks_of_a_load_count_as_loaded(new: Vllm, tmp_path: Path) -> None:
@@ -208,11 +209,15 @@ def test_a_wrong_option_is_refused(vllm: Vllm, tmp_path: Path, options: dict[str
         Host(vllm, tmp_path, **options)
 
 
-def test_a_second_engine_on_the_directory_is_refused(vllm: Vllm, tmp_path: Path) -> None:
-    host = Host(vllm, tmp_path)
-    with pytest.raises(ConfigError, match=r"is in use by process .*: stop that process"):
-        Host(vllm, tmp_path)
+def test_a_second_engine_on_the_directory_finds_the_chunks_of_the_first(vllm: Vllm, tmp_path: Path) -> None:
+    host, other = Host(vllm, tmp_path), Host(vllm, tmp_path)
+    host.store({offload_key(1): 0})
+    deadline_s = monotonic() + 10
+    while other.lookup(offload_key(1)) == ["MISS"] and monotonic() < deadline_s:
+        list(other.tier.get_finished_jobs())
+    assert other.lookup(offload_key(1)) == ["HIT"]
     host.shutdown()
+    other.shutdown()
 
 
 def draft(path: Path) -> Any:

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from proof.disk_slots import DiskSlots
 from sidestream_kv.kv.layout import KVLayout
-from sidestream_kv.offload.tiers.disk import HEADER_BYTES, DiskTier, entry_bytes
+from sidestream_kv.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream_kv.offload.tiers.index import Entry
 from sidestream_kv.types import Key
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 ENTRY_BYTES = entry_bytes(LAYOUT)
-FILE_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 FINGERPRINT = "model-a"
 
 
@@ -70,19 +70,25 @@ def holds(tier: DiskTier, wanted: Key) -> bool:
 
 
 def entry_of(tier: DiskTier, wanted: Key) -> Entry:
-    lease = tier.index.pin([wanted])
-    lease.release()
-    return lease.entries[0]
+    entry = tier.index.get(wanted)
+    assert entry is not None
+    return entry
 
 
-def entry_files(directory: Path) -> list[Path]:
-    """Everything below the fan-out directories, complete or not."""
-    return sorted(path for path in directory.glob("??/*") if path.is_file())
+def slot_of(tier: DiskTier, entry: Entry) -> int:
+    slot = tier._medium._slot_of(entry)
+    assert slot is not None
+    return slot
 
 
-def file_of(directory: Path, wanted: Key) -> Path:
-    (path,) = directory.glob(f"??/{wanted.hex()}-*")
-    return path
+def file_of(directory: Path, tier: DiskTier, entry: Entry) -> tuple[Path, int]:
+    """The file of an entry's slot, and the slot's position in it."""
+    return DiskSlots(directory).place(slot_of(tier, entry))[:2]
+
+
+def records(tier: DiskTier) -> list[Entry]:
+    """The entries of all records that are valid, in the order of their slots."""
+    return list(DiskSlots(tier.directory).slots)
 
 
 def snapshot(directory: Path) -> dict[str, tuple[bytes, int]]:
@@ -92,7 +98,7 @@ def snapshot(directory: Path) -> dict[str, tuple[bytes, int]]:
 
 def crash(tier: DiskTier) -> None:
     """What kill -9 does to the tier: its lock goes, nothing else happens."""
-    tier._held.close()
+    tier._medium.slots.close()
     tier._closed = True
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,25 +12,26 @@ import numpy as np
 import pytest
 from disk_fixtures import (
     ENTRY_BYTES,
-    FILE_BYTES,
     LAYOUT,
     block,
     crash,
-    entry_files,
     entry_of,
     failing_with,
-    file_of,
     holds,
     key,
     keys,
     load,
     open_tier,
+    records,
+    slot_of,
     store,
 )
 
 from sidestream.errors import InvariantError
+from sidestream_kv.offload.tiers import disk
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.offload.tiers.disk import HEADER_BYTES, entry_bytes
+from sidestream_kv.offload.tiers.slots import write_at
 
 
 def test_a_stored_block_is_read_back(tmp_path: Path) -> None:
@@ -54,7 +54,9 @@ def test_an_entry_on_disk_has_a_whole_number_of_pages() -> None:
 def test_files_of_the_tier_are_not_readable_by_other_users(tmp_path: Path) -> None:
     store(open_tier(tmp_path / "tier"), key(1))
     assert (tmp_path / "tier").stat().st_mode & 0o077 == 0
-    assert file_of(tmp_path / "tier", key(1)).stat().st_mode & 0o077 == 0
+    files = list((tmp_path / "tier").iterdir())
+    assert len(files) == 3
+    assert all(file.stat().st_mode & 0o077 == 0 for file in files)
 
 
 def test_writing_a_block_or_key_of_the_wrong_length_raises(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_writing_a_block_or_key_of_the_wrong_length_raises(tmp_path: Path) -> No
     assert short_key is not None
     with pytest.raises(InvariantError, match="16 bytes, not 5"):
         tier.write(short_key, block(key(1)))
-    assert entry_files(tmp_path) == []
+    assert records(tier) == []
 
 
 def test_a_restart_serves_every_block(tmp_path: Path) -> None:
@@ -89,15 +91,17 @@ def test_a_block_written_but_not_published_before_a_crash_is_served(tmp_path: Pa
     assert holds(open_tier(tmp_path), key(1))
 
 
-def test_the_temporary_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+def test_a_record_that_was_half_written_when_the_process_was_killed_is_removed(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    store(tier, key(1))
-    path = file_of(tmp_path, key(1))
-    path.rename(f"{path}.tmp")
+    store(tier, *keys(1, 2))
+    table, slot = tier._medium._table, slot_of(tier, entry_of(tier, key(1)))
+    write_at(table.fd, b"half of a", table._bodies_at + 24 * slot)
     crash(tier)
     again = open_tier(tmp_path)
-    assert key(1) not in again.index
-    assert entry_files(tmp_path) == []
+    assert list(again.index) == [key(2)]
+    assert again.index.stats.corrupt == 1
+    store(again, key(1))
+    assert holds(again, key(1))
 
 
 def test_the_eviction_order_survives_a_restart(tmp_path: Path) -> None:
@@ -116,24 +120,31 @@ def test_a_lowered_capacity_evicts_the_oldest_at_open(tmp_path: Path) -> None:
     tier.close()
     again = open_tier(tmp_path, capacity_bytes=3 * ENTRY_BYTES - 1)
     assert sorted(again.index) == sorted(keys(3, 4))
-    assert len(entry_files(tmp_path)) == 2
+    assert all(holds(again, one) for one in keys(3, 4))  # they were moved to other slots
+    assert (tmp_path / "segment-000000").stat().st_size <= 3 * ENTRY_BYTES
     assert again.index.stats.evictions == 2
 
 
-def test_the_later_of_two_files_with_one_key_is_served(tmp_path: Path) -> None:
-    """Several keys, so that the earlier file is listed first for some, the later for others."""
+def test_a_raised_capacity_keeps_all_blocks(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, max_entries=2)
+    store(tier, *keys(1, 2))
+    tier.close()
+    again = open_tier(tmp_path, max_entries=4)
+    store(again, *keys(3, 4))
+    assert all(holds(again, one) for one in keys(1, 2, 3, 4))
+
+
+def test_the_later_of_two_entries_with_one_key_is_served(tmp_path: Path) -> None:
     tier, wanted = open_tier(tmp_path), keys(*range(12))
     store(tier, *wanted)
-    earlier = {file_of(tmp_path, one): file_of(tmp_path, one).read_bytes() for one in wanted}
-    tier.index.clear()
+    tier.index.unlearn(wanted)
     store(tier, *wanted)
-    later = entry_files(tmp_path)
-    for path, content in earlier.items():
-        path.write_bytes(content)  # as if the deletions had not happened before the crash
+    later = [entry_of(tier, one) for one in wanted]
+    assert len(records(tier)) == 24  # as if a process was killed before it deleted the old ones
     crash(tier)
     again = open_tier(tmp_path)
+    assert sorted(again.index.entries) == sorted(records(again)) == sorted(later)
     assert all(holds(again, one) for one in wanted)
-    assert entry_files(tmp_path) == later
 
 
 def test_serial_numbers_continue_after_a_restart(tmp_path: Path) -> None:
@@ -149,46 +160,27 @@ def test_serial_numbers_continue_after_a_restart(tmp_path: Path) -> None:
 def test_files_with_other_names_are_left_alone(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, key(1))
-    strangers = [file_of(tmp_path, key(1)).with_name("notes.txt"), tmp_path / "README"]
-    for stranger in strangers:
-        stranger.write_text("mine")
+    (tmp_path / "README").write_text("mine")
     tier.close()
     again = open_tier(tmp_path)
-    assert [stranger.read_text() for stranger in strangers] == ["mine", "mine"]
+    assert (tmp_path / "README").read_text() == "mine"
     assert again.index.stats.corrupt == 0
 
 
-def test_opening_removes_and_counts_files_of_wrong_size_or_place(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
-    store(tier, *keys(1, 2, 3, 4))
+def test_a_directory_has_few_files_of_the_size_of_its_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "SEGMENT_BYTES", 4 * ENTRY_BYTES)
+    tier = open_tier(tmp_path, max_entries=10)
+    store(tier, *keys(*range(5)))
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("segment-*")}
+    assert sizes == {"segment-000000": 4 * ENTRY_BYTES, "segment-000001": 4 * ENTRY_BYTES}
+    store(tier, *keys(*range(5, 20)))
+    assert (tmp_path / "segment-000002").stat().st_size == 2 * ENTRY_BYTES
     tier.close()
-    os.truncate(file_of(tmp_path, key(1)), FILE_BYTES - 1)
-    os.truncate(file_of(tmp_path, key(2)), 0)
-    misplaced = file_of(tmp_path, key(3))
-    elsewhere = tmp_path / ("00" if misplaced.parent.name != "00" else "01")
-    elsewhere.mkdir()
-    misplaced.rename(elsewhere / misplaced.name)
-    again = open_tier(tmp_path)
-    assert list(again.index) == [key(4)]
-    assert len(entry_files(tmp_path)) == 1
-    assert again.index.stats.corrupt == 3
-
-
-def test_subdirectories_are_created_when_an_entry_needs_them(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
-    store(tier, key(1))
-    made = file_of(tmp_path, key(1)).parent
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [made]
-    assert made.stat().st_mode & 0o777 == 0o700
-    shutil.rmtree(made)  # by somebody, while the tier is open
-    tier.index.drop([key(1)])
-    store(tier, key(1))
-    assert holds(tier, key(1))
+    open_tier(tmp_path, max_entries=3)
+    assert [path.name for path in tmp_path.glob("segment-*")] == ["segment-000000"]
 
 
 def test_a_tier_killed_during_its_creation_is_created_again(tmp_path: Path) -> None:
-    (tmp_path / "sidestream-tier.lock").write_text("4711")
     (tmp_path / "sidestream-tier.json.tmp").write_text('{"form')
     tier = open_tier(tmp_path)
     store(tier, key(1))
@@ -196,15 +188,17 @@ def test_a_tier_killed_during_its_creation_is_created_again(tmp_path: Path) -> N
     assert not (tmp_path / "sidestream-tier.json.tmp").exists()
 
 
-def test_an_evicted_file_is_deleted_by_the_write_that_replaces_it(tmp_path: Path) -> None:
+def test_an_evicted_entry_is_replaced_by_the_write_that_takes_its_place(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, max_entries=2)
     store(tier, *keys(1, 2))
+    slot = slot_of(tier, entry_of(tier, key(1)))
     grant = tier.index.reserve(key(3))
     assert grant is not None
     assert key(1) not in tier.index
-    assert len(entry_files(tmp_path)) == 2
+    assert {entry.key for entry in records(tier)} == set(keys(1, 2))
     tier.write(grant, block(key(3)))
-    assert {path.name[:32] for path in entry_files(tmp_path)} == {key(2).hex(), key(3).hex()}
+    assert {entry.key for entry in records(tier)} == set(keys(2, 3))
+    assert slot_of(tier, grant.entry) == slot
 
 
 def test_a_late_deletion_does_not_remove_a_newer_write_of_the_same_key(tmp_path: Path) -> None:
@@ -219,7 +213,7 @@ def test_a_late_deletion_does_not_remove_a_newer_write_of_the_same_key(tmp_path:
     tier.index.publish(evicting_1)
     assert holds(tier, key(1))
     assert holds(tier, key(3))
-    assert len(entry_files(tmp_path)) == 2
+    assert len(records(tier)) == 2
 
 
 def test_a_pinned_entry_can_be_read_despite_evictions_and_a_rewrite(tmp_path: Path) -> None:
@@ -234,15 +228,15 @@ def test_a_pinned_entry_can_be_read_despite_evictions_and_a_rewrite(tmp_path: Pa
     assert (out == block(key(1))).all()
     lease.release()
     store(tier, *keys(5, 6))
-    assert sorted(path.name[:32] for path in entry_files(tmp_path)) == sorted(one.hex() for one in keys(5, 6))
+    assert sorted(entry.key for entry in records(tier)) == sorted(keys(5, 6))
 
 
-def test_close_deletes_the_files_of_forgotten_entries(tmp_path: Path) -> None:
+def test_close_deletes_forgotten_entries(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     store(tier, *keys(1, 2))
     tier.index.clear()
     tier.close()
-    assert entry_files(tmp_path) == []
+    assert records(open_tier(tmp_path)) == []
 
 
 def test_concurrent_reads_and_writes_keep_every_block_complete(tmp_path: Path) -> None:
@@ -260,7 +254,7 @@ def test_concurrent_reads_and_writes_keep_every_block_complete(tmp_path: Path) -
             reading = [streams.submit(tier.read, entry, out) for entry, out in zip(lease.entries, outs, strict=True)]
             for work in (*writing, *reading):
                 work.result()
-            assert len(entry_files(tmp_path)) <= 8
+            assert len(records(tier)) <= 8
             for one, out in zip(wanted, outs, strict=True):
                 assert (out == block(one)).all()
                 reads += 1
@@ -275,7 +269,7 @@ def test_the_index_does_no_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """It works while every call on files fails."""
     tier = open_tier(tmp_path, max_entries=2)
     store(tier, *keys(1, 2))
-    for call in ("open", "unlink", "rename", "stat", "utime", "scandir", "readv", "writev"):
+    for call in ("open", "unlink", "rename", "stat", "pread", "pwrite", "preadv", "pwritev", "scandir"):
         monkeypatch.setattr(os, call, failing_with(errno.EIO))
     grant = tier.index.reserve(key(3))
     assert grant is not None

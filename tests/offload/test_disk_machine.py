@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_fixtures import LAYOUT, block, crash, key, open_tier
+from disk_fixtures import LAYOUT, block, crash, key, open_tier, records
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from proof.disk_slots import DiskSlots
 from sidestream.errors import TierCorrupt, TierError, TierFull
 from sidestream_kv.offload.tiers.index import Entry, ReadLease, WriteGrant
 from sidestream_kv.types import Key
@@ -74,9 +75,9 @@ class DiskMachine(RuleBasedStateMachine):
         if grant in self.open_grants and not grant.written:
             self.tier.write(grant, block(grant.entry.key))
 
-    @rule(grant=grants, call=st.sampled_from(["open", "writev", "rename", "unlink"]))
+    @rule(grant=grants, call=st.sampled_from(["pread", "pwrite", "pwritev"]))
     def fail_to_write(self, grant: WriteGrant, call: str) -> None:
-        if grant not in self.open_grants or grant.written or (call == "unlink" and grant.victim is None):
+        if grant not in self.open_grants or grant.written:
             return
         with pytest.MonkeyPatch.context() as patch, pytest.raises(TierError):
             patch.setattr(os, call, no_space)
@@ -136,10 +137,7 @@ class DiskMachine(RuleBasedStateMachine):
         entry = self.current(data.draw(st.sampled_from(sorted(self.visible))))
         if entry in self.damaged:
             return
-        path = next(path for path in self.files() if path.name == f"{entry.key.hex()}-{entry.serial:016x}")
-        content = bytearray(path.read_bytes())
-        content[position] ^= 1
-        path.write_bytes(content)
+        DiskSlots(self.directory).flip(entry.key, position)
         self.damaged.add(entry)
 
     @rule()
@@ -158,7 +156,6 @@ class DiskMachine(RuleBasedStateMachine):
         for lease in self.open_leases:
             lease.release()
         self.tier.close()
-        assert len(self.files()) == len(self.visible)
         self.reopen(max_entries)
         assert len(self.tier.index) == min(len(self.visible), max_entries)
         assert set(self.tier.index) <= self.visible
@@ -169,11 +166,11 @@ class DiskMachine(RuleBasedStateMachine):
         """Everything that was written and not yet deleted may be served, each key once; nothing visible is lost but to
         capacity.
         """
+        on_disk = {entry.key for entry in self.entries()}
         crash(self.tier)
-        on_disk = {bytes.fromhex(path.name[:32]) for path in self.files()}
         self.reopen(max_entries)
         assert self.visible <= on_disk
-        assert len(self.tier.index) == min(len(on_disk), max_entries) == len(self.files())
+        assert len(self.tier.index) == min(len(on_disk), max_entries) == len(self.entries())
         self.visible = set(self.tier.index)
 
     @invariant()
@@ -184,7 +181,7 @@ class DiskMachine(RuleBasedStateMachine):
     @invariant()
     def the_disk_never_holds_more_than_its_capacity(self) -> None:
         if hasattr(self, "tier"):
-            assert len(self.files()) <= self.max_entries
+            assert len(self.entries()) <= self.max_entries
 
     def teardown(self) -> None:
         if hasattr(self, "tier"):
@@ -204,12 +201,12 @@ class DiskMachine(RuleBasedStateMachine):
     def end(self, grant: WriteGrant) -> None:
         self.open_grants.remove(grant)
 
-    def files(self) -> list[Path]:
-        """Files of entries, complete or not."""
-        return [path for folder in self.directory.iterdir() if folder.is_dir() for path in folder.iterdir()]
+    def entries(self) -> list[Entry]:
+        """Entries that the next open would find."""
+        return records(self.tier)
 
     def current(self, wanted: Key) -> Entry:
-        return self.tier.index._slots[wanted].entry
+        return self.tier.index._published[wanted]
 
 
 def no_space(*_: object, **__: object) -> object:

@@ -22,6 +22,8 @@ from disk_fixtures import (
 )
 
 from sidestream.errors import ConfigError
+from sidestream_kv.offload.tiers import directory
+from sidestream_kv.offload.tiers.directory import TierDirectory
 
 
 @pytest.fixture
@@ -67,9 +69,10 @@ def test_another_model_is_refused(made: Path) -> None:
 
 def test_another_format_version_is_refused(made: Path) -> None:
     tier_file = made / "sidestream-tier.json"
-    tier_file.write_text(json.dumps({"format_version": 2, "anything": "else"}))
+    tier_file.write_text(json.dumps({"format_version": 1, "anything": "else"}))
     before = snapshot(made)
-    with pytest.raises(ConfigError, match="has format version 2, but this version of Sidestream uses 1"):
+    remedy = rf"give another directory, or delete it \(sidestream cache clear {made}\)"
+    with pytest.raises(ConfigError, match=rf"has format version 1, but this version of Sidestream uses 2: {remedy}"):
         open_tier(made)
     assert snapshot(made) == before
 
@@ -138,22 +141,25 @@ def test_a_directory_without_write_permission_is_refused_as_root_too(
     assert snapshot(made) == before
 
 
-def test_a_second_engine_on_a_directory_is_refused(made: Path) -> None:
-    first = open_tier(made)
-    before = snapshot(made)
-    with pytest.raises(
-        ConfigError, match=f"is in use by process {os.getpid()}: stop that process, or give each engine"
-    ):
-        open_tier(made, max_entries=1)
-    assert snapshot(made) == before
-    assert holds(first, key(1))
-    first.close()
+def test_a_directory_that_is_set_up_for_too_long_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_PATIENCE_S", 0.05)
+    with TierDirectory.open(made).locked(), pytest.raises(ConfigError, match="has been set up by another process"):
+        open_tier(made)
     assert holds(open_tier(made), key(1))
+
+
+@pytest.mark.parametrize("damage", [b"", b"SIDETAB\n", b"x" * 10_000])
+def test_a_damaged_table_is_made_anew_without_entries(made: Path, damage: bytes) -> None:
+    (made / "sidestream-tier.table").write_bytes(damage)
+    tier = open_tier(made)
+    assert len(tier.index) == 0
+    store(tier, key(4))
+    assert holds(tier, key(4))
 
 
 def test_a_refused_open_releases_the_lock_on_the_directory(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", failing_with(errno.EIO))
+        patch.setattr(os, "preadv", failing_with(errno.EIO))
         with pytest.raises(ConfigError, match="cannot be used: Input/output error"):
             open_tier(made)
     assert holds(open_tier(made), key(1))

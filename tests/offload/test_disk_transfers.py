@@ -2,14 +2,17 @@
 their own slots (H6, H10).
 """
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from disk_fixtures import entry_of, file_of
 from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, key, keys
 
 from proof import faults
+from proof.disk_slots import DiskSlots
 from sidestream.errors import TierError
 from sidestream_kv.offload.tickets import Promoted
 from sidestream_kv.offload.tier_io import PAUSE_S
@@ -19,11 +22,6 @@ from sidestream_kv.types import LoadPlan, PromotePlan, StorePlan
 
 READERS = ("disk-read-0", "disk-read-1")
 DONE, MISSED = (Promoted(1, 0, True, "done"), Promoted(1, 0, False, "failed"))
-
-
-def _only_file(directory: Path) -> Path:
-    (path,) = directory.glob("??/*")
-    return path
 
 
 # ------------------------------------------------------------------ write
@@ -52,7 +50,7 @@ def test_a_key_is_found_on_disk_only_after_its_write(disk_rig: Rig) -> None:  # 
     disk_rig.poll()
     assert key("a") not in disk_rig.disk.index
     gate.set()
-    disk_rig.finish("disk-write")
+    disk_rig.finish("disk-write-0")
     assert key("a") in disk_rig.disk.index
     assert disk_rig.host.pool.num_used == 0
     lease.release()
@@ -60,7 +58,7 @@ def test_a_key_is_found_on_disk_only_after_its_write(disk_rig: Rig) -> None:  # 
 
 def test_a_host_slot_is_not_reused_while_it_is_written_to_disk(disk_rig: Rig) -> None:
     wanted = keys(*range(8))
-    with disk_rig.hold("disk-write"):
+    with disk_rig.hold("disk-write-0"):
         lease = disk_rig.blocks.take(8)
         disk_rig.store(wanted, lease.ids, disk_rig.fill(lease.ids, wanted))
         disk_rig.finish("compute", "store")
@@ -72,7 +70,7 @@ def test_a_host_slot_is_not_reused_while_it_is_written_to_disk(disk_rig: Rig) ->
         disk_rig.store(keys(*"uvwxy"), other.ids[:5], disk_rig.fill(other.ids[:5], keys(*"uvwxy")))
         disk_rig.finish("compute", "store")
         assert disk_rig.counted("store", "skipped") == 1
-    disk_rig.finish("disk-write")
+    disk_rig.finish("disk-write-0")
     disk_rig.host.pool.forget_all()
     disk_rig.promote(wanted[:4])
     assert disk_rig.finish(*READERS) == [DONE]
@@ -198,12 +196,15 @@ def test_a_promotion_is_reported_only_once_its_blocks_are_found(disk_rig: Rig, m
 def test_a_damaged_disk_entry_is_a_miss_and_is_dropped(disk_rig: Rig, tmp_path: Path, damage: str) -> None:  # H9
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a"))
-    path = _only_file(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data[: -1 if damage == "cut" else None])
-    if damage == "gone":
-        path.unlink()
+    tier = disk_rig.disk._inner
+    assert isinstance(tier, DiskTier)
+    entry = entry_of(tier, key("a"))
+    DiskSlots(tmp_path).flip(key("a"))
+    if damage == "cut":
+        path, start = file_of(tmp_path, tier, entry)
+        os.truncate(path, start + 10)
+    elif damage == "gone":
+        tier._medium.delete(entry)
     disk_rig.promote(keys("a"))
     assert disk_rig.finish(*READERS) == [MISSED]
     assert disk_rig.transfers.locate(keys("a")) == []
@@ -331,7 +332,7 @@ def test_forget_removes_only_its_keys_in_tiers_and_in_flight(disk_rig: Rig) -> N
     bad = keys("on disk", "being read", "in both", "being written", "being stored", "ordered")
     disk_rig.on_disk_only(keys("on disk", "being read", "good, read"))
     disk_rig.stored(keys("in both", "good, in both"))
-    writing = disk_rig.hold("disk-write")
+    writing = disk_rig.hold("disk-write-0")
     lease = disk_rig.blocks.take(4)
     step = disk_rig.fill(lease.ids, keys("being stored", "good, stored", "ordered", "being written"))
     disk_rig.store(keys("being written"), lease.ids[3:], step)
@@ -347,7 +348,7 @@ def test_forget_removes_only_its_keys_in_tiers_and_in_flight(disk_rig: Rig) -> N
     for hold in (writing, *held):
         hold.release()
     disk_rig.finish("compute", "store", *READERS)
-    disk_rig.finish("disk-write")
+    disk_rig.finish("disk-write-0")
     assert [disk_rig.transfers.locate([of]) for of in bad] == [[]] * len(bad)
     assert not any(of in disk_rig.disk.index or disk_rig.host_holds(of) for of in bad)
     assert all(disk_rig.host_holds(of) for of in keys("good, read", "good, in both", "good, stored"))
@@ -361,7 +362,7 @@ def test_forget_all_removes_keys_in_tiers_and_in_flight_for_good(disk_rig: Rig) 
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("on disk", "being read"))
     disk_rig.stored(keys("in both"))
-    held = [disk_rig.hold(name) for name in ("store", "load", "disk-write", *READERS)]
+    held = [disk_rig.hold(name) for name in ("store", "load", "disk-write-0", *READERS)]
     lease = disk_rig.blocks.take(3)
     step = disk_rig.fill(lease.ids[:1], keys("being stored"))
     disk_rig.store(keys("being stored"), lease.ids[:1], step)
@@ -373,7 +374,7 @@ def test_forget_all_removes_keys_in_tiers_and_in_flight_for_good(disk_rig: Rig) 
     for hold in held:
         hold.release()
     disk_rig.finish("compute", "store", "load", *READERS)
-    disk_rig.finish("disk-write")
+    disk_rig.finish("disk-write-0")
     assert [disk_rig.transfers.locate([of]) for of in everything] == [[]] * 4
     assert len(disk_rig.disk.index) == 0
     assert disk_rig.blocks.match(keys("in both")) == []

@@ -59,7 +59,7 @@ def test_sequences_stored_together_are_evicted_one_by_one_from_their_ends(full_t
     rig.finish("compute", "store")
     lease.release()
     if rig.disk is not None:
-        rig.finish("disk-write")
+        rig.finish("disk-write-0")
     assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
 
 
@@ -102,6 +102,6 @@ def test_a_failed_store_supersedes_no_blocks(full_tier: Full, monkeypatch: pytes
         rig.finish("compute", "store")
     rig.let_go(lease)
     if rig.disk is not None:
-        rig.finish("disk-write")
+        rig.finish("disk-write-0")
     assert next(copies) == 2
     assert evicted_by_others(full_tier, CONVERSATION)[0] == "d"

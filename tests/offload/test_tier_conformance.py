@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import sidestream_kv
+from proof.disk_slots import DiskSlots
 from proof.toy import ToyModel
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, build_engine
@@ -48,11 +49,7 @@ class TestDiskTier(TierConformance):
         )
 
     def damage(self, tier: PersistentTier, entry: Entry) -> None:
-        name = entry.key.hex()
-        path = self.directory / "kv" / name[:2] / f"{name}-{entry.serial:016x}"
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        DiskSlots(self.directory / "kv").flip(entry.key)
 
     def lose(self, tier: PersistentTier) -> bool:
         shutil.rmtree(self.directory / "kv")

@@ -258,7 +258,7 @@ class Rig:
         self.finish("compute", "store")
         self.let_go(lease)
         if self.disk is not None:
-            self.finish("disk-write")
+            self.finish("disk-write-0")
 
     def on_disk_only(self, wanted: Sequence[Key]) -> None:
         """Blocks that only the disk holds."""

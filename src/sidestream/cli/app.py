@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sidestream.cli.batch import batch
+from sidestream.cli.cache import app as cache_app
 from sidestream.cli.chat import chat
 from sidestream.cli.check_trace import PASSED_ON, check_trace
 from sidestream.cli.declare import Command, flag
@@ -57,6 +58,7 @@ app.command(cls=Command)(chat)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(batch)
 app.add_typer(models_app, name="models")
+app.add_typer(cache_app, name="cache")
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(demo)
 app.command(cls=Command)(verify)

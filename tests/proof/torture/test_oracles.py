@@ -31,7 +31,7 @@ from proof.torture import (
     run_one,
     run_schedule,
 )
-from proof.torture.judge import stray_files, wrong_answer
+from proof.torture.judge import stray_records, wrong_answer
 from proof.torture.losses import EvictionOrder
 from proof.torture.oracle import Sample
 from proof.torture.run import _Schedule
@@ -178,10 +178,10 @@ def test_a_demoted_block_must_be_evicted_first_unless_it_was_used_since(in_use: 
 def test_a_file_without_an_entry_and_an_entry_without_a_file_are_found() -> None:
     kinds: dict[str, set[str]] = {"files": {"left"}, "entries": {"gone"}}
     disk: Any = SimpleNamespace(strays=lambda: (kinds["files"], kinds["entries"]))
-    left, gone = stray_files(disk, damaged=False)
-    assert left == "the file left is left on disk without a findable entry"
-    assert gone == "entry gone is findable without a file"
-    assert list(stray_files(disk, damaged=True)) == [left]
+    left, gone = stray_records(disk, damaged=False)
+    assert left == "the record left is left on disk without a findable entry"
+    assert gone == "entry gone is findable without a record"
+    assert list(stray_records(disk, damaged=True)) == [left]
 
 
 def test_the_first_objection_is_that_of_the_first_oracle_in_the_list() -> None:
@@ -314,7 +314,9 @@ def test_a_reset_that_removes_no_key_is_noticed_at_once() -> None:
 def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files() -> None:
     disk = dataclasses.replace(PLAIN, disk_blocks=16)
     cut = doctored(
-        ScriptedTier.write, "self._damage(path, fault)", SetArgument("_damage", 1, "Fault('write', 'truncated', 0)")
+        ScriptedTier.write,
+        "self._damage(grant.entry, fault)",
+        SetArgument("_damage", 1, "Fault('write', 'truncated', 0)"),
     )
     scripted = dataclasses.replace(disk, faults=(Fault("write", "truncated", 0, every=1),))
     assert run(disk).findings == ()

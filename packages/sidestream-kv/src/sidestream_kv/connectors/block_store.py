@@ -24,6 +24,7 @@ from time import monotonic
 
 from sidestream_kv.errors import TierError, TierFull, TierLost, TierTimeout
 from sidestream_kv.offload.tiers.base import Block, PersistentTier, ReadLease, WriteGrant
+from sidestream_kv.offload.tiers.index import Refresh
 from sidestream_kv.types import Key
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ class BlockStore:
         self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix=f"sidestream-{name}-read")
         self._writes: _Copies = {}
         self._reads: _Copies = {}
+        self.refresh = Refresh(tier, clock)
+        """Looks for entries of other processes; `take_finished` calls it, too."""
         self._copied: SimpleQueue[_Copy] = SimpleQueue()
         self._ended: list[_Job] = []
         self._writing: set[Key] = set()
@@ -189,6 +192,7 @@ class BlockStore:
 
     def take_finished(self) -> list[FinishedJob]:
         """The jobs that ended since the last call."""
+        self.refresh.poll()
         self._end_overdue_loads()
         while not self._copied.empty():
             self._settle(self._copied.get_nowait())

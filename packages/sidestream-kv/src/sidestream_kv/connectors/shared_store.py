@@ -54,8 +54,9 @@ class SharedStore:
         self._given_up: set[int] = set()
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """Number of leading keys whose load would begin now. No I/O."""
+        """Number of leading keys whose load would begin now. Reads no block."""
         with self._turn:
+            self._store.refresh.poll()
             return next((count for count, key in enumerate(keys) if key not in self._store), len(keys))
 
     def load(self, blocks: Blocks, *, reused: bool) -> frozenset[Key]:

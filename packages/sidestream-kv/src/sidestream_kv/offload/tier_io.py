@@ -13,21 +13,21 @@ gives a grant: the right to write one entry, possibly in place of an evicted ent
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from sidestream_kv.device.base import Stream
 from sidestream_kv.errors import TierFull, TierLost, TierTimeout
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, StoreTicket, Waiter, WriteTicket
-from sidestream_kv.offload.tiers.base import PersistentTier
-from sidestream_kv.offload.tiers.index import Entry, WriteGrant
+from sidestream_kv.offload.tiers.base import PersistentTier, streams_of
+from sidestream_kv.offload.tiers.index import Entry, Refresh, WriteGrant
 from sidestream_kv.types import Access, Fence, Key, PromotePlan
 
-# Number of read streams for each tier.
-_NUM_READERS = 2
 # After a failed write, the tier gets no other write for this time.
 PAUSE_S = 5.0
 
@@ -55,7 +55,7 @@ class TierWork:
 
 
 class TierIO:
-    """Reads and writes of the persistent tier `name`, on the streams `NAME-write`, `NAME-read-0` and `NAME-read-1`."""
+    """Reads and writes of the persistent tier `name`, on the streams `NAME-write-0`, `NAME-read-0` and so on."""
 
     def __init__(self, name: str, context: TransferContext) -> None:
         self.name = name
@@ -66,10 +66,15 @@ class TierIO:
         self._host_memory = context.host_memory
         device = context.device
         self._clock = device.now
-        self._write_stream = device.worker(f"{name}-write")
-        self._read_streams = [device.worker(f"{name}-read-{index}") for index in range(_NUM_READERS)]
-        self._writes: list[WriteTicket] = []
+        streams = streams_of(self._tier)
+        self._read_streams = [device.worker(f"{name}-read-{index}") for index in range(streams.readers)]
+        # One queue of writes for each stream, so that a write that never returns holds up those of its stream only.
+        self._writes: list[tuple[Stream, deque[WriteTicket]]] = [
+            (device.worker(f"{name}-write-{index}"), deque()) for index in range(streams.writers)
+        ]
         self._resumes_s = 0.0
+        self.refresh = Refresh(self._tier, self._clock)
+        """Looks for entries of other processes."""
         self.reads: dict[Key, ReadTicket] = {}
         """Reads in flight, by key. Any thread may read the length."""
         self.fault = ""
@@ -79,18 +84,22 @@ class TierIO:
     @property
     def has_work(self) -> bool:
         """Whether any read or write is in flight."""
-        return bool(self._writes or self.reads)
+        return bool(self.reads) or any(writes for _, writes in self._writes)
 
     def sizes(self) -> dict[str, int]:
         """Number of objects that are kept, by kind."""
-        return {f"{self.name} writes": len(self._writes), f"{self.name} reads": len(self.reads)}
+        return {f"{self.name} writes": self._num_writes, f"{self.name} reads": len(self.reads)}
 
     def awaited(self) -> Iterator[Fence]:
         """Fences whose end should wake the worker."""
-        yield from (read.fence for read in islice(self.reads.values(), _NUM_READERS))
-        yield from (write.fence for write in self._writes[:1])
+        yield from (read.fence for read in islice(self.reads.values(), len(self._read_streams)))
+        yield from (writes[0].fence for _, writes in self._writes if writes)
 
     # ------------------------------------------------------------------ writes
+
+    @property
+    def _num_writes(self) -> int:
+        return sum(len(writes) for _, writes in self._writes)
 
     def write(self, key: Key, index: int, stored: StoreTicket) -> None:
         """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
@@ -99,7 +108,7 @@ class TierIO:
         if key in self._tier.index:
             return
         # Each write holds a host slot. If the tier is slow, its writes must not take the slots of other transfers.
-        crowded = len(self._writes) >= self._host.pool.size // 2
+        crowded = self._num_writes >= self._host.pool.size // 2
         if crowded or self._context.switches.abandoned or self._clock() < self._resumes_s:
             self._context.log.left_out(f"{self.name}-write", "skipped")
             return
@@ -111,7 +120,8 @@ class TierIO:
         if grant is None:
             return
         tier, slot, watch = self._tier, self._host.pool.share([index]), Stopwatch()  # rule: disk-write-holds-its-slot
-        fence = self._write_stream.submit(
+        stream, writes = min(self._writes, key=lambda each: len(each[1]))
+        fence = stream.submit(
             TierWork(
                 self._timed(watch, lambda: tier.write(grant, self._host.slot(index))),
                 self.name,
@@ -123,9 +133,7 @@ class TierIO:
             lambda: self._written(grant, index),
             label="write block",
         )
-        self._writes.append(
-            WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.job.generation)
-        )
+        writes.append(WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.job.generation))
 
     def _written(self, grant: WriteGrant, index: int) -> list[Access]:
         """The memory that a write of host slot `index` accesses, for a tracer."""
@@ -134,8 +142,12 @@ class TierIO:
 
     def finish_writes(self) -> None:
         """Handle writes that have ended: make their entries findable or abandon them, and release the slots."""
-        while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
-            ticket = self._writes.pop(0)
+        for _, writes in self._writes:
+            self._finish_writes(writes)
+
+    def _finish_writes(self, writes: deque[WriteTicket]) -> None:
+        while writes and writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
+            ticket = writes.popleft()
             failure = ticket.fence.failure
             good = self._context.log.ended(
                 f"{self.name}-write", failure, self._host.layout.block_bytes, ticket.submitted_s
@@ -151,7 +163,7 @@ class TierIO:
             ticket.slot.release()  # rule: disk-write-releases-its-slot
             # Mark the prefix as just used again after the last write of a store piece: entries that were still being
             # written could not be marked before.
-            if not self._writes or self._writes[0].prefix is not ticket.prefix:
+            if not writes or writes[0].prefix is not ticket.prefix:
                 self._tiers.touch(ticket.prefix)
 
     # ------------------------------------------------------------------ reads

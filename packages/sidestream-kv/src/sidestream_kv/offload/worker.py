@@ -126,6 +126,7 @@ class OffloadWorker:
             self._fill_lanes()  # first, so that the link has work while the code below runs
         for io in self._io.values():
             io.finish_writes()
+            io.refresh.poll()
         self._promotions.finish_reads()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
         if self._switches.abandoned:
@@ -238,6 +239,7 @@ class OffloadWorker:
         hungry = [lane for part, lane in lanes if part.waiting and len(lane) < _CROWDED_LANE]
         more = bool(self._commands or self._ended_copies or hungry)
         until_s = self._promotions.deadlines()
+        until_s += [io.refresh.due_s for io in self._io.values() if io.refresh.due_s != float("inf")]
         if more:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
         if self._stores.growing:

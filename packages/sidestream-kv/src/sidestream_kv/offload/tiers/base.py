@@ -35,6 +35,7 @@ __all__ = [
     "TierIndex",
     "TierKind",
     "TierStats",
+    "TierStreams",
     "WriteGrant",
 ]
 
@@ -49,6 +50,9 @@ class PersistentTier(Protocol):
     Calls of `index` never do I/O. `read` and `write` may block on I/O. They are called on stream threads, several at
     the same time. They must not use the index, but only the grant or the pinned entry that they are given. An entry
     must always be either complete or absent, for readers in this process and in later processes.
+
+    Two names are optional. `streams` is a `TierStreams`. `refresh()` is called on the offload worker's thread, which
+    owns the index, every 0.2 s: there, a tier whose medium has several users calls `index.learn` and `index.unlearn`.
     """
 
     @property
@@ -91,6 +95,20 @@ class TierContext:
     layout: BlockLayout
     fingerprint: str
     tracer: Tracer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierStreams:
+    """Number of streams for a tier's reads and writes: how many of them run at the same time."""
+
+    readers: int = 2
+    writers: int = 1
+
+
+def streams_of(tier: PersistentTier) -> TierStreams:
+    """What the tier says in its attribute `streams`, or the default."""
+    streams: TierStreams = getattr(tier, "streams", TierStreams())
+    return streams
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,14 @@
-"""The directory of a persistent tier: private, locked by one engine, and never confused with another directory.
+"""The directory of a persistent tier: private, shared by engines of one model, never confused with another directory.
 
 All checks that do not depend on the files of blocks are here, so that they apply to every layout of these files:
 
 - **Private.** The directory belongs to this user, and no other user may write to it.
-- **Locked** (flock) until `close` or the end of the process. The lock is on the directory itself, so that deleting a
-  file cannot end it.
-- **Links are not followed**, and only regular files are opened. No file that exists is opened for writing: files are
-  written under a temporary name and renamed.
-- **A new directory under the same path is another directory.** Files are opened relative to the descriptor of the
-  locked directory. After `rm -rf`, operations fail, and none of them touches a directory that another process has made
+- **Links are not followed**, and only regular files that have one name are opened.
+- **A new directory under the same path is another directory.** Files are opened relative to the descriptor of the open
+  directory. After `rm -rf`, operations fail, and none of them touches a directory that another process has made
   meanwhile.
 - **Described.** sidestream-tier.json gives the format, model and layout. A directory with other values is refused.
+- **Set up by one process at a time**: `locked` is a lock (flock) on the directory itself.
 
 `path` may be a link, because the user chooses it. Any thread may call a method; `close` only after the others.
 """
@@ -22,7 +20,10 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,25 +32,30 @@ from typing import Any
 from sidestream_kv.errors import ConfigError
 
 TIER_FILE = "sidestream-tier.json"
-PID_FILE = "sidestream-tier.lock"
+TABLE_FILE = "sidestream-tier.table"
+SEGMENT_PREFIX = "segment-"
 TEMPORARY = ".tmp"
 
-# Names in a directory without blocks.
-_OWN_NAMES = {PID_FILE, PID_FILE + TEMPORARY, TIER_FILE, TIER_FILE + TEMPORARY, "lost+found"}
+# Names in a directory that was made but not described yet.
+_FIRST_NAMES = {TIER_FILE + TEMPORARY, "lost+found"}
+_OWN_FILES = re.compile(r"(sidestream-tier\.(json|table)|segment-\d{6,})(\.tmp)?|direct\.tmp")
 # Errors of open() if the file is not regular: a socket, a directory opened for writing, a link.
 _NO_FILE = {errno.ENXIO, errno.EISDIR, errno.ELOOP}
 # A description has some hundred bytes. A file of more bytes is not read.
 _MOST_DESCRIPTION_BYTES = 64 << 10
+# Time that another process has to set up the directory, and the interval of polling.
+_PATIENCE_S = 30.0
+_POLL_S = 0.01
 
 Description = Mapping[str, int | str]
 
 
 class NotRegular(OSError):
-    """A link, a FIFO, a socket, a device or a directory where a file was expected."""
+    """A link, a file with two names, a FIFO, a socket, a device or a directory where a file was expected."""
 
 
 class TierDirectory:
-    """The locked directory at `path`. Made by `open`.
+    """The directory at `path`. Made by `open`.
 
     fd   open descriptor of the directory, until `close`
     """
@@ -60,14 +66,22 @@ class TierDirectory:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # Also closed when the last user has dropped it: a read that still runs may use a directory that was replaced.
         self._ending = weakref.finalize(self, os.close, self.fd)
+        self._mutex = threading.RLock()
+        self._depth = 0
 
     @classmethod
-    def open(cls, path: Path, description: Description) -> TierDirectory:
-        """Lock the directory at `path`. If it is missing or empty, it is created and described.
+    def existing(cls, path: Path) -> TierDirectory:
+        """Open a directory that exists, to look at it. Raises ConfigError as `open` does, and if there is none."""
+        if not (path / TIER_FILE).is_file():
+            raise ConfigError(f"{path} is no disk directory: it has no file {TIER_FILE}: give the directory of a tier")
+        return cls.open(path)
 
-        Raises ConfigError, and changes nothing, if the path is not a directory, or if the directory is in use, is not
-        writable, belongs to another user, may be written by other users, holds other files, or has another description.
-        Raises OSError.
+    @classmethod
+    def open(cls, path: Path) -> TierDirectory:
+        """Open the directory at `path`. If it is missing, it is created.
+
+        Raises ConfigError, and changes nothing, if the path is not a directory, or if the directory is not writable,
+        belongs to another user, or may be written by other users. Raises OSError.
         """
         if path.exists() and not path.is_dir():
             raise ConfigError(f"disk directory {path} is not a directory: give another path, or move that file away")
@@ -77,68 +91,80 @@ class TierDirectory:
         directory = cls(path)
         try:
             check_private(directory.fd, path)
-            directory._lock()
-            if not directory._is_at_path():
-                raise ConfigError(f"disk directory {path} was replaced while it was opened: start again")
-            directory._check(description)
-            directory._write_own_files(description)
         except BaseException:
             directory.close()
             raise
         return directory
 
     def close(self) -> None:
-        """Unlock the directory and close its descriptor. Idempotent."""
+        """Close the descriptor. Idempotent."""
         self._ending()
 
-    def is_in_place(self) -> bool:
-        """Whether `path` still leads to this directory, and the directory still has its description. Raises OSError if
-        that cannot be found out.
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes and threads from setting up the directory. Raises ConfigError if one does not end in
+        time, or if the directory is not at its path any more.
         """
-        return self._is_at_path() and _exists(TIER_FILE, dir_fd=self.fd)
+        with self._mutex:
+            if not self._depth:
+                self._lock()
+            self._depth += 1
+            try:
+                if not self._is_at_path():
+                    raise ConfigError(f"disk directory {self.path} was replaced while it was opened: start again")
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    fcntl.flock(self.fd, fcntl.LOCK_UN)
 
-    def renewed(self, description: Description) -> TierDirectory:
-        """An empty directory for `path`, if this one is not in place; this one with a new description, if only that is
-        missing. This one stays locked until its last user has dropped it.
+    def describe(self, description: Description) -> None:
+        """Check the description, or write it if the directory is empty.
 
-        Raises ConfigError as `open` does, or if the directory that is now at `path` holds files: this engine does not
-        know their blocks. Raises OSError.
+        Raises ConfigError, and changes nothing, if the directory has another description, or holds other files. Raises
+        OSError.
         """
-        if self._is_at_path():
-            self._write_own_files(description)
-            return self
-        directory = TierDirectory.open(self.path, description)
-        if others := directory._others():
-            directory.close()
+        content = self.read(TIER_FILE)
+        if content is not None:
+            _check_description(self.path, parsed(self.path / TIER_FILE, content), description)
+            return
+        others = sorted(name for name in self.names() if name not in _FIRST_NAMES and not _OWN_FILES.fullmatch(name))
+        if others:
             raise ConfigError(
-                f"{self.path} now holds files of another engine ({others[0]!r} is one of {len(others)}): "
-                f"restart the engine to use them, or delete the directory"
+                f"disk directory {self.path} holds other files ({others[0]!r} is one of {len(others)}) "
+                f"and no {TIER_FILE}: give an empty or a new directory"
             )
-        return directory
+        self._write_description(json.dumps(dict(description), indent=2).encode())
 
     def names(self) -> list[str]:
         """The names of all files and subdirectories. Raises OSError."""
         with os.scandir(self.fd) as files:
             return [file.name for file in files]
 
-    @contextlib.contextmanager
-    def subdirectory(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """An open descriptor of a subdirectory, which is made if `make` is set. Raises OSError: NotADirectoryError if
-        it is a file or a link.
-        """
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    def own_names(self) -> list[str]:
+        """The names of the tier's own files. Raises OSError."""
+        return sorted(name for name in self.names() if _OWN_FILES.fullmatch(name))
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; -1 if it is missing. Raises OSError."""
         try:
-            fd = os.open(name, flags, dir_fd=self.fd)
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_size
         except FileNotFoundError:
-            if not make:
-                raise
-            with contextlib.suppress(FileExistsError):  # another thread has made it
-                os.mkdir(name, 0o700, dir_fd=self.fd)
-            fd = os.open(name, flags, dir_fd=self.fd)
+            return -1
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it exists. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def read(self, name: str) -> bytes | None:
+        """The first bytes of a file; None if it is missing. Raises OSError."""
         try:
-            yield fd
-        finally:
-            os.close(fd)
+            fd = open_regular(name, os.O_RDONLY, dir_fd=self.fd)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            return file.read(_MOST_DESCRIPTION_BYTES + 1)
 
     def _is_at_path(self) -> bool:
         try:
@@ -147,65 +173,31 @@ class TierDirectory:
             return False
 
     def _lock(self) -> None:
-        """A forked child shares the lock; a spawned process does not."""
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # rule: directory-has-one-owner
-        except BlockingIOError:
-            holder = (self._read_file(PID_FILE) or b"")[:32].decode("ascii", "replace")
-            raise ConfigError(
-                f"disk directory {self.path} is in use by {f'process {holder}' if holder else 'another process'}: "
-                f"stop that process, or give each engine its own directory"
-            ) from None
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # rule: directory-is-set-up-by-one-process
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise ConfigError(
+                        f"disk directory {self.path} has been set up by another process for {_PATIENCE_S:.0f} s: end "
+                        f"that process, or give another directory"
+                    ) from None
+            time.sleep(_POLL_S)
 
-    def _check(self, description: Description) -> None:
-        """Raise ConfigError unless the directory holds the described tier already, or is empty."""
-        content = self._read_file(TIER_FILE)
-        if content is not None:
-            _check_description(self.path, _parsed(self.path / TIER_FILE, content), description)
-        elif others := self._others():
-            raise ConfigError(
-                f"disk directory {self.path} holds other files ({others[0]!r} is one of {len(others)}) "
-                f"and no {TIER_FILE}: give an empty or a new directory"
-            )
-
-    def _write_own_files(self, description: Description) -> None:
-        """Write the files that are missing. Files of blocks are written only after them, so a process that is killed
-        before leaves a directory that counts as empty. Raises OSError.
+    def _write_description(self, content: bytes) -> None:
+        """Other files are written only after it, so a process that is killed before leaves a directory that counts as
+        empty. It survives a power loss. Raises OSError.
         """
-        pid = str(os.getpid()).encode()
-        if self._read_file(PID_FILE) != pid:
-            with contextlib.suppress(OSError):  # may fail on a full disk, but the pid is only for messages
-                self._replace_file(PID_FILE, pid, sync=False)
-        if not _exists(TIER_FILE, dir_fd=self.fd):
-            self._replace_file(TIER_FILE, json.dumps(dict(description), indent=2).encode(), sync=True)
-
-    def _others(self) -> list[str]:
-        """Names in the directory that do not belong to its lock and description."""
-        return sorted(set(self.names()) - _OWN_NAMES)
-
-    def _read_file(self, name: str) -> bytes | None:
-        """The first bytes of a file; None if it is missing."""
-        try:
-            fd = open_regular(name, os.O_RDONLY, dir_fd=self.fd)
-        except FileNotFoundError:
-            return None
-        with os.fdopen(fd, "rb") as file:
-            return file.read(_MOST_DESCRIPTION_BYTES + 1)
-
-    def _replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Write a file under a temporary name and rename it. `sync`: the file survives a power loss."""
-        temporary = name + TEMPORARY
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=self.fd)
+        temporary = TIER_FILE + TEMPORARY
+        self.remove(temporary)
         fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=self.fd)
         with os.fdopen(fd, "wb") as file:
             file.write(content)
             file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        if sync:
-            os.fsync(self.fd)
+            os.fsync(file.fileno())
+        os.rename(temporary, TIER_FILE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.fsync(self.fd)
 
 
 def open_regular(name: str, flags: int, *, dir_fd: int) -> int:
@@ -218,7 +210,8 @@ def open_regular(name: str, flags: int, *, dir_fd: int) -> int:
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     except OSError as error:
         raise not_regular if error.errno in _NO_FILE else error from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # rule: files-with-another-name-are-not-written
         os.close(fd)
         raise not_regular
     return fd
@@ -254,15 +247,8 @@ def os_errors_as_refusals(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _exists(name: str, *, dir_fd: int) -> bool:
-    try:
-        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _parsed(tier_file: Path, content: bytes) -> dict[str, Any]:
+def parsed(tier_file: Path, content: bytes) -> dict[str, Any]:
+    """The description in a file's content. Raises ConfigError if it is damaged."""
     try:
         found = json.loads(content) if len(content) <= _MOST_DESCRIPTION_BYTES else None
     except (ValueError, RecursionError):
@@ -277,7 +263,7 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: Descripti
     if version != wanted["format_version"]:
         raise ConfigError(
             f"disk directory {directory} has format version {version!r}, but this version of Sidestream uses "
-            f"{wanted['format_version']}: give another directory, or delete it"
+            f"{wanted['format_version']}: give another directory, or delete it (sidestream cache clear {directory})"
         )
     differing = [  # rule: disk-of-other-weights-is-refused
         f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value

@@ -1,90 +1,59 @@
-"""The disk tier: one file per KV block, with a checksum, in a directory that one engine uses at a time.
+"""The disk tier: KV blocks in the slots of a directory, which engines of one model share.
 
-This module reads and writes files of blocks, in a directory that `tiers.directory` checks and locks. The index
-(`tiers.index`) decides which entries are served, pinned (protected from eviction) or evicted next. Before a write, it
-gives a grant: the right to write one entry. The engine opens and closes the tier; `write` and `read` run on stream
-threads, several at once.
+`DiskTier` joins the index, which decides which entries are found and evicted, and `Medium`, the entries on the disk.
+The engine opens and closes the tier; `write` and `read` run on stream threads, several at once; the offload worker's
+thread calls `refresh` and the index.
 
-    DIRECTORY/sidestream-tier.json        description of the tier: format version, model fingerprint, layout
-    DIRECTORY/sidestream-tier.lock        process id of the engine that uses the directory, for messages
-    DIRECTORY/3f/3f…c2-000000000000002a   an entry: key-serial, both in hexadecimal
-    DIRECTORY/3f/3f…c2-….tmp              an entry being written; leftovers of killed processes are removed at open
+    DIRECTORY/sidestream-tier.json    description of the tier: format version, model fingerprint, layout   (`directory`)
+    DIRECTORY/sidestream-tier.table   a record for each slot: which entry is in it                         (`slots`)
+    DIRECTORY/segment-000000 …        the slots: header and block                                          (`slots`)
 
-An entry is a header and the block. The header fills a page, so that the block starts at a page boundary:
+**An entry is one write.** A record and the header of its slot have the serial number of the write, which no other write
+of any process has. So a late deletion, a read in flight and a new write of the same key never hit each other.
 
-    [0, 8)        magic                    [8, 12)       format version
-    [12, 28)      digest of the layout     [28, 44)      key
-    [44, 52)      payload bytes            [52, 4080)    zeros
-    [4080, 4096)  xxh3-128 of everything else in the file
-    [4096, …)     payload
+**A record is valid only while its slot holds the complete entry**, so a process that is killed at any moment leaves
+each entry complete or absent. Nothing is synced but the description. After kill -9, no finished write is lost, because
+the kernel has it. A power loss may lose writes, or leave a record without its block: the header of the slot then names
+another write, or its checksum is wrong, and the block is computed again. An fsync per block would only make stores
+slower.
 
-**There is no index file.** At open, the index in memory is rebuilt from file names and sizes, without reading a
-payload. Every write and every read sets the modification time of a file, which gives the order of eviction. If the
-process dies after it has renamed a file into place, and before the index has the entry, the file is complete and is
-served after the next open.
-
-**No deletion can hit a newer write.** A file name contains the serial number of its write, and is never reused while an
-engine uses the directory. So a late unlink of an evicted entry, a read in flight and a new write of the same key use
-different files. If a crash leaves two files of one key, open keeps the later file. Both files hold the same bytes,
-because a key is a hash of everything that the block's content depends on.
-
-**Entries are not synced with fsync.** After kill -9, no page of a finished write is lost, because the kernel has the
-page. A power loss may damage files that were renamed into place; their length or checksum is then wrong, and the block
-is computed again. An fsync per block would only make stores slower. sidestream-tier.json is synced, because a directory
-without it is refused.
-
-**A directory that was removed or replaced while the engine uses it is made anew** by the next write, under a new lock.
-The write raises TierLost, so that the offload worker forgets the entries. See `tiers.directory`.
+**A directory that was removed or replaced while the engine uses it is made anew** by the next write, or joined if
+another engine has made it anew already. The write raises TierLost, so that the offload worker forgets the entries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import gc
 import logging
 import os
-import re
 import shutil
-import stat
-import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
+import numpy as np
 
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull, TierLost
 from sidestream_kv.kv.layout import BlockLayout
-from sidestream_kv.offload.tiers.base import Block, TierContext, TierKind
-from sidestream_kv.offload.tiers.directory import (
-    TEMPORARY,
-    Description,
-    NotRegular,
-    TierDirectory,
-    check_private,
-    open_regular,
-    os_errors_as_refusals,
-)
+from sidestream_kv.offload.tiers.base import Block, TierContext, TierKind, TierStreams
+from sidestream_kv.offload.tiers.directory import TABLE_FILE, TIER_FILE, Description, os_errors_as_refusals
 from sidestream_kv.offload.tiers.index import Entry, TierIndex, WriteGrant
+from sidestream_kv.offload.tiers.opening import OpenSlots, open_slots
+from sidestream_kv.offload.tiers.slots import FORMAT_VERSION, HEADER_BYTES, PAGE, Geometry, Records, Slots, check_of
 from sidestream_kv.types import Key, Tracer
 
 NAME = "disk"
-FORMAT_VERSION = 1
 KEY_BYTES = 16
-HEADER_BYTES = 4096
+SEGMENT_BYTES = 256 << 20
 
-_MAGIC = b"SIDEKV\r\n"
-_FIELDS = struct.Struct("<8sI16s16sQ")
-_DIGEST_AT = HEADER_BYTES - 16
-_PAGE = 4096
-
-# Key and serial. Serials stay below 2^62; larger ones would not fit into a name.
-_ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-3][0-9a-f]{15})")
-_PREFIX = re.compile(r"[0-9a-f]{2}")  # name of a subdirectory: the first byte of the keys in it
+# Number of least recently used slots that are looked up at once, if no slot is void.
+_OLDEST = 256
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -94,18 +63,18 @@ _log = logging.getLogger(__name__)
 class DiskTier:
     """The disk tier in `directory`. Made by `open`."""
 
-    def __init__(
-        self, directory: TierDirectory, *, block_bytes: int, description: Description, index: TierIndex
-    ) -> None:
-        """Callers use `open` instead. The tier closes `directory`."""
-        self.directory = directory.path
-        self._held = directory
+    streams = TierStreams(readers=8, writers=4)
+
+    def __init__(self, path: Path, description: Description, geometry: Geometry) -> None:
+        """Callers use `open` instead."""
+        self.directory = path
         self._renewing = threading.Lock()
-        self._block_bytes = block_bytes
         self._description = description
-        self._identity = xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())
-        self._index = index
+        self._geometry = geometry
+        self._leases: dict[Entry, tuple[Medium, int]] = {}
         self._closed = False
+        self._medium: Medium
+        self._index: TierIndex
 
     @classmethod
     def open(
@@ -117,190 +86,445 @@ class DiskTier:
         capacity_bytes: int,
         tracer: Tracer | None = None,
     ) -> DiskTier:
-        """Create or reopen the tier in `directory`, for one model (`fingerprint`) and layout.
+        """Create, reopen or join the tier in `directory`, for one model (`fingerprint`) and layout.
 
-        Removes leftovers of killed processes and damaged entries, then evicts entries until the tier takes at most
-        `capacity_bytes` (counted in whole pages, including headers). Reads only names and sizes: 70,000 entries take
-        about a second.
-        Raises ConfigError, and changes nothing, if `TierDirectory.open` refuses the directory, if a subdirectory is
-        none or not private, or if `capacity_bytes` is less than one entry.
+        The tier takes at most `capacity_bytes` (counted in whole pages, including headers). If it held more, the least
+        recently used entries are removed. If other engines use the directory, it keeps its capacity. Reads no block.
+        Raises ConfigError, and changes nothing, if `TierDirectory` refuses the directory, or if `capacity_bytes` is
+        less than one entry.
         """
         path = Path(directory).expanduser().absolute()
-        max_entries = capacity_bytes // entry_bytes(layout)
-        if max_entries < 1:
+        slot_bytes = entry_bytes(layout)
+        num_slots = capacity_bytes // slot_bytes
+        if num_slots < 1:
             raise ConfigError(
-                f"disk_capacity is {capacity_bytes} bytes, but one block of this model takes {entry_bytes(layout)} "
+                f"disk_capacity is {capacity_bytes} bytes, but one block of this model takes {slot_bytes} "
                 f"({layout.block_tokens} tokens and a header): raise disk_capacity"
             )
+        geometry = Geometry(num_slots, max(1, SEGMENT_BYTES // slot_bytes), layout.block_bytes)
         description: dict[str, int | str] = {
             "format_version": FORMAT_VERSION,
             **layout.describe(),
             "fingerprint": fingerprint,
         }
-        with os_errors_as_refusals(path), contextlib.ExitStack() as on_failure:
-            held = TierDirectory.open(path, description)
-            on_failure.callback(held.close)
-            found = _scan(held, file_bytes=HEADER_BYTES + layout.block_bytes, max_entries=max_entries)
-            on_failure.pop_all()
-        index = TierIndex(
-            found.entries,
-            max_entries=max_entries,
-            entry_bytes=entry_bytes(layout),
-            name=NAME,
-            next_serial=found.next_serial,
-            evictions=found.evictions,
-            corrupt=found.corrupt,
-            tracer=tracer,
-        )
-        _log_opened(path, found, held_bytes=index.stats.bytes, capacity_bytes=capacity_bytes)
-        return cls(held, block_bytes=layout.block_bytes, description=description, index=index)
+        tier = cls(path, description, geometry)
+        with os_errors_as_refusals(path), _without_garbage_collection():
+            slots = tier._open_slots()
+            tier._medium = Medium(slots)
+            tier._index = index = TierIndex(
+                tier._medium.load(),
+                max_entries=tier._medium.geometry.num_slots,
+                entry_bytes=slot_bytes,
+                name=NAME,
+                next_serial=slots.next_serial,
+                evictions=slots.evictions,
+                corrupt=slots.damaged,
+                tracer=tracer,
+            )
+        index.on_pin, index.on_unpin = tier._lease, tier._release
+        tier._log_opened(slots)
+        return tier
 
     @property
     def index(self) -> TierIndex:
         """The keys that the tier holds."""
         return self._index
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether blocks bypass the page cache."""
+        return self._medium.slots.segments.direct
+
     def write(self, grant: WriteGrant, payload: Block) -> None:
-        """Delete the evicted entry `grant.victim`, then write `payload` (`layout.block_bytes`) as `grant.entry`,
-        completely or not at all.
+        """Write `payload` (`layout.block_bytes`) as `grant.entry` in place of `grant.victim`, completely or not at all.
 
         Waits for I/O: call it on a disk stream's thread. Raises TierFull if the disk, the quota or the file size limit
         leaves no space, TierLost if the directory was removed or replaced, and TierError for any other failure. In all
-        cases no file of the entry is left, and the caller must abandon the grant.
+        cases the entry is absent, and the caller must abandon the grant.
         """
         view = self._view(payload)  # rule: write-begins
-        header = self._header(grant.entry.key)
-        header += _digest(header, view)
+        self._check_key(grant.entry.key)
         try:
-            held = self._held_in_place()
-            if grant.victim is not None:
-                _delete(held, grant.victim)
-                grant.victim = None
-            with held.subdirectory(_prefix(grant.entry), make=True) as fd:
-                _write_whole(fd, _name(grant.entry), [memoryview(header), view])
+            self._medium_in_place().put(grant.entry, grant.victim, view)
         except OSError as error:
             kind = TierFull if error.errno in _NO_ROOM else TierError
             raise kind(
                 f"disk tier {self.directory} could not store {view.nbytes} bytes: {error.strerror or error}"
             ) from error
+        grant.victim = None
         grant.written = True  # rule: entry-counts-as-written-after-its-write
 
     def read(self, entry: Entry, out: Block) -> None:
-        """Read a pinned entry's block directly into `out` (`layout.block_bytes`), and verify every bit of its file.
+        """Read a pinned entry's block directly into `out` (`layout.block_bytes`), and verify every bit.
 
         Waits for I/O: call it on a disk stream's thread. Raises TierLost if the directory was removed or replaced,
-        TierCorrupt if the file is missing, or if its length, header or checksum is wrong (the file is then deleted),
-        and TierError if reading fails. After any error, the content of `out` is undefined, and the caller must forget
-        the entry.
+        TierCorrupt if the entry is gone, or if its length, header or checksum is wrong (it is then deleted), and
+        TierError if reading fails. After any error, the content of `out` is undefined, and the caller must forget the
+        entry.
         """
-        view, held = self._view(out), self._held
-        path = f"{self.directory}/{_prefix(entry)}/{_name(entry)}"
+        view, medium = self._view(out), self._medium
         try:
-            with held.subdirectory(_prefix(entry)) as fd:
-                try:
-                    fault = self._read_verified(fd, entry, view)
-                except NotRegular:
-                    fault = "is not a regular file"
-                deleted = False
-                if fault is not None:
-                    with contextlib.suppress(OSError):
-                        deleted = _unlink(fd, _name(entry))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if self._is_lost(held):
-                raise TierLost(f"disk directory {self.directory} was removed or replaced while in use") from error
-            raise TierCorrupt(f"disk entry {path} is gone") from error
+            fault = medium.get(entry, view)
         except OSError as error:
-            raise TierError(f"disk entry {path} could not be read: {error.strerror or error}") from error
-        if fault is not None:
-            raise TierCorrupt(f"disk entry {path} {fault}; {'deleted' if deleted else 'not deleted'}")
+            raise TierError(
+                f"disk entry {_name(entry)} of {self.directory} could not be read: {error.strerror or error}"
+            ) from error
+        if fault is None:
+            return
+        if self._is_lost(medium):
+            raise TierLost(f"disk directory {self.directory} was removed or replaced while in use")
+        raise TierCorrupt(f"disk entry {_name(entry)} of {self.directory} {fault}")
+
+    def refresh(self) -> None:
+        """Take in what other processes have written, deleted and read. Called on the offload worker's thread."""
+        try:
+            news = self._medium.news()
+        except OSError:  # the next read or write reports it
+            return
+        index = self._index
+        index.unlearn([entry.key for entry in news.deleted if index.get(entry.key) == entry])
+        index.learn(news.written)
+        index.touch(news.used)
 
     def close(self) -> None:
-        """Delete the files of forgotten entries and unlock the directory. Call it after every `read` and `write` has
-        returned. Idempotent.
+        """Delete forgotten entries and leave the directory. Call it after every `read` and `write` has returned.
+        Idempotent.
         """
         if self._closed:
             return
         self._closed = True
-        for entry in self._index.take_doomed():  # rule: forgotten-files-are-deleted-at-close
-            with contextlib.suppress(OSError):  # if this fails, the file stays, and the next open finds it again
-                _delete(self._held, entry)
-        if self._is_lost(self._held):
+        for entry in self._index.take_doomed():  # rule: forgotten-entries-are-deleted-at-close
+            with contextlib.suppress(OSError):  # if this fails, the entry stays, and the next open finds it again
+                self._medium.delete(entry)
+        if self._is_lost(self._medium):
             _log.warning(
                 "disk tier %s: closed, but its directory was removed or replaced: no block is left", self.directory
             )
         else:
             _log.info("disk tier %s: closed with %d blocks", self.directory, len(self._index))
-        self._held.close()
+        self._medium.slots.close()
 
-    def _is_lost(self, held: TierDirectory) -> bool:
+    # ------------------------------------------------------------------ the directory
+
+    def _open_slots(self) -> OpenSlots:
+        return open_slots(self.directory, self._description, self._geometry)
+
+    def _is_lost(self, medium: Medium) -> bool:
         """Whether the tier's directory was removed or replaced since it was opened or made anew."""
         try:
-            return held is self._held and not held.is_in_place()
+            return medium is self._medium and not medium.is_in_place()
         except OSError:
             return False
 
-    def _held_in_place(self) -> TierDirectory:
-        """The directory. If it was removed or replaced, it is made anew, and TierLost is raised. Raises OSError."""
-        held = self._held
-        if held.is_in_place():  # rule: lost-directory-is-noticed
-            return held
-        with self._renewing:
-            if held is self._held:  # else another thread has made it anew
-                self._renew(held)
-        raise TierLost(f"disk directory {self.directory} was removed or replaced while in use: it was made anew, empty")
-
-    def _renew(self, held: TierDirectory) -> None:
-        lost = f"disk directory {self.directory} was removed or replaced while in use"
-        try:
-            with os_errors_as_refusals(self.directory):
-                self._held = held.renewed(self._description)
-        except ConfigError as error:
-            raise TierLost(f"{lost}, and cannot be made anew: {error}") from error
-        _log.warning("%s: it was made anew, and its blocks are forgotten", lost)
-
-    def _header(self, key: Key) -> bytes:
-        """The header without its digest. It depends only on the tier and the key, so a reader compares all its
-        bytes.
+    def _medium_in_place(self) -> Medium:
+        """The slots. If the directory was removed or replaced, it is made anew, and TierLost is raised. Raises
+        OSError.
         """
+        medium = self._medium
+        if medium.is_in_place():  # rule: lost-directory-is-noticed
+            return medium
+        lost = f"disk directory {self.directory} was removed or replaced while in use"
+        with self._renewing:
+            if medium is self._medium:  # else another thread has made it anew
+                try:
+                    with os_errors_as_refusals(self.directory):
+                        anew = Medium(self._open_slots())
+                    anew.load(as_news=True)
+                    self._medium = anew
+                except ConfigError as error:
+                    raise TierLost(f"{lost}, and cannot be made anew: {error}") from error
+                _log.warning("%s: it was made anew, and its blocks are forgotten", lost)
+        raise TierLost(f"{lost}: it was made anew, empty")
+
+    # ------------------------------------------------------------------ called by the index
+
+    def _lease(self, entry: Entry) -> None:
+        """Keep other processes from overwriting an entry that is read from now on."""
+        medium = self._medium
+        with contextlib.suppress(OSError):  # the read then fails, or succeeds without a lease before
+            if (slot := medium.lease(entry)) is not None:  # rule: pinned-entry-is-leased
+                self._leases[entry] = medium, slot
+
+    def _release(self, entry: Entry) -> None:
+        lease = self._leases.pop(entry, None)
+        if lease is not None:
+            medium, slot = lease
+            with contextlib.suppress(OSError):
+                medium.release(slot)  # rule: lease-of-a-pinned-entry-ends
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_key(self, key: Key) -> None:
         if len(key) != KEY_BYTES:
             raise InvariantError(f"a key of the disk tier has {KEY_BYTES} bytes, not {len(key)}")
-        return _FIELDS.pack(_MAGIC, FORMAT_VERSION, self._identity, key, self._block_bytes).ljust(_DIGEST_AT, b"\0")
 
     def _view(self, block: Block) -> memoryview:
         view = (block if isinstance(block, memoryview) else block.data).cast("B")
-        if view.nbytes != self._block_bytes:
-            raise InvariantError(f"a block of the disk tier has {self._block_bytes} bytes, not {view.nbytes}")
+        if view.nbytes != self._geometry.block_bytes:
+            raise InvariantError(f"a block of the disk tier has {self._geometry.block_bytes} bytes, not {view.nbytes}")
         if self._closed:
             raise InvariantError(f"disk tier {self.directory} is closed")
         return view
 
-    def _read_verified(self, dir_fd: int, entry: Entry, view: memoryview) -> str | None:
-        """Read the file into `view`. Returns the fault of the file, or None."""
-        header = bytearray(HEADER_BYTES)
-        beyond = bytearray(1)
-        fd = open_regular(_name(entry), os.O_RDONLY, dir_fd=dir_fd)
+    def _log_opened(self, slots: OpenSlots) -> None:
+        capacity, held = self._index.max_entries * self._geometry.slot_bytes, self._index.stats.bytes
+        _log.info(
+            "disk tier %s: %d blocks, %d of %d bytes, %s I/O%s",
+            self.directory,
+            len(self._index),
+            held,
+            capacity,
+            "direct" if self.is_direct else "buffered",
+            ", shared with other engines, whose capacity it has" if slots.shared else "",
+        )
+        if slots.damaged or slots.evictions:
+            message = "disk tier %s: removed %d damaged records, %d blocks over capacity"
+            _log.info(message, self.directory, slots.damaged, slots.evictions)
+        if (free := shutil.disk_usage(self.directory).free) < capacity - held:
+            message = (
+                "disk tier %s: %d bytes are free on the disk, but the tier may need %d more: "
+                "free some, or lower disk_capacity"
+            )
+            _log.warning(message, self.directory, free, capacity - held)
+
+
+@dataclass(slots=True)
+class News:
+    """What other processes have done: entries that they have written and deleted, and keys that they have read, the
+    last used ones last.
+    """
+
+    written: list[Entry] = field(default_factory=list)
+    deleted: list[Entry] = field(default_factory=list)
+    used: list[Key] = field(default_factory=list)
+
+
+class Medium:
+    """Entries in the slots of a directory that several processes use at once.
+
+    Every process may write every slot: the lease of the slot excludes all others meanwhile. So no process owns a part
+    of the directory, the capacity is that of the directory, and a process that crashes leaves nothing behind but a void
+    record.
+
+        put    lease the slot of the victim, or else a void one, or else the least recently used one; void its record;
+               write header and block; publish the record; end the lease
+        get    lease the slot with other readers; compare the record; read; verify header and checksum; end the lease
+        news   compare the table with the last look at it: entries that other processes have written, deleted and read
+
+    Any thread may call a method.
+    """
+
+    def __init__(self, slots: OpenSlots) -> None:
+        """`load` comes next. The medium closes `slots`."""
+        self.slots = slots
+        self.geometry = slots.table.geometry
+        self._table = table = slots.table
+        self._locks = slots.locks
+        self._segments = slots.segments
+        self._mutex = threading.Lock()  # of what follows
+        self._seen = Records.void(table.geometry.num_slots)  # at the last look, and as this process has changed them
+        self._slot_of_serial: dict[int, int] = {}  # by serial
+        self._news = News()
+        self._spare: deque[tuple[int, int]] = deque()  # slots to write, and their checks
+
+    def load(self, *, as_news: bool = False) -> list[Entry]:
+        """Read all records. Returns their entries, least recently used first. `as_news`: they are news, too."""
+        records = self._seen = self._table.records()
+        slots = np.flatnonzero(records.checks)
+        records.checks[slots[~records.valid(slots)]] = 0
+        slots = np.flatnonzero(records.checks)
+        found: list[Entry] = self._news.written if as_news else []
+        self._add(slots[np.argsort(records.stamps[slots], kind="stable")], found)
+        return found
+
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to this directory, with this table. Raises OSError if that cannot be found
+        out.
+        """
+        directory = self.slots.directory
         try:
-            num_bytes = _read_all(fd, [memoryview(header), view, memoryview(beyond)])
-            if num_bytes != HEADER_BYTES + view.nbytes:  # rule: length-is-verified
-                return f"is {'longer' if num_bytes > HEADER_BYTES + view.nbytes else 'shorter'} than one block"
-            expected = self._header(entry.key)
-            if not header.startswith(expected):  # rule: header-is-verified
-                return "has the header of another block or tier"
-            if header[_DIGEST_AT:] != _digest(bytes(header[:_DIGEST_AT]), view):  # rule: every-bit-is-verified
-                return "does not match its checksum"
-            with contextlib.suppress(OSError):  # the read succeeds even if its time cannot be recorded
-                # Set the time explicitly: the kernel's own time stamp changes only once per timer tick, so a read could
-                # get the same time as the write.
-                now = time.time_ns()
-                os.utime(fd, ns=(now, now))
-            return None
+            there = directory.path.stat()
+            table = os.stat(TABLE_FILE, dir_fd=directory.fd, follow_symlinks=False)
+            os.stat(TIER_FILE, dir_fd=directory.fd, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(there, os.fstat(directory.fd)) and os.path.samestat(table, os.fstat(self._table.fd))
+
+    # ------------------------------------------------------------------ entries
+
+    def put(self, entry: Entry, victim: Entry | None, payload: memoryview) -> None:
+        """Write an entry in place of `victim`, which may be gone, or in another slot. Raises TierFull if every slot is
+        leased, and OSError; the entry is absent then.
+        """
+        slot = self._own_slot(victim)
+        try:
+            self._void(slot)  # rule: record-is-void-while-its-slot-is-written
+            self._segments.write(slot, entry, payload)  # rule: record-is-published-after-its-payload
+            self._publish(slot, entry)
         finally:
-            os.close(fd)
+            self._locks.release(slot)  # rule: written-slot-is-released
+
+    def get(self, entry: Entry, out: memoryview) -> str | None:
+        """Read an entry. Returns its fault, or None; a damaged entry is deleted. Raises OSError."""
+        slot = self._slot_of(entry)
+        if slot is None or not self._locks.share(slot):
+            return "is gone"
+        try:
+            if self._table.check(slot) != check_of(slot, entry):  # rule: record-is-compared-under-the-lease
+                return "is gone"
+            try:
+                fault = self._segments.read(slot, entry, out)
+            except FileNotFoundError:
+                fault = "is in a file that is gone"
+            if fault is None:
+                self._stamp(slot)
+                return None
+            self._void(slot)  # rule: damaged-entry-is-deleted
+            return f"in {self._segments.path(slot)} {fault}: deleted"
+        finally:
+            self._locks.release(slot)
+
+    def delete(self, entry: Entry) -> None:
+        """Delete an entry, if it exists and is not leased. Raises OSError."""
+        slot = self._slot_of(entry)
+        if slot is not None and self._owns(slot, check_of(slot, entry)):
+            try:
+                self._void(slot)
+            finally:
+                self._locks.release(slot)
+
+    def lease(self, entry: Entry) -> int | None:
+        """Keep every process from overwriting an entry until `release` of the slot that is returned; None if the entry
+        is gone, or being overwritten. Raises OSError.
+        """
+        slot = self._slot_of_serial.get(entry.serial)
+        return slot if slot is not None and self._locks.share(slot) else None
+
+    def release(self, slot: int) -> None:
+        """End a `lease`."""
+        self._locks.release(slot)
+
+    # ------------------------------------------------------------------ other processes
+
+    def news(self) -> News:
+        """What other processes have done since the last call. Raises OSError."""
+        self._look()
+        with self._mutex:
+            news, self._news = self._news, News()
+        return news
+
+    def _look(self) -> None:
+        """Compare the table with what was seen of it, and note the differences."""
+        with self._mutex:  # no thread of this process changes the table meanwhile
+            seen, news = self._seen, self._news
+            checks, stamps = self._table.scan()
+            used = np.flatnonzero((stamps != seen.stamps) & (checks == seen.checks) & (checks != 0))
+            news.used += [entry.key for entry in seen.entries(used[np.argsort(stamps[used])])]
+            seen.stamps[:] = stamps
+            changed = np.flatnonzero(checks != seen.checks)
+            if not len(changed):
+                return
+            news.deleted += (deleted := seen.entries(changed[seen.checks[changed] != 0]))
+            for entry in deleted:
+                self._slot_of_serial.pop(entry.serial, None)
+            first, stop = int(changed[0]), int(changed[-1]) + 1
+            seen.bodies[changed] = self._table.bodies(first, stop)[changed - first]
+            seen.checks[changed] = checks[changed]
+            seen.checks[changed[~seen.valid(changed)]] = 0
+            self._add(changed[seen.checks[changed] != 0], news.written)
+
+    def _add(self, slots: Slots, entries: list[Entry]) -> None:
+        entries += self._seen.entries(slots)
+        self._slot_of_serial.update(zip(self._seen.bodies["serial"][slots].tolist(), slots.tolist(), strict=True))
+
+    # ------------------------------------------------------------------ slots
+
+    def _slot_of(self, entry: Entry) -> int | None:
+        """The slot of an entry, also if another process has written it just now."""
+        if entry.serial not in self._slot_of_serial:
+            self._look()
+        return self._slot_of_serial.get(entry.serial)
+
+    def _own_slot(self, victim: Entry | None) -> int:
+        """A slot to write, leased for that."""
+        slot = None if victim is None else self._slot_of_serial.get(victim.serial)
+        if victim is not None and slot is not None and self._owns(slot, check_of(slot, victim)):
+            return slot
+        for slot, check in self._spare_slots():
+            if self._owns(slot, check):
+                return slot
+        raise TierFull(f"all {self.geometry.num_slots} blocks are being read or written: raise disk_capacity")
+
+    def _owns(self, slot: int, check: int) -> bool:
+        """Lease a slot for writing, if it still holds what it held when it was chosen."""
+        if not self._locks.own(slot):
+            return False
+        try:
+            if self._table.check(slot) == check:  # rule: slot-is-taken-as-it-was-seen
+                return True
+        except OSError:
+            self._locks.release(slot)
+            raise
+        self._locks.release(slot)
+        return False
+
+    def _spare_slots(self) -> Iterator[tuple[int, int]]:
+        """Slots to write, with their checks: void ones, then the least recently used ones, which another process would
+        evict next as well.
+        """
+        for _ in range(2):
+            while self._spare:
+                try:
+                    yield self._spare.popleft()
+                except IndexError:  # another thread was faster
+                    break
+            checks, stamps = self._table.scan()
+            slots = np.flatnonzero(checks == 0)
+            if not len(slots):
+                slots = np.argsort(stamps)[:_OLDEST]
+            self._spare.extend(zip(slots.tolist(), checks[slots].tolist(), strict=True))
+
+    def _publish(self, slot: int, entry: Entry) -> None:
+        with self._mutex:
+            seen = self._seen
+            seen.stamps[slot] = stamp = time.time_ns()
+            seen.checks[slot] = self._table.publish(slot, entry, stamp)
+            seen.bodies[slot] = (np.frombuffer(entry.key, "<u8"), entry.serial)
+            self._slot_of_serial[entry.serial] = slot
+
+    def _void(self, slot: int) -> None:
+        with self._mutex:
+            self._table.void(slot)
+            if self._seen.checks[slot]:
+                self._seen.checks[slot] = 0
+                self._slot_of_serial.pop(int(self._seen.bodies[slot]["serial"]), None)
+
+    def _stamp(self, slot: int) -> None:
+        with self._mutex:
+            self._seen.stamps[slot] = stamp = time.time_ns()
+            with contextlib.suppress(OSError):  # the read succeeds even if its time cannot be recorded
+                self._table.stamp(slot, stamp)
 
 
 def entry_bytes(layout: BlockLayout) -> int:
     """Bytes that one block takes on disk: header and payload, rounded up to whole pages."""
-    return -(-(HEADER_BYTES + layout.block_bytes) // _PAGE) * _PAGE
+    return -(-(HEADER_BYTES + layout.block_bytes) // PAGE) * PAGE
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of new objects would start many collections, which take longer than everything else."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.key.hex()}-{entry.serial:x}"
 
 
 def _open(config: OffloadConfig, context: TierContext) -> DiskTier | None:
@@ -316,159 +540,3 @@ def _open(config: OffloadConfig, context: TierContext) -> DiskTier | None:
 
 
 KIND = TierKind(NAME, _open)
-
-
-def _digest(header: bytes, payload: memoryview) -> bytes:
-    state = xxhash.xxh3_128(header)
-    state.update(payload)  # rule: checksum-covers-the-whole-block
-    return state.digest()
-
-
-def _prefix(entry: Entry) -> str:
-    return f"{entry.key[0]:02x}"
-
-
-def _name(entry: Entry) -> str:
-    return f"{entry.key.hex()}-{entry.serial:016x}"
-
-
-def _write_whole(dir_fd: int, name: str, buffers: list[memoryview]) -> None:
-    """Write the file under a temporary name and rename it. After a failure, no file is left. Raises OSError."""
-    temporary = name + TEMPORARY  # rule: entry-is-renamed-into-place
-    try:
-        fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd)
-        try:
-            while buffers:
-                buffers = _rest(buffers, os.writev(fd, buffers))
-        finally:
-            os.close(fd)
-        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _unlink(dir_fd, temporary)
-        raise
-
-
-def _read_all(fd: int, buffers: list[memoryview]) -> int:
-    """Read until the buffers are full or the file ends. Returns the number of bytes read."""
-    total = 0
-    while buffers and (count := os.readv(fd, buffers)):
-        total += count
-        buffers = _rest(buffers, count)
-    return total
-
-
-def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers without their first `count` bytes."""
-    while buffers and count >= buffers[0].nbytes:
-        count -= buffers[0].nbytes
-        buffers = buffers[1:]
-    return [buffers[0][count:], *buffers[1:]] if count else buffers
-
-
-def _unlink(dir_fd: int, name: str) -> bool:
-    """Delete the file, if it exists. Returns False if it is a directory, which stays: it is not from the tier, and it
-    does no harm, because file names are never reused. Raises OSError.
-    """
-    try:
-        os.unlink(name, dir_fd=dir_fd)
-    except IsADirectoryError:
-        return False
-    except FileNotFoundError:
-        pass
-    return True
-
-
-def _delete(held: TierDirectory, entry: Entry) -> None:
-    """Delete the file of an entry, if it exists. Raises OSError."""
-    with (
-        contextlib.suppress(FileNotFoundError, NotADirectoryError),
-        held.subdirectory(_prefix(entry)) as fd,
-    ):
-        _unlink(fd, _name(entry))
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The content of a directory: entries to serve, least recently used first, and numbers of removed files."""
-
-    entries: list[Entry]
-    next_serial: int
-    leftovers: int
-    corrupt: int
-    evictions: int
-
-
-def _scan(held: TierDirectory, *, file_bytes: int, max_entries: int) -> _Found:
-    """Rebuild the index from names, sizes and times; delete files that cannot be served."""
-    newest: dict[Key, tuple[int, int]] = {}  # key -> (serial, modified)
-    next_serial = leftovers = corrupt = 0
-    for entry, file, folder in _entry_files(held):
-        status = file.stat(follow_symlinks=False)
-        if stat.S_ISDIR(status.st_mode):
-            continue  # a directory, which is not from the tier
-        next_serial = max(next_serial, entry.serial + 1)  # rule: serials-go-on-after-a-restart
-        twin = newest.get(entry.key)
-        if file.name.endswith(TEMPORARY):  # rule: leftovers-are-deleted
-            leftovers += 1
-            _unlink(folder.fd, file.name)
-        # rule: files-of-the-wrong-length-are-deleted
-        elif status.st_size != file_bytes or not stat.S_ISREG(status.st_mode) or folder.name != _prefix(entry):
-            corrupt += 1
-            _unlink(folder.fd, file.name)
-        elif twin is not None and twin[0] > entry.serial:  # rule: later-write-of-a-key-wins
-            leftovers += 1
-            _unlink(folder.fd, file.name)
-        else:
-            if twin is not None:
-                leftovers += 1
-                _unlink(folder.fd, _name(Entry(entry.key, twin[0])))
-            newest[entry.key] = (entry.serial, status.st_mtime_ns)
-    by_age = sorted((modified, serial, key) for key, (serial, modified) in newest.items())
-    entries = [Entry(key, serial) for _, serial, key in by_age]
-    surplus = max(0, len(entries) - max_entries)
-    for entry in entries[:surplus]:
-        _delete(held, entry)
-    return _Found(entries[surplus:], next_serial, leftovers, corrupt, surplus)
-
-
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    """An open subdirectory."""
-
-    name: str
-    fd: int
-
-
-def _entry_files(held: TierDirectory) -> Iterator[tuple[Entry, os.DirEntry[str], _Folder]]:
-    """Each file that is named like an entry, complete or temporary, with the entry and its subdirectory. Raises
-    ConfigError if a subdirectory is none, or is not private.
-    """
-    for prefix in sorted(name for name in held.names() if _PREFIX.fullmatch(name)):
-        path = held.path / prefix
-        try:
-            with held.subdirectory(prefix) as fd:
-                check_private(fd, path)
-                with os.scandir(fd) as files:
-                    for file in files:
-                        name = _ENTRY_NAME.fullmatch(file.name.removesuffix(TEMPORARY))
-                        if name is not None:
-                            yield Entry(bytes.fromhex(name[1]), int(name[2], 16)), file, _Folder(prefix, fd)
-        except NotADirectoryError as error:
-            raise ConfigError(
-                f"{path} is a file or a link, but the disk tier has its own directory there: move it away, or give "
-                f"another disk directory"
-            ) from error
-
-
-def _log_opened(directory: Path, found: _Found, *, held_bytes: int, capacity_bytes: int) -> None:
-    _log.info("disk tier %s: %d blocks, %d of %d bytes", directory, len(found.entries), held_bytes, capacity_bytes)
-    if found.leftovers or found.corrupt or found.evictions:
-        message = "disk tier %s: removed %d leftovers of a killed process, %d damaged blocks, %d over capacity"
-        _log.info(message, directory, found.leftovers, found.corrupt, found.evictions)
-    if (free := shutil.disk_usage(directory).free) < capacity_bytes - held_bytes:
-        message = (
-            "disk tier %s: %d bytes are free on the disk, but the tier may need %d more: "
-            "free some, or lower disk_capacity"
-        )
-        _log.warning(message, directory, free, capacity_bytes - held_bytes)

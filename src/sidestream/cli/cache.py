@@ -1,0 +1,136 @@
+"""`sidestream cache`: directories of disk tiers, also while engines use them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sidestream.cli.declare import Command, Group, flag
+from sidestream.cli.options import AsJson
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A disk directory, as given to --offload-disk.")]
+
+app = typer.Typer(cls=Group, help="Look at the directory of a disk tier, verify it, or delete it.")
+
+
+@app.command(cls=Command)
+def ls(directory: Directory, as_json: AsJson = False) -> None:
+    """List the directories of tiers in DIR (of ranks, for example), with their blocks."""
+    from sidestream_kv.errors import ConfigError
+    from sidestream_kv.offload.tiers.inspection import Inspection, find_directories
+
+    rows = []
+    for path in find_directories(directory):
+        try:
+            rows.append(dataclasses.asdict(Inspection(path).stat()))
+        except ConfigError as error:
+            rows.append({"path": str(path), "error": str(error)})
+    if as_json:
+        print(json.dumps({"directories": rows}, indent=2))
+        return
+    table = Table("directory", "blocks", "of", "bytes on disk", "last use", "in use")
+    for row in rows:
+        if "error" in row:
+            table.add_row(str(row["path"]), str(row["error"]))
+        else:
+            table.add_row(
+                str(row["path"]),
+                f"{row['blocks']:,}",
+                f"{row['capacity_blocks']:,}",
+                f"{row['disk_bytes']:,}",
+                _time(row["last_used_s"]),
+                "yes" if row["in_use"] else "no",
+            )
+    Console().print(table)
+
+
+@app.command(cls=Command)
+def stat(directory: Directory, as_json: AsJson = False) -> None:
+    """Count the blocks and bytes of one directory."""
+    from sidestream_kv.offload.tiers.inspection import Inspection
+
+    found = dataclasses.asdict(Inspection(directory).stat())
+    if not as_json:
+        found["last_used_s"] = _time(found["last_used_s"])
+    _print(found, as_json=as_json)
+
+
+@app.command(cls=Command)
+def describe(directory: Directory, as_json: AsJson = False) -> None:
+    """Print the model and layout to which the directory belongs."""
+    from sidestream_kv.offload.tiers.inspection import description_of
+
+    _print(description_of(directory), as_json=as_json)
+
+
+@app.command(cls=Command)
+def verify(
+    directory: Directory,
+    delete: Annotated[bool, flag("--delete", help="Remove the damaged blocks.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every block and compare it with its checksum. Exit status 1 if a block is damaged."""
+    from sidestream_kv.offload.tiers.inspection import Inspection
+
+    found = Inspection(directory).verify(delete=delete)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        for fault in found.faults:
+            print(fault)
+        removed = ", removed" if delete else ""
+        print(f"{found.good} blocks are good, {len(found.faults)} damaged{removed}, {found.skipped} being written")
+    if found.faults:
+        raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+def clear(directory: Directory) -> None:
+    """Delete the tier in DIR, of any format version, and nothing else. Refused while an engine uses it."""
+    from sidestream_kv.offload.tiers import inspection
+
+    for path in inspection.find_directories(directory):
+        inspection.clear(path)
+        print(f"cleared {path}")
+
+
+@app.command(cls=Command)
+def diff(
+    directory: Directory,
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another disk directory.")],
+    as_json: AsJson = False,
+) -> None:
+    """Tell why two directories share no blocks: print the parts of their descriptions that differ. Exit status 1 if
+    there are any.
+    """
+    from sidestream_kv.offload.tiers.inspection import differences
+
+    found = differences(directory, other)
+    if as_json:
+        print(json.dumps({name: [ours, theirs] for name, ours, theirs in found}, indent=2))
+    elif found:
+        for name, ours, theirs in found:
+            print(f"{name}: {ours!r} in {directory}, {theirs!r} in {other}")
+    else:
+        print("same model and layout: engines with the same salt find each other's blocks in one directory")
+    if found:
+        raise typer.Exit(1)
+
+
+def _print(values: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(values, indent=2))
+    else:
+        for name, value in values.items():
+            print(f"{name}: {value}")
+
+
+def _time(seconds: float | None) -> str:
+    return "never" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
