@@ -62,10 +62,10 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 LINES = {
     "sidestream_kv": 14_710,
     "sidestream_order": 5_960,
-    "sidestream": 44_910,
+    "sidestream": 45_010,
     "proof": 20_460,
     "bench": 9_700,
-    "tests": 62_870,
+    "tests": 62_970,
 }
 
 

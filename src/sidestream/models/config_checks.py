@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sidestream.errors import ModelError
 from sidestream.models.quantised import formats_of
 from sidestream.models.recurrent import NO_LIMIT, attention_layers, keeps_state, skeleton, state_layout_of
+from sidestream.models.text_part import causal_classes, text_config
 from sidestream_kv.kv.layout import DTYPE_BYTES, KVLayout
 from sidestream_kv.kv.state_layout import StateLayout
 
@@ -40,10 +40,16 @@ _OWN_ATTENTION: Mapping[str, str] = {
 }
 
 
-def check_servable(config: PreTrainedConfig) -> None:
-    """Raise ModelError with the reason if the config shows that the model cannot be served correctly."""
+def check_servable(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the model's text part. Raises ModelError with the reason if the config shows that the model cannot
+    be served correctly.
+    """
+    if quantisation := getattr(config, "quantization_config", None):
+        formats_of(quantisation)  # raises ModelError for a format that is not supported
+    config = text_config(config)
     if reason := _refusal_by_type(config) or _refusal_by_fields(config) or _refusal_by_definition(config):
         raise ModelError(reason)
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,7 @@ def _refusal_by_type(config: PreTrainedConfig) -> str | None:
         return f"{kind} takes more than text: only text models are served"
     if parts := [part for part in config.sub_configs if part not in _PARTS]:
         return f"{kind} consists of several models ({', '.join(parts)}): only models that take text alone are served"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not causal_classes(config):
         return f"{kind} is no causal language model: only causal language models are served"
     return None
 
@@ -140,8 +146,6 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
     kind = config.model_type
     if rank := _of_any_layer(config, "kv_lora_rank"):
         return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
-    if quantisation := getattr(config, "quantization_config", None):
-        formats_of(quantisation)  # raises ModelError for a format that is not supported
     if chunk := _of_any_layer(config, "attention_chunk_size"):
         return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
     types, stateful = set(getattr(config, "layer_types", None) or ()), has_recurrent_states(config)
@@ -152,7 +156,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
     if (
         not stateful
         and not types
-        and any(getattr(model_class, "_is_stateful", False) for model_class in classes_of(config))
+        and any(getattr(model_class, "_is_stateful", False) for model_class in causal_classes(config))
     ):
         return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
     limit = getattr(config, "time_step_limit", None) if stateful else None
@@ -179,7 +183,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
 def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
     """The reason that follows from transformers' modelling code, or None."""
     kind = config.model_type
-    for model_class in classes_of(config):
+    for model_class in causal_classes(config):
         definition = vars(sys.modules[model_class.__module__])
         if "ALL_ATTENTION_FUNCTIONS" not in definition:
             if has_recurrent_states(config):
@@ -207,7 +211,7 @@ def has_recurrent_states(config: PreTrainedConfig) -> bool:
         return False
     return any(
         keeps_state(part)
-        for model_class in classes_of(config)
+        for model_class in causal_classes(config)
         for part in vars(sys.modules[model_class.__module__]).values()
         if isinstance(part, type)
     )
@@ -250,9 +254,3 @@ def _ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
                     yield from within(nested)
 
     yield from within(getattr(config, "rope_parameters", None))
-
-
-def classes_of(config: PreTrainedConfig) -> tuple[type, ...]:
-    """Transformers' causal models for a config."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return tuple(found) if isinstance(found, (tuple, list)) else (found,)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sidestream.checkpoint_files import CONFIG
@@ -28,7 +28,6 @@ from sidestream.models.compile_cache import use_compile_cache
 from sidestream.models.config_checks import (
     ModelParts,
     check_servable,
-    classes_of,
     has_recurrent_states,
     max_positions,
     parts_of,
@@ -41,6 +40,7 @@ from sidestream.models.recurrent import unbind_time_steps
 from sidestream.models.rope import fix_longrope
 from sidestream.models.self_check import check_paged, reference
 from sidestream.models.shard import ShardCheck, check_same, rank_fingerprint, retie, shard, share_of
+from sidestream.models.text_part import text_config, text_module, whole_class
 from sidestream.models.weights import (
     Checkpoint,
     check_files,
@@ -96,10 +96,10 @@ def load_model(
         directory = local_directory(path_or_hub_id)
         check_config(directory)
         config = read_config(directory)
-        check_servable(config)
+        text = check_servable(config)
         ranks = 1 if group is None else group.size
         with _ONE_BUILDS:
-            _parts_of_rank(config, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
+            _parts_of_rank(text, dtype="float32", block_tokens=block_tokens, device=device, ranks=ranks)
             stored = check_files(directory, getattr(config, "quantization_config", None))
             precision = _precision(directory, config, dtype, device)
             logger.info("model %s: %s", name, precision)
@@ -113,7 +113,7 @@ def load_model(
                 device=device,
                 ranks=ranks,
             )
-        long_rope = takes_long_rope(config, max_model_len=max_model_len)
+        long_rope = takes_long_rope(text, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)
         variant = "long rope" if long_rope else ""
         if unbind_time_steps(module):
@@ -203,26 +203,27 @@ def cache_parts(
     """
     _check_dtype(dtype)
     with naming_model(name_of(path_or_hub_id)):
-        directory, config = _servable_config(path_or_hub_id)
+        directory, config, text = _servable_config(path_or_hub_id)
         chosen = _precision(directory, config, dtype, device).dtype
         with _ONE_BUILDS:
-            return _parts_of_rank(config, dtype=chosen, block_tokens=block_tokens, device=device, ranks=ranks)[0]
+            return _parts_of_rank(text, dtype=chosen, block_tokens=block_tokens, device=device, ranks=ranks)[0]
 
 
 def default_block_tokens_of(path_or_hub_id: str, *, device: torch.device = _CPU) -> int:
     """Tokens of a block that `load_model` would choose; reads only the model's config. Raises ModelError."""
     with naming_model(name_of(path_or_hub_id)):
-        _, config = _servable_config(path_or_hub_id)
-        return default_block_tokens(device.type, recurrent=has_recurrent_states(config))
+        _, _, text = _servable_config(path_or_hub_id)
+        return default_block_tokens(device.type, recurrent=has_recurrent_states(text))
 
 
-def _servable_config(path_or_hub_id: str) -> tuple[Path, PreTrainedConfig]:
-    """A servable model's directory, without weights if it had to be downloaded, and its config. Raises ModelError."""
+def _servable_config(path_or_hub_id: str) -> tuple[Path, PreTrainedConfig, PreTrainedConfig]:
+    """A servable model's directory, without weights if it had to be downloaded, its config, and that of its text part.
+    Raises ModelError.
+    """
     directory = local_directory(path_or_hub_id, weights=False)
     check_config(directory)
     config = read_config(directory)
-    check_servable(config)
-    return directory, config
+    return directory, config, check_servable(config)
 
 
 def weights_digest(path_or_hub_id: str) -> str:
@@ -317,9 +318,10 @@ def read_module(
     through.
     """
     stored = checkpoint.tensors
-    if config.num_hidden_layers > len(stored):  # refused here, because making the layers could take hours
+    text = text_config(config)
+    if text.num_hidden_layers > len(stored):  # refused here, because making the layers could take hours
         raise ModelError(
-            f"{directory / CONFIG} gives num_hidden_layers as {config.num_hidden_layers}, but the weight files hold "
+            f"{directory / CONFIG} gives num_hidden_layers as {text.num_hidden_layers}, but the weight files hold "
             f"only {len(stored)} tensors: fetch weights and config.json of the same model"
         )
     how = {
@@ -330,7 +332,7 @@ def read_module(
     }
     if checkpoint.state_dict is None:
         offline = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-        module, loaded = AutoModelForCausalLM.from_pretrained(directory, config=config, **offline, **how)
+        module, loaded = whole_class(config).from_pretrained(directory, config=config, **offline, **how)
     else:
         state_dict = checkpoint.state_dict if kept is None else kept.state_dict
         module, loaded = _from_state_dict(directory, config, state_dict, how)
@@ -346,7 +348,7 @@ def read_module(
     _refuse_contradicted_tie(module)
     if kept is not None:
         kept.restore(module)
-    return module.eval()
+    return (module if text is config else text_module(module)).eval()
 
 
 def _from_state_dict(
@@ -355,10 +357,7 @@ def _from_state_dict(
     """Transformers' module with the weights of a state dict, which are not quantised any more, and how loading went."""
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    named = getattr(plain, "architectures", None) or ()
-    classes = classes_of(plain)
-    model_class: Any = next((one for one in classes if one.__name__ in named), classes[0])
-    module, loaded = model_class.from_pretrained(None, config=plain, state_dict=state_dict, **how)
+    module, loaded = whole_class(plain).from_pretrained(None, config=plain, state_dict=state_dict, **how)
     with contextlib.suppress(OSError):  # the directory has no generation_config.json
         module.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     return module, loaded

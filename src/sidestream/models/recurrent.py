@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from sidestream.attention.states import Kernels, Part, StateBatch, States
 from sidestream.errors import ModelError
 from sidestream.models.gpu_functions import keep_kernels_on_gpu
+from sidestream.models.text_part import causal_classes
 from sidestream_kv.device.kinds import on_gpu
 from sidestream_kv.kv.layout import DTYPE_BYTES
 from sidestream_kv.kv.state_layout import StateLayout, StateTensor
@@ -97,7 +98,7 @@ def unbind_time_steps(module: nn.Module) -> bool:
 def skeleton(config: PreTrainedConfig, dtype: str) -> nn.Module:
     """The model of a config without weights, on the meta device."""
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(
+        module: nn.Module = causal_classes(config)[0]._from_config(
             copy.deepcopy(config), dtype=getattr(torch, dtype), attn_implementation="eager"
         )
     return module.eval()

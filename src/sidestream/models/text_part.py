@@ -1,0 +1,80 @@
+"""The text part of models that also take images or audio: transformers loads the whole model, and the decoder with its
+output matrix is served. Error messages say "its" for the model, because `loader.naming_model` puts the model's name in
+front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
+
+# Only kinds that were compared: a tiny model of each gives the logits of the whole model, bit by bit. Others may attend
+# to a prompt in both directions (paligemma) or scale their logits differently (aya_vision).
+_SERVED = frozenset(
+    {
+        *("aria", "deepseek_vl", "exaone4_5", "gemma3", "idefics2", "idefics3", "internvl", "janus", "lfm2_vl"),
+        *("lighton_ocr", "llava", "llava_next", "llava_onevision", "mistral3", "ovis2", "qwen2_5_vl", "qwen2_vl"),
+        *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llava", "vipllava"),
+    }
+)
+# Text parts that transformers has no causal model for, and the causal model whose frame they fit into: embeddings,
+# layers and norm are those of the part.
+_FRAMES: Mapping[str, type[Any]] = {
+    "qwen2_vl_text": Qwen2ForCausalLM,
+    "qwen2_5_vl_text": Qwen2ForCausalLM,
+    "qwen3_vl_text": Qwen3ForCausalLM,
+    "qwen3_vl_moe_text": Qwen3MoeForCausalLM,
+}
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the text part, if it is served; otherwise the same config."""
+    if config.model_type not in _SERVED:
+        return config
+    text: PreTrainedConfig = config.get_text_config(decoder=True)
+    if text is not config and getattr(text, "dtype", None) is None:
+        text.dtype = config.dtype
+    return text
+
+
+def causal_classes(config: PreTrainedConfig) -> tuple[type[Any], ...]:
+    """Transformers' causal models for a config of text; empty: there is none."""
+    if config.model_type in _FRAMES:
+        return (_FRAMES[config.model_type],)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return ()
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def whole_class(config: PreTrainedConfig) -> type[Any]:
+    """Transformers' model for the config of a checkpoint."""
+    if text_config(config) is not config:
+        whole: type[Any] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        return whole
+    named = getattr(config, "architectures", None) or ()
+    classes = causal_classes(config)
+    return next((one for one in classes if one.__name__ in named), classes[0])
+
+
+def text_module(whole: Any) -> Any:
+    """The causal model with the decoder and the output matrix of a whole model."""
+    decoder = whole.get_decoder()
+    config = decoder.config
+    (frame, *_) = causal_classes(config)
+    with torch.device("meta"):
+        module: Any = frame(frame.config_class() if config.model_type in _FRAMES else config)
+    setattr(module, module.base_model_prefix, decoder)
+    module.set_output_embeddings(whole.get_output_embeddings())
+    if not hasattr(config, "output_router_logits"):
+        config.output_router_logits = False  # read by frames with experts
+    module.config = config
+    module.generation_config = whole.generation_config
+    return module
