@@ -334,7 +334,7 @@ class Medium:
         records.checks[slots[~records.valid(slots)]] = 0
         slots = np.flatnonzero(records.checks)
         found: list[Entry] = self._news.written if as_news else []
-        self._add(slots[np.argsort(records.stamps[slots], kind="stable")], found)
+        self._add(slots[np.argsort(records.stamps[slots])], found)
         return found
 
     def is_in_place(self) -> bool:
