@@ -173,8 +173,8 @@ def _fio_s(path: Path, memory: Memory, count: int, writers: int, readers: int) -
         options = f"--name=raw --rw={kind} --bs={memory.shape[1]} --numjobs={jobs} --size={size} --direct=1"
         command = ["fio", *options.split(), "--ioengine=psync", "--group_reporting", "--output-format=json"]
         ran = subprocess.run([*command, f"--directory={path}"], check=True, capture_output=True, text=True)
-        rate = json.loads(ran.stdout)["jobs"][0][kind]["bw_bytes"]
-        return count * memory.shape[1] / float(rate)
+        rate = float(json.loads(ran.stdout)["jobs"][0][kind]["bw_bytes"])
+        return int(count * memory.shape[1]) / rate
 
     try:
         run("write", writers)

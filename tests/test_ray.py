@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +21,6 @@ from bench.replicas import Outcome, kill_figures, replica_pids
 from proof.tiny_models import tiny_model_dir
 from sidestream.errors import ConfigError
 from sidestream.ray import APP_NAME, RayOptions, _prompt_of, build_app
-from sidestream_kv.config import OffloadConfig
 
 # Ray and what it imports warn of their own code.
 real = pytest.mark.filterwarnings("ignore")
@@ -56,15 +54,6 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 def test_replicas_serve_no_page() -> None:
     assert RayOptions("m").server_options("r1").page is False
-
-
-def test_replicas_of_one_node_have_disk_directories_of_their_own() -> None:
-    options = RayOptions.of({"model": "m", "engine": {"offload": {"host": "64MiB", "disk": "/kv"}}})
-    tiers = [options.engine_config(local_rank=rank).offload for rank in (0, 1)]
-    assert [tier.disk for tier in tiers if isinstance(tier, OffloadConfig)] == [
-        Path("/kv/replica-0"),
-        Path("/kv/replica-1"),
-    ]
 
 
 def test_the_prompt_of_a_turn_begins_with_the_previous_prompt() -> None:

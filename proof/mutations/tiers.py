@@ -418,7 +418,7 @@ EQUIVALENT = (
         Mutation(
             name="newer-write-survives-a-failed-read-of-an-older",
             hazard="H10",
-            change=Value("entry.key in self._published"),
+            change=Value("entry.key in self"),
             consequence="a failed read of a dropped entry also drops a newer entry of the same key",
             needs=frozenset({"disk", "failing_tier", "reset"}),
         ),

@@ -22,7 +22,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from starlette.requests import Request
@@ -97,8 +96,8 @@ class RayOptions:
     """The options of an application; the fields are the `args` of a Ray config file.
 
     model            directory, hub id or name of the model, as for `LLM`
-    engine           fields of EngineConfig, with `offload` and `speculative` as mappings. In the directory of a disk
-                     tier, each replica of a node gets its own subdirectory, because engines cannot share a directory
+    engine           fields of EngineConfig, with `offload` and `speculative` as mappings. Replicas of a node share the
+                     directory of a disk tier
     server           fields of ServerOptions except for address, TLS, `replica` and `page`: Ray's HTTP proxy has the
                      address, and replicas get their names from Ray
     router           `session`, `prefix`, `load` (Ray's default), or the import path of a request router
@@ -152,17 +151,11 @@ class RayOptions:
         """Make the options from the `args` of a config file. Raises ConfigError."""
         return _made(cls, "argument", args)
 
-    def engine_config(self, *, local_rank: int = 0) -> EngineConfig:
-        """The engine's configuration. Raises ConfigError.
-
-        local_rank   number of the replica on its node
-        """
+    def engine_config(self) -> EngineConfig:
+        """The engine's configuration. Raises ConfigError."""
         given = dict(self.engine)
         if (offload := given.get("offload")) is not None:
-            tiers = _made(OffloadConfig, "offload option", offload)
-            if tiers.disk is not None:
-                tiers = dataclasses.replace(tiers, disk=Path(tiers.disk) / f"replica-{local_rank}")
-            given["offload"] = tiers
+            given["offload"] = _made(OffloadConfig, "offload option", offload)
         if (speculative := given.get("speculative")) is not None:
             given["speculative"] = _made(SpeculativeConfig, "speculative option", speculative)
         return _made(EngineConfig, "engine option", given)
@@ -240,7 +233,7 @@ class Engines:
         context = _ray_serve().get_replica_context()
         self._metrics = _NodeMetrics(context.replica_id.unique_id)
         server = options.server_options(context.replica_id.unique_id)
-        self._llm = AsyncLLM(options.model, config=options.engine_config(local_rank=context.rank.local_rank))
+        self._llm = AsyncLLM(options.model, config=options.engine_config())
         self._app = create_app(self._llm, options=server)
 
     async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:

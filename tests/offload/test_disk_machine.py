@@ -206,7 +206,9 @@ class DiskMachine(RuleBasedStateMachine):
         return records(self.tier)
 
     def current(self, wanted: Key) -> Entry:
-        return self.tier.index._published[wanted]
+        entry = self.tier.index.get(wanted)
+        assert entry is not None
+        return entry
 
 
 def no_space(*_: object, **__: object) -> object:

@@ -167,8 +167,8 @@ def test_processes_that_share_a_directory_are_killed_and_no_block_is_wrong(tmp_p
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
 
-    users = [start(seed) for seed in range(3)]
-    for seed in range(3, 7):
+    users = [start(seed) for seed in range(2)]
+    for seed in range(2, 5):
         for user in users:
             assert user.stdout is not None
             for _ in range(rng.randrange(5, 40)):
@@ -181,7 +181,7 @@ def test_processes_that_share_a_directory_are_killed_and_no_block_is_wrong(tmp_p
         user.kill()
         assert user.communicate(timeout=30)[1] == ""
     tier = open_tier(tmp_path, max_entries=9)
-    assert 6 <= len(tier.index) == len(records(tier)) <= 9  # at most three were being written
+    assert 6 <= len(tier.index) == len(records(tier)) <= 9  # at most two were being written
     assert all(holds(tier, wanted) for wanted in list(tier.index))
 
 

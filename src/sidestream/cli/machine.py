@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 import time
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,9 +74,9 @@ def _copy_speed(device: Device, batch: CopyBatch) -> float:
     return copies * batch.num_bytes / (time.monotonic() - started_s)
 
 
-def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
+def disk_speeds(directory: Path, dtype: str) -> tuple[dict[str, float], bool]:
     """Bytes per second of the disk tier: `write`, `write_synced` (written and synced to the disk) and `read` (without
-    the page cache).
+    the page cache). Also whether the file system allows direct I/O.
     """
     from sidestream_kv.device.kinds import CPU
     from sidestream_kv.kv.layout import KVLayout
@@ -98,14 +99,15 @@ def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
         finally:
             tier.close()
     moved = num_blocks * layout.block_bytes
-    return {"write": moved / write_s, "write_synced": moved / (write_s + sync_s), "read": moved / read_s}
+    speeds = {"write": moved / write_s, "write_synced": moved / (write_s + sync_s), "read": moved / read_s}
+    return speeds, tier.is_direct
 
 
 def _time_blocks(tier: DiskTier, scratch: Path, num_blocks: int, block_bytes: int) -> tuple[float, float, float]:
     """Seconds to write, to sync and to read the blocks."""
     keys = [index.to_bytes(16, "big") for index in range(num_blocks)]
-    payload = memoryview(os.urandom(block_bytes))  # random bytes, because some disks compress data
-    out = memoryview(bytearray(block_bytes))
+    payload, out = (memoryview(mmap(-1, block_bytes)) for _ in range(2))  # aligned, for direct I/O
+    payload[:] = os.urandom(block_bytes)  # random bytes, because some disks compress data
     grants = [grant for key in keys if (grant := tier.index.reserve(key)) is not None]
     started_s = time.monotonic()
     for grant in grants:

@@ -318,15 +318,15 @@ def _existing(path: Path) -> Path:
 
 
 def _disk_speed(directory: Path, dtype: str) -> Finding:
-    speeds = disk_speeds(directory, dtype)
+    speeds, direct = disk_speeds(directory, dtype)
     read, write, synced = (_speed(speeds[name]) for name in ("read", "write", "write_synced"))
     slow = speeds["read"] < _SLOW_DISK
     return Finding(
         "disk speed",
         Status.WARN if slow else Status.OK,
-        f"read {read}, write {write} ({synced} with sync to the disk)",
+        f"read {read}, write {write} ({synced} with sync to the disk), {'direct' if direct else 'buffered'} I/O",
         "reading a prefix may take as long as recomputing it: choose a faster disk with --disk" if slow else "",
-        {f"{name}_bytes_per_s": value for name, value in speeds.items()},
+        {"direct_io": direct, **{f"{name}_bytes_per_s": value for name, value in speeds.items()}},
     )
 
 

@@ -51,6 +51,7 @@ from sidestream_kv.types import Key, Tracer
 NAME = "disk"
 KEY_BYTES = 16
 SEGMENT_BYTES = 256 << 20
+MAX_SEGMENTS = 256  # of a new directory, which keeps a file open for each
 
 # Number of least recently used slots that are looked up at once, if no slot is void.
 _OLDEST = 256
@@ -101,7 +102,8 @@ class DiskTier:
                 f"disk_capacity is {capacity_bytes} bytes, but one block of this model takes {slot_bytes} "
                 f"({layout.block_tokens} tokens and a header): raise disk_capacity"
             )
-        geometry = Geometry(num_slots, max(1, SEGMENT_BYTES // slot_bytes), layout.block_bytes)
+        segment_bytes = max(SEGMENT_BYTES, capacity_bytes // MAX_SEGMENTS)
+        geometry = Geometry(num_slots, max(1, segment_bytes // slot_bytes), layout.block_bytes)
         description: dict[str, int | str] = {
             "format_version": FORMAT_VERSION,
             **layout.describe(),
@@ -334,7 +336,7 @@ class Medium:
         records.checks[slots[~records.valid(slots)]] = 0
         slots = np.flatnonzero(records.checks)
         found: list[Entry] = self._news.written if as_news else []
-        self._add(slots[np.argsort(records.stamps[slots], kind="stable")], found)
+        self._add(slots[np.argsort(records.stamps[slots])], found)
         return found
 
     def is_in_place(self) -> bool:

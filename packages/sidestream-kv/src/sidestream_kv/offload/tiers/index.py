@@ -142,8 +142,9 @@ class TierIndex:
         self.max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
-        self._published = {entry.key: entry for entry in published}
-        self._idle = OrderedDict(self._published.items())  # published and not pinned, next victim first
+        # Published entries are in one of these, and in both while they go from one to the other.
+        self._idle = OrderedDict(zip([entry.key for entry in published], published, strict=True))  # next victim first
+        self._reading: dict[Key, Entry] = {}  # pinned
         self._pins: dict[Entry, int] = {}  # number of readers, of entries that are being read
         self._writing: dict[Key, WriteGrant] = {}
         self._victims: dict[Key, Entry] = {}  # victims of the grants in _writing
@@ -153,23 +154,22 @@ class TierIndex:
         self._corrupt = corrupt
 
     def __len__(self) -> int:
-        return len(self._published)
+        return len(self._idle) + len(self._reading)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._published
+        return key in self._idle or key in self._reading
 
-    def __iter__(self) -> Iterator[Key]:
-        """Published keys, in no particular order."""
-        return iter(self._published)
+    def __iter__(self) -> Iterator[Key]:  # in no particular order
+        return iter((*self._idle, *self._reading))
 
     def get(self, key: Key) -> Entry | None:
         """The published entry of a key."""
-        return self._published.get(key)
+        return self._idle.get(key) or self._reading.get(key)
 
     @property
     def entries(self) -> Iterable[Entry]:
         """Published entries, in no particular order."""
-        return self._published.values()
+        return (*self._idle.values(), *self._reading.values())
 
     @property
     def next_serial(self) -> int:
@@ -194,13 +194,13 @@ class TierIndex:
     @property
     def stats(self) -> TierStats:
         """The current counts."""
-        return TierStats(len(self._published), len(self._published) * self._entry_bytes, self._evictions, self._corrupt)
+        return TierStats(len(self), len(self) * self._entry_bytes, self._evictions, self._corrupt)
 
     def lookup(self, keys: Sequence[Key]) -> int:
         """Number of leading `keys` that are published, without a gap. Read-only: it neither pins entries nor changes
         their order (hazard H26).
         """
-        return next((count for count, key in enumerate(keys) if key not in self._published), len(keys))
+        return next((count for count, key in enumerate(keys) if key not in self), len(keys))
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Mark `keys` as just used, in reverse order; absent keys are skipped. They are those of a sequence's first
@@ -224,22 +224,22 @@ class TierIndex:
             raise InvariantError(
                 f"pin of {len(keys)} keys of the {self.name} tier, which holds only the first {held}: look up first"
             )
-        entries = tuple(self._published[key] for key in keys)
+        entries = tuple(entry for key in keys if (entry := self.get(key)) is not None)
         for entry in entries:
             if entry not in self._pins:
                 self.on_pin(entry)
             self._pins[entry] = self._pins.get(entry, 0) + 1
+            self._reading[entry.key] = entry
             self._idle.pop(entry.key, None)  # rule: pinned-entry-is-not-evicted
         self._trace.shared(entries)
         return ReadLease(self, entries)
 
     def reserve(self, key: Key) -> WriteGrant | None:
         """The right to write `key`, with space for the entry. None if `key` is published or being written already.
-
         If there is no space, the least recently used entry that is not pinned is evicted at once, and the grant's write
         deletes it. Raises TierFull, and evicts nothing, if every entry is being read or written.
         """
-        if key in self._published or key in self._writing:  # rule: key-is-written-by-one-at-a-time
+        if key in self or key in self._writing:  # rule: key-is-written-by-one-at-a-time
             return None
         grant = WriteGrant(Entry(key, self._next_serial), self._make_room())
         self._next_serial += 1  # rule: each-write-has-its-own-serial
@@ -267,8 +267,8 @@ class TierIndex:
         self._make_findable(grant.entry)
 
     def abandon(self, grant: WriteGrant) -> None:
-        """End a grant without a findable entry (H9), because its write failed, never ran, or is no longer needed. Call
-        it only after the fence of the write, or if the write was never submitted.
+        """End a grant without a findable entry (H9): its write failed, never ran, or is not needed any more. Call it
+        only after the fence of the write, or if the write was never submitted.
         """
         self._end(grant)
         if grant.written:  # rule: abandoned-grant-leaves-no-file
@@ -278,31 +278,29 @@ class TierIndex:
 
     def forget(self, entry: Entry) -> None:
         """Drop an entry whose read failed, and count it as corrupt, unless it was dropped already."""
-        if self._published.get(entry.key) == entry:  # rule: newer-write-survives-a-failed-read-of-an-older
+        if self.get(entry.key) == entry:  # rule: newer-write-survives-a-failed-read-of-an-older
             self._corrupt += 1
             self._retire(entry)
 
     def clear(self) -> None:
         """Drop every entry: no key can be found afterwards, not even a key that is being written now (H8).
-
         Later writes, and `close` of the tier, delete the entries from the medium. After kill -9, the next open finds
         them again, which is harmless: their content still matches their keys.
         """
         if self.prefix_pins is not None:
             self.prefix_pins.clear()
-        self.drop([*self._published, *self._writing])
+        self.drop([*self, *self._writing])
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Drop the entries of these keys, as `clear` does for all keys."""
         for key in keys:
-            if (entry := self._published.get(key)) is not None:
+            if (entry := self.get(key)) is not None:
                 self._retire(entry)  # rule: reset-drops-entries
             if (grant := self._writing.get(key)) is not None:
                 grant.void = True  # rule: reset-reaches-writes-in-flight
 
     def keep_only(self, kept: Collection[Entry], *, of_others: Iterable[Entry], next_serial: int) -> None:
         """Drop all entries that are not in `kept`. Call it before the first grant or pin.
-
         of_others     entries of the same tier of other ranks. Those that are not kept become victims of later grants;
                       they may be absent from this rank's medium
         next_serial   first serial to use, larger than every serial on the medium of any rank
@@ -323,7 +321,7 @@ class TierIndex:
         for entry in entries:
             if self._num_held >= self.max_entries:  # rule: learned-entries-stay-within-the-capacity
                 return
-            if entry.key in self._published or entry.key in self._writing:  # rule: own-write-of-a-key-is-kept
+            if entry.key in self or entry.key in self._writing:  # rule: own-write-of-a-key-is-kept
                 continue
             self._trace.found(entry)
             self._make_findable(entry)
@@ -333,7 +331,7 @@ class TierIndex:
         again, except those that are being read now. Absent keys are skipped.
         """
         for key in keys:
-            if (entry := self._published.get(key)) is not None:
+            if (entry := self.get(key)) is not None:
                 self._retire(entry, on_medium=False)  # rule: vanished-entry-is-forgotten
 
     def take_doomed(self) -> list[Entry]:
@@ -343,7 +341,7 @@ class TierIndex:
 
     @property
     def _num_held(self) -> int:
-        return len(self._published) + len(self._writing) + self._leaving  # all that take space but doomed ones
+        return len(self) + len(self._writing) + self._leaving  # all that take space but doomed ones
 
     def _make_room(self) -> Entry | None:
         """The victim of the next grant; None if there is space without deleting an entry."""
@@ -373,12 +371,11 @@ class TierIndex:
         self._trace.released([grant.entry] if victim is None else [grant.entry, victim])
 
     def _make_findable(self, entry: Entry) -> None:
-        self._published[entry.key] = self._idle[entry.key] = entry
+        self._idle[entry.key] = entry
         if self.key_log is not None:
             self.key_log.stored((entry.key,))
 
     def _hide(self, entry: Entry) -> None:
-        del self._published[entry.key]
         self._trace.forgot(entry)
         if self.key_log is not None:
             self.key_log.removed((entry.key,))
@@ -386,6 +383,7 @@ class TierIndex:
     def _retire(self, entry: Entry, *, on_medium: bool = True) -> None:
         self._hide(entry)
         if entry in self._pins:  # rule: pinned-entry-is-not-deleted-by-a-reset
+            del self._reading[entry.key]
             self._leaving += 1
             return
         del self._idle[entry.key]  # rule: idle-entry-leaves-the-idle-list
@@ -400,8 +398,9 @@ class TierIndex:
                 continue
             del self._pins[entry]
             self.on_unpin(entry)
-            if self._published.get(entry.key) == entry:  # rule: dropped-entry-stays-dropped
+            if self._reading.get(entry.key) == entry:  # rule: dropped-entry-stays-dropped
                 self._idle[entry.key] = entry
+                self._reading.pop(entry.key, None)
             else:
                 self._leaving -= 1
                 self._doomed.append(entry)

@@ -94,8 +94,10 @@ def _put_in_order(
     used = np.flatnonzero(records.checks)
     is_valid = records.valid(used)
     kept = _latest(records, used[is_valid])
-    kept = kept[np.argsort(records.stamps[kept], kind="stable")]
-    evicted, kept = np.split(kept, [max(0, len(kept) - num_slots)])
+    surplus = max(0, len(kept) - num_slots)
+    if surplus:
+        kept = kept[np.argsort(records.stamps[kept])]
+    evicted, kept = kept[:surplus], kept[surplus:]
     is_kept = np.zeros(len(records.checks), np.bool_)
     is_kept[kept] = True
     for slot in used[~is_kept[used]].tolist():
