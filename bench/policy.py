@@ -9,7 +9,8 @@ larger tier, whose policies are compared:
     evict   lru, fifo, s3fifo (Yang et al. 2023), arc (Megiddo and Modha 2003)
     write   through: every new block; second: a block that was computed before; evicted: a block that leaves host
             memory; returning: a block that leaves host memory, and was reused there, computed before, or part of a
-            request that reused a third of its prompt
+            request that reused a third of its prompt; reused: a block that is reused, when it is in host memory, and
+            every new block of a request that reused a third of its prompt (what the product does by default)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Request = Sequence[int]
 
 _S3_SMALL = 0.1
 _REMEMBERED = 4  # keys of computed blocks that `second` remembers, for each block of the tier
-_WRITES = ("through", "second", "evicted", "returning")
+_WRITES = ("through", "second", "evicted", "returning", "reused")
 _RETURNING = 3  # a request returns if it reuses its prompt's length, divided by this
 
 
@@ -252,11 +253,14 @@ def _replayed(
             read += at < hits and key not in host
             if at < hits or key in computed or hits * _RETURNING > len(request):
                 proven.add(key)
+            if write == "reused" and at < hits and key in host:
+                stored.append(key)
             gone = host.add(key) if key not in host else None
             if gone is not None and (write == "evicted" or (write == "returning" and gone in proven)):
                 stored.append(gone)
             if at >= hits:
-                if write == "through" or (write == "second" and key in computed):
+                returns = hits * _RETURNING > len(request)
+                if write == "through" or (write == "second" and key in computed) or (write == "reused" and returns):
                     stored.append(key)
                 if key not in computed:
                     computed.add(key)

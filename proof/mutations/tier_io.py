@@ -16,6 +16,8 @@ from proof.mutations.operators import (
 from proof.mutations.reasons import GIVES_UP, PLACE
 from proof.mutations.tables import Change, Equivalent, Exempt, Mutation
 
+_POLICY = "it decides only what a tier writes; tests/offload/test_write_policy.py covers it"
+
 MUTATIONS = (
     Mutation(
         name="forgotten-files-are-deleted-at-close",
@@ -284,6 +286,9 @@ EXEMPT = (
         ("failure",),
         "the reason reported to a request, which looks its blocks up in any case",
     ),
+    Exempt("TierWrites.stored", ("add",), _POLICY),
+    Exempt("TierWrites.loads", ("epoch",), _POLICY),
+    Exempt("TierWrites.continue_rest", ("abandoned", "clear"), GIVES_UP),
     Exempt("TierIO.write", ("abandoned",), GIVES_UP),
     Exempt(
         "TierIO.write", ("reserve",), "without it there is no entry to write; rules above cover how long it is held"

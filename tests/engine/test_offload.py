@@ -114,8 +114,25 @@ def test_the_last_blocks_of_an_answer_are_stored_without_a_further_step(tmp_path
         assert rig.ask([*whole, 1]).cached.disk == 40
 
 
-def test_an_engine_restarted_on_its_directory_reuses_blocks_on_disk(tmp_path: Path) -> None:
-    with serving(slots=24, disk=tmp_path) as rig:
+def test_a_disk_gets_reused_blocks_while_serving_and_the_others_by_a_flush(tmp_path: Path) -> None:
+    with serving(slots=48, disk=tmp_path, write_policy="reused") as rig:
+        assert rig.disk is not None
+        transfers, (once, again) = rig.engine.parts.transfers, prompts(7, 2, longest=30)
+        assert transfers is not None
+        for prompt in (once, again):
+            rig.ask(prompt)
+        rig.turn_until(lambda: not transfers.has_work)
+        assert len(rig.disk.index) == 0
+        rig.ask([*again, 5, 6, 7, 8, 9])
+        rig.turn_until(lambda: not transfers.has_work)
+        assert len(rig.disk.index) >= len(again) // 4
+        assert rig.engine.flush(timeout_s=30)
+        assert len(rig.disk.index) == rig.engine.parts.tiers.host.pool.num_keys  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("write_policy", ["all", "reused"])
+def test_an_engine_restarted_on_its_directory_reuses_blocks_on_disk(tmp_path: Path, write_policy: str) -> None:
+    with serving(slots=24, disk=tmp_path, write_policy=write_policy) as rig:
         before = rig.ask(PROMPT).token_ids()
     with serving(slots=24, disk=tmp_path) as rig:
         reply = rig.ask(PROMPT)

@@ -233,6 +233,11 @@ class FencedPool:
         """Index of the first of these blocks that `is_partial`. Callable from any thread."""
         return self._index.first_partial(block_ids)
 
+    def keys_by_use(self) -> Iterator[Key]:
+        """The findable keys: of used blocks, then of cached blocks, most recently used first."""
+        yield from (key for key in self._index if self._index.get(key) not in self._cached)
+        yield from map(self._index.key_of, self._cached.newest_first())
+
     def is_cached(self, block_id: int) -> bool:
         """Whether the block is findable and unused, so that `take` may evict it."""
         return block_id in self._cached
@@ -496,7 +501,7 @@ class Lru:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __contains__(self, block_id: int) -> bool:
+    def __contains__(self, block_id: object) -> bool:
         return block_id in self._order
 
     def touch(self, block_id: int) -> None:
@@ -525,6 +530,10 @@ class Lru:
     def discard(self, block_id: int) -> None:
         """Remove the block, if it is present."""
         self._order.pop(block_id, None)
+
+    def newest_first(self) -> Iterator[int]:
+        """The blocks, most recently used first."""
+        return reversed(self._order)
 
     def pop_oldest(self, count: int) -> list[int]:
         """Remove and return the `count` least recently used blocks, oldest first. KeyError if there are fewer."""

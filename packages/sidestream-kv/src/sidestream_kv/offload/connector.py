@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sidestream_kv.device.base import Device
@@ -37,6 +37,7 @@ from sidestream_kv.offload.tickets import (
     SubmitPlans,
     TransferLog,
     WorkerEvent,
+    WriteRest,
 )
 from sidestream_kv.offload.tiers.stack import BlockMemory, Checksums, TierStack
 from sidestream_kv.offload.worker import OffloadWorker
@@ -145,6 +146,7 @@ class OffloadConnector:
     notify      function that the worker's thread calls when there is something to `poll`
     self_check  share of the blocks in host memory that get a checksum
     to_device   limits of copies to the device; None: those of `pacing.TO_DEVICE`
+    write_policies   write policy of each persistent tier, by its name (see `OffloadConfig`); without one: `"all"`
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class OffloadConnector:
         notify: Callable[[], None] = lambda: None,
         self_check: float = 0.0,
         to_device: pacing.Pace | None = None,
+        write_policies: Mapping[str, str] | None = None,
     ) -> None:
         self.tiers = tiers
         self._pools = pools
@@ -190,7 +193,9 @@ class OffloadConnector:
             report=self._events.put,
         )
         self._switches = context.switches
-        self._worker = OffloadWorker(context, commands=self._commands, settled=self._settled)
+        self._worker = OffloadWorker(
+            context, commands=self._commands, settled=self._settled, write_policies=write_policies or {}
+        )
         self._thread = device.thread("offload", self._worker.turn)
         self._thread.wake()
 
@@ -390,13 +395,18 @@ class OffloadConnector:
         self._send(command)
         return command.dropped
 
+    def write_rest(self) -> None:
+        """Write the blocks in host memory that no request has reused, too, to the persistent tiers."""
+        self._send(WriteRest(self._switches.generation))
+
     def flush(self, *, timeout_s: float) -> bool:
-        """Block until every transfer has ended, including writes to persistent tiers. Any thread may call it after the
-        engine thread has ended.
+        """Write all blocks in host memory to the persistent tiers, and block until every transfer has ended. Any thread
+        may call it after the engine thread has ended.
 
         Returns False after `timeout_s`, or if the worker has failed. Transfers that have not begun by then are dropped,
         which loses only cached blocks.
         """
+        self.write_rest()
         deadline = self._clock() + timeout_s
         while self.has_work:
             if self._clock() >= deadline or self._failed:

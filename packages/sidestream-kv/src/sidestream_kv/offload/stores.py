@@ -12,7 +12,7 @@ is asked to submit the block again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from sidestream_kv.kv.pool import Lease
@@ -20,18 +20,18 @@ from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane, Urgency, layers_batch
 from sidestream_kv.offload.tickets import StoreJob, StoreTicket
-from sidestream_kv.offload.tier_io import TierIO
+from sidestream_kv.offload.writes import TierWrites
 from sidestream_kv.types import Key, StorePlan
 
 
 class Stores:
     """All store jobs that have not ended. A job executes one StorePlan.
 
-    lane   queue of the copies to the host
-    io     writes of each persistent tier, by the tier's name
+    lane    queue of the copies to the host
+    writes  writes to the persistent tiers
     """
 
-    def __init__(self, context: TransferContext, lane: Lane, io: Mapping[str, TierIO]) -> None:
+    def __init__(self, context: TransferContext, lane: Lane, writes: TierWrites) -> None:
         self._context = context
         self._device = context.device
         self._memory = context.memory
@@ -39,7 +39,7 @@ class Stores:
         self._host = context.tiers.host
         self._host_memory = context.host_memory
         self._lane = lane
-        self._io = io
+        self._writes = writes
         self._waiting: deque[StoreJob] = deque()  # jobs with blocks whose copy was not queued yet
         self._storing: dict[Key, StoreTicket] = {}
         self._tickets: dict[Copy, StoreTicket] = {}
@@ -80,6 +80,8 @@ class Stores:
     def submit(self, job_id: int, plan: StorePlan, generation: int) -> None:
         """Queue a job. Its copies are queued later, piece by piece."""
         self._waiting.append(StoreJob(job_id, plan, generation))
+        if plan.returning:
+            self._writes.reused([key for key in plan.prefix if key in plan.returning], plan.prefix, generation)
 
     def begin_pieces(self) -> None:
         """Queue copies of at most `BLOCKS_PER_TURN` blocks: several small jobs, or a part of a large job."""
@@ -168,9 +170,7 @@ class Stores:
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]
             self._context.checksums.compute([slot for _, slot in stored])
             pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
-            for key, slot in stored:
-                for io in self._io.values():
-                    io.write(key, slot, ticket)
+            self._writes.stored(stored, job, ticket.prefix)
         ticket.slots.release()  # rule: store-releases-its-slots
         job.failed |= not good
         if ticket.last:

@@ -21,7 +21,7 @@ from typing import Literal
 from sidestream_kv.errors import TierFull, TierLost, TierTimeout
 from sidestream_kv.kv.pool import Lease
 from sidestream_kv.offload.loads import TransferContext
-from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, StoreTicket, Waiter, WriteTicket
+from sidestream_kv.offload.tickets import Promoted, ReadTicket, Stopwatch, Waiter, WriteTicket
 from sidestream_kv.offload.tiers.base import PersistentTier
 from sidestream_kv.offload.tiers.index import Entry, WriteGrant
 from sidestream_kv.types import Access, Fence, Key, PromotePlan
@@ -92,21 +92,39 @@ class TierIO:
 
     # ------------------------------------------------------------------ writes
 
-    def write(self, key: Key, index: int, stored: StoreTicket) -> None:
-        """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
-        already, if too many writes are in flight, or shortly after a failed write.
+    @property
+    def max_entries(self) -> int:
+        """Number of blocks that the tier can hold."""
+        return self._tier.index.max_entries
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many writes are in flight that no other may begin: each of them holds a host slot. If the tier is
+        slow, its writes must not take the slots of other transfers.
         """
-        if key in self._tier.index:
+        return len(self._writes) >= self._host.pool.size // 2
+
+    def holds(self, key: Key) -> bool:
+        """Whether the tier holds the block."""
+        return key in self._tier.index
+
+    def leave_out(self, outcome: str) -> None:
+        """Count a block that is not written, with the reason."""
+        self._context.log.left_out(f"{self.name}-write", outcome)
+
+    def write(self, key: Key, index: int, prefix: tuple[Key, ...], generation: int) -> None:
+        """Begin to write the block in host slot `index` to the tier. The write is skipped if the tier holds the block
+        already, if too many writes are in flight, or shortly after a failed write. `prefix`: see `WriteTicket`.
+        """
+        if self.holds(key):
             return
-        # Each write holds a host slot. If the tier is slow, its writes must not take the slots of other transfers.
-        crowded = len(self._writes) >= self._host.pool.size // 2
-        if crowded or self._context.switches.abandoned or self._clock() < self._resumes_s:
-            self._context.log.left_out(f"{self.name}-write", "skipped")
+        if self.crowded or self._context.switches.abandoned or self._clock() < self._resumes_s:
+            self.leave_out("skipped")
             return
         try:
             grant = self._tier.index.reserve(key)
         except TierFull:
-            self._context.log.left_out(f"{self.name}-write", "full")
+            self.leave_out("full")
             return
         if grant is None:
             return
@@ -123,9 +141,7 @@ class TierIO:
             lambda: self._written(grant, index),
             label="write block",
         )
-        self._writes.append(
-            WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.job.generation)
-        )
+        self._writes.append(WriteTicket(key, prefix, slot, grant, fence, self._clock(), watch, generation))
 
     def _written(self, grant: WriteGrant, index: int) -> list[Access]:
         """The memory that a write of host slot `index` accesses, for a tracer."""

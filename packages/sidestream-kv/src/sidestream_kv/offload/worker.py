@@ -6,7 +6,7 @@ for the other. The commands cause these transfers:
 
     store        device blocks → host slots     after the step that filled the blocks (hazard H1)
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each group of layers
-    TIER-write   host slots → persistent tier   after the fence of the store
+    TIER-write   host slots → persistent tier   after the fence of the store, or later: see `writes`
     TIER-read    persistent tier → host slots   for requests that wait
 
 docs/glossary.md lists the hazards. A failed transfer counts as a cache miss: its blocks do not become findable (H9),
@@ -17,7 +17,7 @@ each turn of its loop is short: it takes few commands and submits few slices of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from sidestream_kv.device.base import WakeUp
@@ -27,8 +27,9 @@ from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import Loads, TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane
 from sidestream_kv.offload.stores import Stores
-from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed
+from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed, WriteRest
 from sidestream_kv.offload.tier_io import Promotions, TierIO
+from sidestream_kv.offload.writes import TierWrites
 from sidestream_kv.types import HOST, Fence, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
@@ -57,8 +58,17 @@ class OffloadWorker:
     public names.
     """
 
-    def __init__(self, context: TransferContext, *, commands: Channel[Command], settled: Mark) -> None:
-        """`settled`: the worker sets it to the largest job id up to which no job uses device blocks any more."""
+    def __init__(
+        self,
+        context: TransferContext,
+        *,
+        commands: Channel[Command],
+        settled: Mark,
+        write_policies: Mapping[str, str],
+    ) -> None:
+        """`settled`: the worker sets it to the largest job id up to which no job uses device blocks any more.
+        `write_policies`: see `TierWrites`.
+        """
         self.forgotten = 0
         """Number of cache resets that were applied to the tiers."""
         self.idle_after = 0
@@ -77,10 +87,17 @@ class OffloadWorker:
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(context.to_device, lambda number: device.stream(f"load-{number}"), clock=device.now)
         self._io = {name: TierIO(name, context) for name in context.tiers.persistent}
-        self._stores = Stores(context, self._to_host, self._io)
+        self._writes = TierWrites(context, self._io, write_policies)
+        self._stores = Stores(context, self._to_host, self._writes)
         self._loads = Loads(context, self._to_device)
         self._promotions = Promotions(context, self._io)
-        self._parts: tuple[_Part, ...] = (self._stores, self._loads, self._promotions, *self._io.values())
+        self._parts: tuple[_Part, ...] = (
+            self._stores,
+            self._loads,
+            self._promotions,
+            self._writes,
+            *self._io.values(),
+        )
 
     @property
     def num_reads(self) -> dict[str, int]:
@@ -126,6 +143,8 @@ class OffloadWorker:
             self._fill_lanes()  # first, so that the link has work while the code below runs
         for io in self._io.values():
             io.finish_writes()
+        if self._writes.has_work:
+            self._writes.continue_rest()
         self._promotions.finish_reads()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
         if self._switches.abandoned:
@@ -155,6 +174,8 @@ class OffloadWorker:
             self._num_taken += 1
             if isinstance(command, SubmitPlans):
                 blocks += 1 + self._submit(command)
+            elif isinstance(command, WriteRest):
+                self._writes.write_rest(command.generation)
             else:
                 self._forget(command)
 
@@ -169,6 +190,7 @@ class OffloadWorker:
         for job_id, plan in plans:
             if isinstance(plan, LoadPlan):
                 self._loads.submit(job_id, plan)
+                self._writes.loads(plan, command.generation)
         # rule: disk-read-has-the-generation-of-its-submission
         self._promotions.submit([plan for _, plan in plans if isinstance(plan, PromotePlan)], command.generation)
         for job_id, plan in plans:
@@ -236,7 +258,7 @@ class OffloadWorker:
     def _next_wake_up(self) -> WakeUp:
         lanes = ((self._loads, self._to_device), (self._stores, self._to_host))
         hungry = [lane for part, lane in lanes if part.waiting and len(lane) < _CROWDED_LANE]
-        more = bool(self._commands or self._ended_copies or hungry)
+        more = bool(self._commands or self._ended_copies or hungry or self._writes.has_more)
         until_s = self._promotions.deadlines()
         if more:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))

@@ -315,7 +315,7 @@ def _open(config: OffloadConfig, context: TierContext) -> DiskTier | None:
     )
 
 
-KIND = TierKind(NAME, _open)
+KIND = TierKind(NAME, _open, write_policy="reused")
 
 
 def _digest(header: bytes, payload: memoryview) -> bytes:
