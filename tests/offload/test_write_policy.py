@@ -1,4 +1,4 @@
-"""Which blocks a persistent tier writes, and when: see `sidestream_kv.offload.writes`."""
+"""Which blocks a persistent tier writes, and when: see `sidestream_kv.offload.stores`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,16 +8,22 @@ from transfer_rig import Rig, key, keys
 
 from sidestream_kv.config import OffloadConfig
 from sidestream_kv.errors import ConfigError
+from sidestream_kv.offload.stores import SeenKeys
 from sidestream_kv.offload.tiers.stack import write_policies
-from sidestream_kv.offload.writes import SeenKeys
 from sidestream_kv.types import Key
 
 REUSED = {"disk": "reused"}
 
 
+OLD = keys(*range(4))
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path, write_policies=REUSED)
+    """The disk is full of OLD."""
+    rig = Rig(tmp_path, disk_blocks=len(OLD), write_policies=REUSED)
+    rig.stored(OLD)
+    rig.host.pool.forget_all()
     yield rig
     rig.close()
     rig.check_nothing_is_held()
@@ -25,10 +31,12 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def on_disk(rig: Rig) -> set[Key]:
     assert rig.disk is not None
-    return set(rig.disk.index)
+    return set(rig.disk.index).difference(OLD)
 
 
-def test_a_block_that_nothing_reuses_is_not_written_and_is_counted(rig: Rig) -> None:
+def test_a_full_disk_does_not_get_a_block_that_nothing_reuses(rig: Rig) -> None:
+    assert rig.disk is not None
+    assert len(rig.disk.index) == 4  # a disk with free space gets every block
     rig.stored(keys("a", "b"))
     assert on_disk(rig) == set()
     assert rig.counted("disk-write", "not_reused") == 2
@@ -61,16 +69,33 @@ def test_a_flush_writes_the_other_blocks_the_last_used_first(tmp_path: Path) -> 
     rig = Rig(tmp_path, disk_blocks=2, write_policies=REUSED)
     for name in "abc":
         rig.stored(keys(name))
+    assert on_disk(rig) == {*keys("a", "b")}
     rig.host.pool.touch(keys("a"))
     assert rig.transfers.flush(timeout_s=10)
     assert on_disk(rig) == {*keys("a", "c")}  # as many as the disk can hold
     rig.close()
 
 
-def test_a_flush_writes_more_blocks_than_may_be_in_flight(rig: Rig) -> None:
-    rig.stored(keys(*range(8)))
+def test_a_flush_writes_blocks_whose_store_has_not_ended(rig: Rig) -> None:
+    with rig.hold("store"):
+        rig.store(keys("a"), [0])
+        rig.transfers.write_rest()
+        rig.finish("compute")
+        assert on_disk(rig) == set()
+        assert rig.transfers.has_work
+    rig.finish("store", "disk-write")
+    assert on_disk(rig) == {key("a")}
+
+
+def test_a_flush_writes_more_blocks_than_may_be_in_flight(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, write_policies=REUSED)
+    with rig.hold("disk-write"):
+        rig.store(keys(*"abcdefgh"), range(8))
+        rig.finish("compute", "store")
+    assert rig.counted("disk-write", "skipped") == 4
     assert rig.transfers.flush(timeout_s=10)
-    assert on_disk(rig) == {*keys(*range(8))}
+    assert on_disk(rig) == {*keys(*"abcdefgh")}
+    rig.close()
 
 
 def test_a_flush_ends_at_its_timeout_and_with_a_host_tier_of_one_slot(tmp_path: Path) -> None:
@@ -78,22 +103,24 @@ def test_a_flush_ends_at_its_timeout_and_with_a_host_tier_of_one_slot(tmp_path: 
     rig.stored(keys("a"))
     assert rig.transfers.flush(timeout_s=10)
     rig.close()
-    rig = Rig(tmp_path / "slow", write_policies=REUSED)
-    rig.stored(keys(*range(8)))
+    rig = Rig(tmp_path / "slow", disk_blocks=4, write_policies=REUSED)
+    rig.stored(keys(*"stuvwxyz"))
+    rig.stored(keys(*"abcdefgh"))
     with rig.hold("disk-write"):
         rig.clock.step_s = 1.0
         assert not rig.transfers.flush(timeout_s=10)
         rig.settle()
         assert rig.transfers.sizes()["blocks to write"] == 0
     rig.close()
-    assert on_disk(rig) == set()  # what was waiting was dropped; a write that had not begun, too
+    assert on_disk(rig).isdisjoint(keys(*"abcdefgh"))  # neither waiting blocks nor writes that had not begun
 
 
 def test_a_reset_stops_the_writes_of_a_flush(rig: Rig) -> None:
-    rig.stored(keys(*range(8)))
+    rig.stored(keys(*"abcdefgh"))
     with rig.hold("disk-write"):
         rig.transfers.write_rest()
         rig.settle()
+        assert rig.transfers.sizes()["disk writes"] == 4
         rig.transfers.forget_all()
     rig.finish("disk-write")
     assert on_disk(rig) == set()

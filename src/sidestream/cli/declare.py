@@ -204,6 +204,7 @@ _FIELDS = {
     "load_deadline_s": "load_deadline",
     "offload host": "offload_host",
     "offload disk_capacity": "offload_disk_capacity",
+    "write_policy": "offload_write_policy",
     "kv_events endpoint": "kv_events",
     "kv_events replay_endpoint": "kv_events_replay",
     "max_body_bytes": "max_body",

@@ -90,9 +90,10 @@ class OffloadConfig:
     disk_capacity    bytes that the disk tier may use
     load_deadline_s  maximum seconds that a request waits for KV from a tier; then the engine recomputes the KV
     write_policy     which blocks persistent tiers (such as the disk) write while the engine serves: `"all"`, or
-                     `"reused"`: those that were reused, and those of requests that reused a third of their prompt; the
-                     others are written when the engine closes or is flushed. A policy for all tiers, or one for each
-                     tier by its name. None: each tier's default, which is `"reused"` for the disk, else `"all"`
+                     `"reused"`: all until the tier is full, then those that were reused, and those of requests that
+                     reused a third of their prompt; the others when the engine closes or is flushed. A policy for all
+                     tiers, or one for each tier by its name. None: each tier's default, which is `"reused"` for the
+                     disk, else `"all"`
     tiers            options of further tiers, by the tier's name (docs/tiers.md)
     """
 

@@ -234,9 +234,8 @@ class FencedPool:
         return self._index.first_partial(block_ids)
 
     def keys_by_use(self) -> Iterator[Key]:
-        """The findable keys: of used blocks, then of cached blocks, most recently used first."""
-        yield from (key for key in self._index if self._index.get(key) not in self._cached)
-        yield from map(self._index.key_of, self._cached.newest_first())
+        """The keys of the cached blocks, most recently used first."""
+        return map(self._index.key_of, self._cached.newest_first())
 
     def is_cached(self, block_id: int) -> bool:
         """Whether the block is findable and unused, so that `take` may evict it."""
@@ -501,7 +500,7 @@ class Lru:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __contains__(self, block_id: object) -> bool:
+    def __contains__(self, block_id: int) -> bool:
         return block_id in self._order
 
     def touch(self, block_id: int) -> None:

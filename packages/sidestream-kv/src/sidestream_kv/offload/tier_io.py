@@ -98,6 +98,11 @@ class TierIO:
         return self._tier.index.max_entries
 
     @property
+    def has_room(self) -> bool:
+        """Whether a write evicts nothing."""
+        return len(self._tier.index) + len(self._writes) < self.max_entries
+
+    @property
     def crowded(self) -> bool:
         """Whether so many writes are in flight that no other may begin: each of them holds a host slot. If the tier is
         slow, its writes must not take the slots of other transfers.

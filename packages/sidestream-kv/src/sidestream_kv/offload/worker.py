@@ -6,7 +6,7 @@ for the other. The commands cause these transfers:
 
     store        device blocks → host slots     after the step that filled the blocks (hazard H1)
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each group of layers
-    TIER-write   host slots → persistent tier   after the fence of the store, or later: see `writes`
+    TIER-write   host slots → persistent tier   after the fence of the store, or later: see `TierWrites`
     TIER-read    persistent tier → host slots   for requests that wait
 
 docs/glossary.md lists the hazards. A failed transfer counts as a cache miss: its blocks do not become findable (H9),
@@ -26,10 +26,9 @@ from sidestream_kv.errors import TierTimeout
 from sidestream_kv.offload import pacing
 from sidestream_kv.offload.loads import Loads, TransferContext
 from sidestream_kv.offload.pacing import Copy, Lane
-from sidestream_kv.offload.stores import Stores
+from sidestream_kv.offload.stores import Stores, TierWrites
 from sidestream_kv.offload.tickets import Command, Forget, StoreAgain, SubmitPlans, WorkerFailed, WriteRest
 from sidestream_kv.offload.tier_io import Promotions, TierIO
-from sidestream_kv.offload.writes import TierWrites
 from sidestream_kv.types import HOST, Fence, LoadPlan, PromotePlan, StorePlan
 
 # Pause between two turns while there is more work. It lets the engine thread run: a thread that waits for the GIL needs
@@ -143,8 +142,6 @@ class OffloadWorker:
             self._fill_lanes()  # first, so that the link has work while the code below runs
         for io in self._io.values():
             io.finish_writes()
-        if self._writes.has_work:
-            self._writes.continue_rest()
         self._promotions.finish_reads()
         self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
         if self._switches.abandoned:
@@ -158,6 +155,8 @@ class OffloadWorker:
         ):
             self._begin_pieces(ahead=True)
         self._fill_lanes()
+        if self._writes.has_work:
+            self._writes.continue_rest(storing=self._stores.has_work)
         self._promotions.finish_waits()
         self._settled.raise_to(self._unsettled.settled_through())
         return self._next_wake_up()
@@ -258,7 +257,9 @@ class OffloadWorker:
     def _next_wake_up(self) -> WakeUp:
         lanes = ((self._loads, self._to_device), (self._stores, self._to_host))
         hungry = [lane for part, lane in lanes if part.waiting and len(lane) < _CROWDED_LANE]
-        more = bool(self._commands or self._ended_copies or hungry or self._writes.has_more)
+        more = bool(
+            self._commands or self._ended_copies or hungry or self._writes.has_more(storing=self._stores.has_work)
+        )
         until_s = self._promotions.deadlines()
         if more:
             until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
