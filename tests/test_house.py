@@ -60,12 +60,12 @@ def test_the_longest_function_and_class_are_found(lines: int, kind: str, monkeyp
 # Lines of today, rounded up. A part that must grow first says what it makes unnecessary; a part that shrank gets a
 # lower bound.
 LINES = {
-    "sidestream_kv": 13_960,
+    "sidestream_kv": 14_110,
     "sidestream_order": 5_960,
     "sidestream": 44_060,
     "proof": 20_160,
-    "bench": 9_440,
-    "tests": 62_370,
+    "bench": 9_690,
+    "tests": 62_490,
 }
 
 

@@ -26,7 +26,7 @@ from sidestream_kv.kv.pool import FencedPool, merge_fences
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.loads import CostModel, TransferContext, layers_per_group
+from sidestream_kv.offload.loads import CostModel, TierWaits, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
     Forget,
@@ -175,7 +175,7 @@ class OffloadConnector:
         self._segment_bytes = device.segment_bytes
         self._loads: dict[int, _Load] = {}  # by job id
         self._settled = Mark("settled", tracer=device.tracer, wake=notify)
-        self._num_promotions = 0
+        self._waits = TierWaits(tiers, costs, metrics)
         self._last_job = self._num_sent = 0
         self._failed = False
         self._commands: Channel[Command] = Channel("commands", tracer=device.tracer)
@@ -215,9 +215,11 @@ class OffloadConnector:
         deadline.
 
         `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
-        `num_partial` of them are loaded without the layers with a sliding window.
+        `num_partial` of them are loaded without the layers with a sliding window. False if a tier is turned down.
         """
         blocks = Counter(sources)
+        if not self._waits.allows(blocks, self._clock()):
+            return False
         blocks.update(self._worker.num_reads)
         seconds = self._costs.load_seconds(blocks, num_loaded=len(sources), num_partial=num_partial)
         return seconds < min(
@@ -238,7 +240,7 @@ class OffloadConnector:
             if isinstance(plan, LoadPlan):
                 self._loads[self._last_job] = _Load(plan)
             elif isinstance(plan, PromotePlan):
-                self._num_promotions += 1
+                self._waits.begin(plan, self._clock())
             jobs.append((self._last_job, plan))
         self._send(SubmitPlans(tuple(jobs), self._switches.generation))
 
@@ -303,7 +305,7 @@ class OffloadConnector:
     @property
     def has_waiters(self) -> bool:
         """Whether any request waits for a transfer."""
-        return bool(self._num_promotions or self._loads)
+        return bool(self._waits or self._loads)
 
     def poll(self) -> list[TransferEvent]:
         """Apply the worker's events, and release the device blocks whose transfers have settled. Returns the events
@@ -325,7 +327,7 @@ class OffloadConnector:
                     load.reported = True
                     events.append(LoadFailed(load.plan.request_id, load.plan.epoch, event.reason))
             elif isinstance(event, Promoted):
-                self._num_promotions -= 1
+                self._waits.end(event, self._clock())
                 events.append(event)
             elif isinstance(event, StoreAgain):
                 events.append(event)
@@ -361,8 +363,8 @@ class OffloadConnector:
 
     @property
     def tier_faults(self) -> list[str]:
-        """Why the last write to a tier failed, for each tier where it did. The engine serves nevertheless."""
-        return self._worker.faults
+        """Why the last write to a tier failed, and which tiers are turned down. The engine serves nevertheless."""
+        return self._worker.faults + [f"{name}: turned down, its loads lost time" for name in self._waits.turned_down]
 
     @property
     def num_forgotten(self) -> int:

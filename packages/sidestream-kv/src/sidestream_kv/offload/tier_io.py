@@ -313,7 +313,9 @@ class Promotions:
                     break
                 read = self._io[source].read(key, generation)
             reads[key] = read
-        deadline_s = self._clock() + self._context.load_deadline_s
+        # A request never waits longer than computing takes, so that a tier that stalls costs little.
+        patience_s = min(self._context.load_deadline_s, self._context.costs.compute_seconds(len(plan.keys)))
+        deadline_s = self._clock() + patience_s
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
 
     def finish_reads(self) -> None:
