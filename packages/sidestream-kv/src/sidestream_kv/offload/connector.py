@@ -26,7 +26,7 @@ from sidestream_kv.kv.pool import FencedPool, merge_fences
 from sidestream_kv.kv.state_layout import StateLayout
 from sidestream_kv.metrics import Metrics
 from sidestream_kv.offload import pacing
-from sidestream_kv.offload.loads import CostModel, TierWaits, TransferContext, layers_per_group
+from sidestream_kv.offload.loads import PREFETCH, CostModel, TierWaits, TransferContext, layers_per_group
 from sidestream_kv.offload.tickets import (
     Command,
     Forget,
@@ -191,11 +191,10 @@ class OffloadConnector:
             load_deadline_s=load_deadline_s,
             to_device=to_device or pacing.TO_DEVICE,
             report=self._events.put,
+            write_policies=write_policies or {},
         )
         self._switches = context.switches
-        self._worker = OffloadWorker(
-            context, commands=self._commands, settled=self._settled, write_policies=write_policies or {}
-        )
+        self._worker = OffloadWorker(context, commands=self._commands, settled=self._settled)
         self._thread = device.thread("offload", self._worker.turn)
         self._thread.wake()
 
@@ -211,8 +210,7 @@ class OffloadConnector:
         return self.tiers.locate(keys)
 
     def worth_loading(self, sources: Sequence[str], *, num_blocks: int | None = None, num_partial: int = 0) -> bool:
-        """Whether loading is expected to take less time than the prefill of `num_blocks` blocks, and less than the load
-        deadline.
+        """Whether loading is expected to take less time than the prefill of `num_blocks` blocks and than the deadline.
 
         `sources` names the tier of each block to load. `num_blocks` is by default the number of these blocks.
         `num_partial` of them are loaded without the layers with a sliding window. False if a tier is turned down.
@@ -397,16 +395,18 @@ class OffloadConnector:
         self._send(command)
         return command.dropped
 
+    def prefetch(self, keys: Sequence[Key]) -> None:
+        """Read these blocks from persistent tiers into host memory, at most half of it, for requests to come."""
+        self.submit([PromotePlan(PREFETCH, 0, tuple(keys[: self.tiers.host.pool.size // 2]))])
+
     def write_rest(self) -> None:
         """Write the blocks in host memory that no request has reused, too, to the persistent tiers."""
         self._send(WriteRest(self._switches.generation))
 
     def flush(self, *, timeout_s: float) -> bool:
         """Write all blocks in host memory to the persistent tiers, and block until every transfer has ended. Any thread
-        may call it after the engine thread has ended.
-
-        Returns False after `timeout_s`, or if the worker has failed. Transfers that have not begun by then are dropped,
-        which loses only cached blocks.
+        may call it after the engine thread has ended. Returns False after `timeout_s`, or if the worker has failed.
+        Transfers that have not begun by then are dropped, which loses only cached blocks.
         """
         self.write_rest()
         deadline = self._clock() + timeout_s

@@ -48,6 +48,8 @@ from sidestream_kv.types import HOST, Key, LoadPlan, PromotePlan, RequestId
 
 logger = logging.getLogger(__name__)
 
+PREFETCH = -1
+"""Stands for a request's id, in a promotion that no request waits for."""
 # Most groups of layers in the last piece of a load. With more groups, a step could start only a little earlier, and the
 # copies would be more and smaller.
 _MOST_GROUPS = 4
@@ -82,6 +84,7 @@ class TransferContext:
     load_deadline_s  seconds that a request waits for reads from persistent tiers
     to_device        limits of copies to the device
     report           function that sends an event to the engine thread
+    write_policies   write policy of each persistent tier, by its name; without one: `"all"`
     """
 
     device: Device
@@ -94,6 +97,7 @@ class TransferContext:
     load_deadline_s: float
     to_device: pacing.Pace
     report: Callable[[WorkerEvent], None]
+    write_policies: Mapping[str, str] = field(default_factory=dict)
     switches: Switches = field(default_factory=Switches)
     unsettled: UnsettledJobs = field(default_factory=UnsettledJobs)
 
@@ -541,6 +545,8 @@ class TierWaits:
 
     def begin(self, plan: PromotePlan, now_s: float) -> None:
         """Record the beginning of a wait."""
+        if plan.request_id == PREFETCH:
+            return
         sources = self._tiers.locate(plan.keys)
         in_host = next((index for index, source in enumerate(sources) if source != HOST), len(sources))
         blocks = Counter(source for source in sources if source != HOST)
@@ -552,6 +558,8 @@ class TierWaits:
 
     def end(self, event: Promoted, now_s: float) -> None:
         """Record the end of a wait."""
+        if event.request_id == PREFETCH:
+            return
         waits = self._waits[event.request_id, event.epoch]
         wait = waits.pop(0)
         if not waits:

@@ -245,11 +245,10 @@ class SeenKeys:
 
 
 class TierWrites:
-    """The writes to all persistent tiers. `io`: reads and writes of each tier, by its name; `policies`: write policy of
-    a tier, by its name, `"all"` if it has none.
-    """
+    """The writes to all persistent tiers. `io`: reads and writes of each tier, by its name."""
 
-    def __init__(self, context: TransferContext, io: Mapping[str, TierIO], policies: Mapping[str, str]) -> None:
+    def __init__(self, context: TransferContext, io: Mapping[str, TierIO]) -> None:
+        policies = context.write_policies
         self._tiers = context.tiers
         self._pool = context.tiers.host.pool
         self._switches = context.switches

@@ -17,7 +17,7 @@ each turn of its loop is short: it takes few commands and submits few slices of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Protocol
 
 from sidestream_kv.device.base import WakeUp
@@ -57,17 +57,8 @@ class OffloadWorker:
     public names.
     """
 
-    def __init__(
-        self,
-        context: TransferContext,
-        *,
-        commands: Channel[Command],
-        settled: Mark,
-        write_policies: Mapping[str, str],
-    ) -> None:
-        """`settled`: the worker sets it to the largest job id up to which no job uses device blocks any more.
-        `write_policies`: see `TierWrites`.
-        """
+    def __init__(self, context: TransferContext, *, commands: Channel[Command], settled: Mark) -> None:
+        """`settled`: the worker sets it to the largest job id up to which no job uses device blocks any more."""
         self.forgotten = 0
         """Number of cache resets that were applied to the tiers."""
         self.idle_after = 0
@@ -86,7 +77,7 @@ class OffloadWorker:
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(context.to_device, lambda number: device.stream(f"load-{number}"), clock=device.now)
         self._io = {name: TierIO(name, context) for name in context.tiers.persistent}
-        self._writes = TierWrites(context, self._io, write_policies)
+        self._writes = TierWrites(context, self._io)
         self._stores = Stores(context, self._to_host, self._writes)
         self._loads = Loads(context, self._to_device)
         self._promotions = Promotions(context, self._io)
