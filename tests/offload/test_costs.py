@@ -300,17 +300,26 @@ def test_a_load_counts_for_nothing_until_a_prefill_was_measured() -> None:
     assert balance.allows(50.0)
 
 
-def test_a_request_waits_for_a_stalled_disk_no_longer_than_computing_takes(disk_rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("block_s", "read_s", "patience_s"),
+    [(0.02, 1e-9, 0.04), (1.0, 1e-9, 0.1), (1.0, 0.05, 0.8), (1.0, 0.4, 2.0)],
+    ids=["computing is soon done", "the least", "eight times as long as expected", "as long as computing"],
+)
+def test_a_request_waits_for_a_stalled_disk_no_longer_than_computing_takes(
+    disk_rig: Rig, block_s: float, read_s: float, patience_s: float
+) -> None:
     wanted = keys("a", "b")
     disk_rig.on_disk_only(wanted)
-    disk_rig.costs.saw_prefill(LAYOUT.block_tokens, 1.0)  # a block takes 1 s
+    for _ in range(5):
+        disk_rig.costs.saw_transfer("disk", BLOCK, read_s)
+    disk_rig.costs.saw_prefill(LAYOUT.block_tokens, block_s)
     assert disk_rig.transfers.worth_loading(["disk", "disk"])
     with disk_rig.hold("disk-read-0"), disk_rig.hold("disk-read-1"):
         for request_id in range(4):
             disk_rig.promote(wanted, request_id=request_id)
-            disk_rig.clock.now_s += 1.9
+            disk_rig.clock.now_s += patience_s - 0.01
             assert disk_rig.poll() == []
-            disk_rig.clock.now_s += 0.2
+            disk_rig.clock.now_s += 0.02
             assert disk_rig.poll() == [Promoted(request_id, 0, False, "deadline")]
     assert not disk_rig.transfers.worth_loading(["disk", "disk"])
     assert disk_rig.transfers.worth_loading(["host", "host"])

@@ -28,6 +28,9 @@ from sidestream_kv.types import Access, Fence, Key, PromotePlan
 
 # Number of read streams for each tier.
 _NUM_READERS = 2
+# A request waits for reads so many times as long as they are expected to take, and at least so long.
+_PATIENCE = 8
+_LEAST_PATIENCE_S = 0.1
 # After a failed write, the tier gets no other write for this time.
 PAUSE_S = 5.0
 
@@ -313,10 +316,18 @@ class Promotions:
                     break
                 read = self._io[source].read(key, generation)
             reads[key] = read
-        # A request never waits longer than computing takes, so that a tier that stalls costs little.
-        patience_s = min(self._context.load_deadline_s, self._context.costs.compute_seconds(len(plan.keys)))
-        deadline_s = self._clock() + patience_s
+        deadline_s = self._clock() + self._patience_s(len(plan.keys))
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, deadline_s))
+
+    def _patience_s(self, num_blocks: int) -> float:
+        """How long a request waits for its reads, which have begun: not much longer than they and all others in flight
+        are expected to take, and never longer than computing its blocks takes. So a tier that stalls costs little.
+        """
+        costs, deadline_s = self._context.costs, self._context.load_deadline_s
+        if costs.prefill_rate is None:
+            return deadline_s
+        expected_s = costs.load_seconds({name: len(io.reads) for name, io in self._io.items()}, num_loaded=0)
+        return min(deadline_s, costs.compute_seconds(num_blocks), max(_LEAST_PATIENCE_S, _PATIENCE * expected_s))
 
     def finish_reads(self) -> None:
         """Handle reads that have ended."""
